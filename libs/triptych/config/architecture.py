@@ -1,0 +1,45 @@
+"""A checkpoint's architecture as plain numbers, read from config.json or GGUF metadata without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """Rotary position embedding; the names are those of Hugging Face's `rope_parameters`."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    """default, linear, llama3"""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArchitecture:
+    """What a checkpoint says of itself."""
+
+    name: str
+    """Registry key, as in config.json: `LlamaForCausalLM`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    dtype: str
+    """float32, bfloat16 or float16, as stored; GGUF counts as bfloat16."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    is_gguf: bool = False

@@ -1,0 +1,177 @@
+"""Every value that an operator may set, declared once: type, default, unit, range, meaning.
+
+The loader derives the yaml key (`scheduler.max_num_seqs`), the environment variable
+(`TRIPTYCH_SCHEDULER_MAX_NUM_SEQS`), the flag (`--scheduler.max-num-seqs`) and its help from here.
+All leaves are frozen and have defaults, so `EngineConfig()` builds with no model on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The range of a value and what it means; stands in the metadata of a dataclass field."""
+
+    help: str
+    ge: float | None = None
+    le: float | None = None
+    gt: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """The allowed range in words, empty where anything goes."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        parts = [f"{sign} {bound:g}" for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le))
+                 if bound is not None]
+        return " and ".join(parts)
+
+
+def value(
+    default: Any,
+    help: str,
+    *,
+    ge: float | None = None,
+    le: float | None = None,
+    gt: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare one option: its default, its meaning (with the unit) and its range."""
+    metadata = {"limits": Limits(help, ge=ge, le=le, gt=gt, choices=choices)}
+    if default is MISSING:
+        raise ValueError("every option has a default")
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and in what precision."""
+
+    model: str = value("embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.")
+    served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.")
+    dtype: str = value(
+        "auto", "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "
+        "has no native bfloat16.", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = value(
+        "none", "Weight-only quantization; none: weights in `model.dtype`.",
+        choices=("none", "q4", "q8", "auto"))
+    max_model_len: int = value(
+        0, "Tokens of prompt and output together; 0: the model's own limit. Never above what the KV blocks "
+        "can hold.", ge=0)
+    seed: int = value(0, "Seeds random weights (`load.format = random`) and nothing else.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How weights come in."""
+
+    format: str = value("auto", "auto: by the files found; random: weights drawn from `model.seed`, for "
+                        "tests and benchmarks.", choices=("auto", "safetensors", "gguf", "random"))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = value(16, "Tokens per KV block.", ge=1, le=256)
+    dtype: str = value("auto", "Precision of keys and values; auto: `model.dtype`.",
+                       choices=("auto", "float32", "bfloat16", "float16"))
+    num_blocks: int = value(0, "KV blocks, the null block included; 0: sized from the memory left after "
+                            "loading.", ge=0)
+    memory_fraction: float = value(0.5, "Share of the memory free after loading that KV blocks may take.",
+                                   gt=0, le=0.98)
+    enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who runs in a step, and how much."""
+
+    max_num_seqs: int = value(64, "Requests that run at once (rows in the worker).", ge=1, le=65536)
+    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ge=1, le=1 << 20)
+    max_num_waiting: int = value(1024, "Requests that may wait; one more is refused with a retry time.",
+                                 ge=0)
+    policy: str = value("priority", "fcfs: first come, first served, and a priority other than 0 is refused; "
+                        "priority: lower first, ties by arrival.", choices=("fcfs", "priority"))
+    enable_chunked_prefill: bool = value(True, "Split long prompts over steps; off demands "
+                                         "max_num_batched_tokens >= max_model_len.")
+    long_prefill_token_threshold: int = value(0, "Most tokens of one request in one step; 0: the budget "
+                                              "alone limits.", ge=0)
+    window: int = value(2, "Steps in flight towards the worker; 1 turns overlap off.", ge=1, le=4)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How one model is spread over processes."""
+
+    tensor_parallel_size: int = value(1, "Workers that share each layer.", ge=1)
+    pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", ge=1)
+    rank: int = value(0, "This worker's number in its group.", ge=0)
+    local_rank: int = value(0, "This worker's accelerator on its machine.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """The tokenizing gateway: public gRPC and HTTP."""
+
+    host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.")
+    port: int = value(50051, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
+    http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", ge=0, le=65535)
+    metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
+    engine_addresses: str = value("127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.")
+    max_pending_tokens: int = value(4096, "Tokens held for a client that does not read; one more ends its "
+                                    "request with RESOURCE_EXHAUSTED.", ge=1)
+    drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreConfig:
+    """The scheduler's process."""
+
+    host: str = value("127.0.0.1", "Address to bind.")
+    port: int = value(50052, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
+    metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
+    engine_id: str = value("engine-0", "This engine's name towards workers and in logs.")
+    worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.")
+    resume_ttl_s: float = value(10.0, "Seconds to wait for a lost worker before its requests start anew.",
+                                ge=0)
+    drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One accelerator's process."""
+
+    host: str = value("127.0.0.1", "Address to bind.")
+    port: int = value(50053, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
+    metrics_port: int = value(9103, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
+    device: str = value("auto", "auto: cuda if there is one, else cpu.", choices=("auto", "cpu", "cuda"))
+    num_threads: int = value(0, "CPU threads for the model; 0: the physical cores this process may use.", ge=0)
+    drain_s: float = value(30.0, "Seconds that the connected engine may take to finish after SIGTERM.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the processes say."""
+
+    level: str = value("info", "Least severe line to print.",
+                       choices=("debug", "info", "warning", "error"))
+    format: str = value("text", "text: for people; json: one object a line.", choices=("text", "json"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All of it, handed down engine -> executor -> worker -> runner -> model. Never written to."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
+    engine: EngineCoreConfig = field(default_factory=EngineCoreConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,142 @@
+"""The typed errors of Triptych; `triptych.rpc.status` holds what each becomes on the wire.
+
+Each says what to do. A bug is none of these: it stays whatever Python raised and becomes INTERNAL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One thing wrong with one field of a request or a config."""
+
+    field: str
+    """Path of the field, as the client wrote it: `sampling.temperature`, `messages[2].role`."""
+    description: str
+    """Names the value and the limit: `3.0 is above the limit 2`."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}" if self.field else self.description
+
+
+class TriptychError(Exception):
+    """Root of what we raise on purpose. `code` is stable, for machines; the message is for people."""
+
+    code = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(TriptychError):
+    """The client's request can never work as it stands; carries every violation found."""
+
+    code = "INVALID_REQUEST"
+
+    def __init__(self, violations: Sequence[FieldViolation] | str, description: str | None = None) -> None:
+        if isinstance(violations, str):
+            violations = [FieldViolation(violations, description or "is not valid")]
+        self.violations = tuple(violations)
+        super().__init__("; ".join(str(v) for v in self.violations))
+
+
+class ModelNotFound(TriptychError):
+    """No engine serves this model, or no such model can be had."""
+
+    code = "MODEL_NOT_FOUND"
+
+
+class RequestNotFound(TriptychError):
+    """No such request is alive here."""
+
+    code = "REQUEST_NOT_FOUND"
+
+
+class FeatureDisabled(TriptychError):
+    """The protocol knows this field, but this build or configuration does not serve it."""
+
+    code = "FEATURE_DISABLED"
+
+    def __init__(self, feature: str, why: str) -> None:
+        super().__init__(f"{feature}: {why}")
+        self.feature = feature
+
+
+class DuplicateRequest(TriptychError):
+    """A request with this id is alive."""
+
+    code = "DUPLICATE_REQUEST"
+
+
+class QueueFull(TriptychError):
+    """The waiting queue is at its bound; try again after `retry_after_s`."""
+
+    code = "QUEUE_FULL"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineUnreachable(QueueFull):
+    """The predicted time to the first token is past the request's deadline."""
+
+    code = "DEADLINE_UNREACHABLE"
+
+
+class DeadlineExceeded(TriptychError):
+    """The request's time ran out."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class EngineUnavailable(TriptychError):
+    """No engine can take requests now and nothing has been sent; safe to retry."""
+
+    code = "ENGINE_UNAVAILABLE"
+
+
+class GenerationLost(TriptychError):
+    """The engine was lost after tokens were sent, and the request could not be moved."""
+
+    code = "GENERATION_LOST"
+
+
+class ConfigError(TriptychError):
+    """A config file, environment variable or flag that stops the boot; names key, value, range, source."""
+
+    code = "CONFIG"
+
+
+class ModelError(TriptychError):
+    """Model files that are missing, cut short or not understood."""
+
+    code = "MODEL"
+
+
+class HandshakeMismatch(TriptychError):
+    """Two tiers disagree on something both must share; names the key and both values."""
+
+    code = "HANDSHAKE_MISMATCH"
+
+
+class WorkerHeld(TriptychError):
+    """Another live engine holds this worker; names it."""
+
+    code = "WORKER_HELD"
+
+
+class ProtocolViolation(TriptychError):
+    """The other side broke the step protocol (a gap, a stale epoch); the stream ends."""
+
+    code = "PROTOCOL_VIOLATION"
+
+
+class EngineFailure(TriptychError):
+    """One request failed inside the engine or worker, through no fault of the client."""
+
+    code = "ENGINE_FAILURE"

@@ -1,0 +1,106 @@
+"""What a machine answered, as opposed to what an operator said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """This process's place in its worker group."""
+
+    rank: int = 0
+    local_rank: int = 0
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    device: str = "cpu"
+    """cpu or cuda:<local_rank>"""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The paged KV cache as the worker built it."""
+
+    num_blocks: int
+    """Including block 0, the null block, which no request ever holds."""
+    block_size: int
+    """Tokens per block."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    supported_block_sizes: tuple[int, ...] = (16,)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What everyone above the worker needs to know of a model; nobody else reads its files for this."""
+
+    name: str
+    """What clients call it."""
+    fingerprint: str
+    """sha256 over architecture, tensor names, shapes, dtypes, file sizes, dtype and quantization."""
+    vocab_size: int
+    max_model_len: int
+    """Tokens of prompt and output together: min(the model's, what the blocks can hold)."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    kv_dtype: str
+    quantization: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """The worker's half of the handshake."""
+
+    boot_id: str
+    """A uuid drawn at process start: another one means that every row and block is gone."""
+    model: ModelFacts
+    kv: KvShape
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_window: int
+    device_name: str = ""
+    weight_bytes: int = 0
+    load_s: float = 0.0
+
+
+class Phase:
+    """A worker's way to readiness, in order."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    ALLOCATING = "allocating"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine's counters at one moment."""
+
+    engine_id: str
+    ready: bool
+    why_not_ready: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    """Blocks that requests may hold (the null block is not one)."""
+    num_used_blocks: int
+    num_cached_blocks: int
+    """Free blocks whose content can still be hit."""
+    num_steps: int
+    window: int
+    step_ns: int
+    """Moving average between two results while busy."""
+    prefix_queries: int
+    """Prompt tokens looked up since start."""
+    prefix_hits: int
+    """Of those, found."""
+    num_preemptions: int
+    num_scheduled_tokens: int
+    num_finished: dict[str, int] = field(default_factory=dict)
+    """Requests ended, by reason (stop, length, abort, error)."""

@@ -1,0 +1,135 @@
+"""What comes back: from the engine to a frontend, and from a frontend to a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from triptych.types.step import U32, LogprobColumns, empty_u32
+
+
+class FinishReason(IntEnum):
+    """Why a request ended well; an error is a status, never a finish reason."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+    @property
+    def word(self) -> str:
+        """The name that clients see: stop, length, abort."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimings:
+    """A request's time by stage, in ns; 0 for a stage that it did not reach."""
+
+    queued_ns: int = 0
+    """Accepted by the engine until first planned."""
+    prefill_ns: int = 0
+    """First planned until the first token."""
+    decode_ns: int = 0
+    """First token until the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """The end of one request by an error; `code` is a `triptych.errors` code."""
+
+    number: int
+    code: str
+    message: str
+    field: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """The good end of one request, as the engine tells it."""
+
+    number: int
+    reason: FinishReason
+    stop_token_id: int | None
+    num_cached_tokens: int
+    timings: StageTimings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputBatch:
+    """Everything that one engine step means for one frontend. Numbers name requests on its stream."""
+
+    batch_id: int
+    admitted: U32 = field(default_factory=empty_u32)
+    """Numbers of the requests accepted since the last batch."""
+    numbers: U32 = field(default_factory=empty_u32)
+    """[r] requests with new tokens."""
+    token_counts: U32 = field(default_factory=empty_u32)
+    """[r] new tokens of each; empty means one each."""
+    token_ids: U32 = field(default_factory=empty_u32)
+    """[sum(token_counts)]"""
+    logprobs: LogprobColumns | None = None
+    """Rows are indices into `token_ids`."""
+    finished: tuple[FinishedRequest, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate for one position."""
+
+    token_id: int
+    logprob: float
+    text: str = ""
+    rank: int = 0
+    """1 = best; 0 = not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's log-probability and its best rivals, at one position."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts in tokens."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt, how many came out of the prefix cache."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request; grows while it streams."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    """stop, length, abort; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    usage: Usage = Usage()
+    timings: StageTimings = StageTimings()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.usage.num_cached_tokens

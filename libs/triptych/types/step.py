@@ -1,0 +1,134 @@
+"""One step, as the engine plans it and the worker answers it: columns, not rows.
+
+A *slot* is a small number that names a live request on one worker stream; a *generation* tells two
+requests apart that used the same slot one after the other. The default of a step is "every live slot
+computes one token", so a plan lists exceptions alone and decode inputs are never sent.
+
+    live slots     0  1  2  3  4        removed_slots  [2]        (freed before anything else)
+    plan           1  1  -  0  128      new_rows       [row for slot 4]
+                                        chunk_slots    [4], chunk_lengths [128]
+                                        skipped_slots  [3]
+    result: one token per slot that reached the end of what is known, in ascending slot order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.types.sampling import SamplingParams
+
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+
+
+def empty_u32() -> U32:
+    return _EMPTY_U32
+
+
+_EMPTY_U32: U32 = np.empty(0, dtype=np.uint32)
+_EMPTY_U32.flags.writeable = False
+_EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
+_EMPTY_F32.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRow:
+    """A request that enters the worker's batch, whole: sent once, at admission or after preemption."""
+
+    slot: int
+    generation: int
+    token_ids: U32
+    """[num_known] prompt, then everything emitted before a preemption or a crash."""
+    num_prompt_tokens: int
+    """How many of `token_ids` are the prompt: penalties and min_tokens count from here."""
+    num_computed_tokens: int
+    """Positions whose KV is already in the blocks: the first position this row computes."""
+    num_cached_tokens: int
+    """Positions below this stand in shared blocks and are never written. Equal to
+    `num_computed_tokens`, or one more when the whole prompt hit the cache and only its last token is
+    computed again, for its logits."""
+    block_ids: U32
+    """[ceil((num_computed_tokens + chunk) / block_size)] the blocks known so far, in order."""
+    sampling: SamplingParams
+    seed: int
+    """u64, never absent: the frontend draws one when the client gave none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What the worker shall compute in one step; read-only columns, u32.
+
+    Order of effects: `removed_slots`, `new_rows`, new blocks, then the computation.
+    """
+
+    step_id: int
+    """Dense per session: 1, 2, 3, …"""
+    last_result_seen: int
+    """Step id up to which the engine holds results; the worker may forget them."""
+    removed_slots: U32 = field(default_factory=empty_u32)
+    new_rows: tuple[NewRow, ...] = ()
+    chunk_slots: U32 = field(default_factory=empty_u32)
+    """[c] slots that compute another number of tokens than one."""
+    chunk_lengths: U32 = field(default_factory=empty_u32)
+    """[c] how many, >= 1."""
+    skipped_slots: U32 = field(default_factory=empty_u32)
+    """Live slots that compute nothing in this step."""
+    block_slots: U32 = field(default_factory=empty_u32)
+    """[b] the slot that each new block is appended to; ascending is not required."""
+    block_ids: U32 = field(default_factory=empty_u32)
+    """[b] the new blocks, parallel to `block_slots`."""
+    num_tokens: int = 0
+    """Sum over the step; not sent when it can be derived, kept for logs and metrics."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobColumns:
+    """Log-probabilities of some of a batch's tokens.
+
+    Row r belongs to `rows[r]` (what a row is, the holder says). Its entries are
+    `token_ids[offsets[r]:offsets[r+1]]`: the chosen token first, then the best ones in falling order.
+    """
+
+    rows: U32
+    offsets: U32
+    """[len(rows) + 1]"""
+    token_ids: U32
+    logprobs: F32
+    ranks: U32
+    """Rank of the chosen token among all, 1 = best; [len(rows)]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """One request's failure inside a step; data, not an exception: its neighbours go on."""
+
+    slot: int
+    generation: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Where a step's time went, in ns."""
+
+    prepare_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+    idle_ns: int = 0
+    """Before this step, waiting with nothing to do although the stream was open."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step produced."""
+
+    step_id: int
+    token_ids: U32
+    """[s] one per sampling slot, in ascending slot order; a failed row's entry is 0."""
+    logprobs: LogprobColumns | None = None
+    """Rows are indices into `token_ids`; only for the slots that asked."""
+    row_errors: tuple[RowError, ...] = ()
+    timings: StepTimings = StepTimings()
