@@ -16,7 +16,17 @@ from triptych.config.fields import (
 from triptych.config.resolved import ResolvedConfig
 
 __all__ = [
-    "CacheConfig", "EngineConfig", "EngineCoreConfig", "FrontendConfig", "LoadConfig", "LogConfig",
-    "ModelArchitecture", "ModelConfig", "ParallelConfig", "ResolvedConfig", "RopeParameters",
-    "SchedulerConfig", "WorkerConfig",
+    "CacheConfig",
+    "EngineConfig",
+    "EngineCoreConfig",
+    "FrontendConfig",
+    "LoadConfig",
+    "LogConfig",
+    "ModelArchitecture",
+    "ModelConfig",
+    "ParallelConfig",
+    "ResolvedConfig",
+    "RopeParameters",
+    "SchedulerConfig",
+    "WorkerConfig",
 ]

@@ -25,8 +25,11 @@ class Limits:
         """The allowed range in words, empty where anything goes."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        parts = [f"{sign} {bound:g}" for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le))
-                 if bound is not None]
+        parts = [
+            f"{sign} {bound:g}"
+            for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le))
+            if bound is not None
+        ]
         return " and ".join(parts)
 
 
@@ -53,14 +56,22 @@ class ModelConfig:
     model: str = value("embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.")
     served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.")
     dtype: str = value(
-        "auto", "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "
-        "has no native bfloat16.", choices=("auto", "float32", "bfloat16", "float16"))
+        "auto",
+        "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "
+        "has no native bfloat16.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     quantization: str = value(
-        "none", "Weight-only quantization; none: weights in `model.dtype`.",
-        choices=("none", "q4", "q8", "auto"))
+        "none",
+        "Weight-only quantization; none: weights in `model.dtype`.",
+        choices=("none", "q4", "q8", "auto"),
+    )
     max_model_len: int = value(
-        0, "Tokens of prompt and output together; 0: the model's own limit. Never above what the KV blocks "
-        "can hold.", ge=0)
+        0,
+        "Tokens of prompt and output together; 0: the model's own limit. Never above what the KV blocks "
+        "can hold.",
+        ge=0,
+    )
     seed: int = value(0, "Seeds random weights (`load.format = random`) and nothing else.", ge=0)
 
 
@@ -68,8 +79,11 @@ class ModelConfig:
 class LoadConfig:
     """How weights come in."""
 
-    format: str = value("auto", "auto: by the files found; random: weights drawn from `model.seed`, for "
-                        "tests and benchmarks.", choices=("auto", "safetensors", "gguf", "random"))
+    format: str = value(
+        "auto",
+        "auto: by the files found; random: weights drawn from `model.seed`, for tests and benchmarks.",
+        choices=("auto", "safetensors", "gguf", "random"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +91,17 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = value(16, "Tokens per KV block.", ge=1, le=256)
-    dtype: str = value("auto", "Precision of keys and values; auto: `model.dtype`.",
-                       choices=("auto", "float32", "bfloat16", "float16"))
-    num_blocks: int = value(0, "KV blocks, the null block included; 0: sized from the memory left after "
-                            "loading.", ge=0)
-    memory_fraction: float = value(0.5, "Share of the memory free after loading that KV blocks may take.",
-                                   gt=0, le=0.98)
+    dtype: str = value(
+        "auto",
+        "Precision of keys and values; auto: `model.dtype`.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    num_blocks: int = value(
+        0, "KV blocks, the null block included; 0: sized from the memory left after loading.", ge=0
+    )
+    memory_fraction: float = value(
+        0.5, "Share of the memory free after loading that KV blocks may take.", gt=0, le=0.98
+    )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.")
 
 
@@ -92,14 +111,19 @@ class SchedulerConfig:
 
     max_num_seqs: int = value(64, "Requests that run at once (rows in the worker).", ge=1, le=65536)
     max_num_batched_tokens: int = value(2048, "Token budget of one step.", ge=1, le=1 << 20)
-    max_num_waiting: int = value(1024, "Requests that may wait; one more is refused with a retry time.",
-                                 ge=0)
-    policy: str = value("priority", "fcfs: first come, first served, and a priority other than 0 is refused; "
-                        "priority: lower first, ties by arrival.", choices=("fcfs", "priority"))
-    enable_chunked_prefill: bool = value(True, "Split long prompts over steps; off demands "
-                                         "max_num_batched_tokens >= max_model_len.")
-    long_prefill_token_threshold: int = value(0, "Most tokens of one request in one step; 0: the budget "
-                                              "alone limits.", ge=0)
+    max_num_waiting: int = value(1024, "Requests that may wait; one more is refused with a retry time.", ge=0)
+    policy: str = value(
+        "priority",
+        "fcfs: first come, first served, and a priority other than 0 is refused; "
+        "priority: lower first, ties by arrival.",
+        choices=("fcfs", "priority"),
+    )
+    enable_chunked_prefill: bool = value(
+        True, "Split long prompts over steps; off demands max_num_batched_tokens >= max_model_len."
+    )
+    long_prefill_token_threshold: int = value(
+        0, "Most tokens of one request in one step; 0: the budget alone limits.", ge=0
+    )
     window: int = value(2, "Steps in flight towards the worker; 1 turns overlap off.", ge=1, le=4)
 
 
@@ -121,9 +145,9 @@ class FrontendConfig:
     port: int = value(50051, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
-    engine_addresses: str = value("127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.")
-    max_pending_tokens: int = value(4096, "Tokens held for a client that does not read; one more ends its "
-                                    "request with RESOURCE_EXHAUSTED.", ge=1)
+    engine_addresses: str = value(
+        "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated."
+    )
     drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
 
 
@@ -136,8 +160,9 @@ class EngineCoreConfig:
     metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
     engine_id: str = value("engine-0", "This engine's name towards workers and in logs.")
     worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.")
-    resume_ttl_s: float = value(10.0, "Seconds to wait for a lost worker before its requests start anew.",
-                                ge=0)
+    resume_ttl_s: float = value(
+        10.0, "Seconds to wait for a lost worker before its requests start anew.", ge=0
+    )
     drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
 
 
@@ -149,7 +174,9 @@ class WorkerConfig:
     port: int = value(50053, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
     metrics_port: int = value(9103, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
     device: str = value("auto", "auto: cuda if there is one, else cpu.", choices=("auto", "cpu", "cuda"))
-    num_threads: int = value(0, "CPU threads for the model; 0: the physical cores this process may use.", ge=0)
+    num_threads: int = value(
+        0, "CPU threads for the model; 0: the physical cores this process may use.", ge=0
+    )
     drain_s: float = value(30.0, "Seconds that the connected engine may take to finish after SIGTERM.", ge=0)
 
 
@@ -157,8 +184,7 @@ class WorkerConfig:
 class LogConfig:
     """What the processes say."""
 
-    level: str = value("info", "Least severe line to print.",
-                       choices=("debug", "info", "warning", "error"))
+    level: str = value("info", "Least severe line to print.", choices=("debug", "info", "warning", "error"))
     format: str = value("text", "text: for people; json: one object a line.", choices=("text", "json"))
 
 

@@ -1,0 +1,177 @@
+from triptych.internal.v1 import worker_pb2 as _worker_pb2
+from triptych.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("hello", "submit", "abort", "attach", "last_batch_seen")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
+    hello: ConnectHello
+    submit: SubmitBatch
+    abort: bytes
+    attach: Attach
+    last_batch_seen: int
+    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("welcome", "outputs")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    welcome: ConnectWelcome
+    outputs: OutputBatch
+    def __init__(self, welcome: _Optional[_Union[ConnectWelcome, _Mapping]] = ..., outputs: _Optional[_Union[OutputBatch, _Mapping]] = ...) -> None: ...
+
+class ConnectHello(_message.Message):
+    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id")
+    MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    min_protocol: int
+    max_protocol: int
+    frontend_id: str
+    boot_id: str
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class ConnectWelcome(_message.Message):
+    __slots__ = ("protocol", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    engine_id: str
+    epoch: int
+    ready: bool
+    why_not_ready: str
+    model: _worker_pb2.ModelFacts
+    limits: EngineLimits
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
+
+class EngineLimits(_message.Message):
+    __slots__ = ("has_priorities",)
+    HAS_PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    has_priorities: bool
+    def __init__(self, has_priorities: bool = ...) -> None: ...
+
+class SubmitBatch(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[Submit]
+    def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "traceparent")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    token_ids: bytes
+    num_prompt_tokens: int
+    sampling: _common_pb2.SamplingParams
+    seed: int
+    priority: int
+    tenant: str
+    cache_salt: str
+    deadline_remaining_ms: int
+    adapter: str
+    traceparent: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("request_ids", "numbers", "tokens_received")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    numbers: bytes
+    tokens_received: bytes
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., numbers: _Optional[bytes] = ..., tokens_received: _Optional[bytes] = ...) -> None: ...
+
+class OutputBatch(_message.Message):
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    batch_id: int
+    admitted: bytes
+    numbers: bytes
+    token_counts: bytes
+    token_ids: bytes
+    logprobs: _worker_pb2.LogprobColumns
+    finished: FinishedColumns
+    failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ...) -> None: ...
+
+class FinishedColumns(_message.Message):
+    __slots__ = ("numbers", "reasons", "stop_token_ids_plus_one", "num_cached_tokens", "queued_ns", "prefill_ns", "decode_ns")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    numbers: bytes
+    reasons: bytes
+    stop_token_ids_plus_one: bytes
+    num_cached_tokens: bytes
+    queued_ns: bytes
+    prefill_ns: bytes
+    decode_ns: bytes
+    def __init__(self, numbers: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., stop_token_ids_plus_one: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., queued_ns: _Optional[bytes] = ..., prefill_ns: _Optional[bytes] = ..., decode_ns: _Optional[bytes] = ...) -> None: ...
+
+class RequestFailure(_message.Message):
+    __slots__ = ("number", "code", "message", "field", "retry_after_ms")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    code: str
+    message: str
+    field: str
+    retry_after_ms: int
+    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class GetEngineInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetEngineInfoResponse(_message.Message):
+    __slots__ = ("engine_id", "epoch", "facts")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    epoch: int
+    facts: _worker_pb2.WorkerFacts
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., facts: _Optional[_Union[_worker_pb2.WorkerFacts, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,79 @@
+"""Logs: one line an event, UTC, for people or as JSON; the request id stands in every line about a request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from triptych.config.fields import LogConfig
+
+_FIELDS = "fields"
+_LEVELS = {"WARNING": "WARN"}
+
+
+def configure(config: LogConfig, service: str) -> None:
+    """Send this process's log to stderr. Call once, first."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(service) if config.format == "json" else _TextFormatter(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.level.upper())
+    for chatty in ("asyncio", "uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "filelock"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+
+
+def with_fields(**values: Any) -> dict[str, Any]:
+    """`extra=` of a log call: values that print as key=value, or as JSON members."""
+    return {_FIELDS: values}
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [
+            _utc(record),
+            _LEVELS.get(record.levelname, record.levelname).ljust(5),
+            self._service.ljust(8),
+        ]
+        words.append(_one_line(record.getMessage()))
+        words += [f"{key}={_word(value)}" for key, value in getattr(record, _FIELDS, {}).items()]
+        line = " ".join(words)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": _utc(record),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "message": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def _utc(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _one_line(text: str) -> str:
+    """A client's text must not forge a second line."""
+    return text.replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _word(value: Any) -> str:
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(c in text for c in ' ="\n\r') else text

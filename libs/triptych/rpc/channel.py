@@ -1,0 +1,41 @@
+"""Channels between the tiers: the same limits and keepalive on both ends."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+PUBLIC_MESSAGE_BYTES = 16 << 20
+INTERNAL_MESSAGE_BYTES = 64 << 20
+
+# gRPC's defaults kill a stream that is silent through a long prefill; both ends ping every 10 s, give up
+# after 5 s, and permit a ping every 5 s.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
+    """The options that bound one message in both directions."""
+    return (("grpc.max_receive_message_length", limit_bytes), ("grpc.max_send_message_length", limit_bytes))
+
+
+def open_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to host:port. Connects lazily; callers bring their own deadlines and redialling.
+
+    Each channel has its own connection (no sharing of subchannels), so that closing one never disturbs
+    another, and redials within a second.
+    """
+    options = (
+        *message_limits(limit_bytes),
+        *KEEPALIVE,
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    )
+    return grpc.aio.insecure_channel(address, options=options)

@@ -1,0 +1,115 @@
+"""A gRPC server as every tier runs it: health, reflection, limits, one error table, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from triptych.errors import ConfigError
+from triptych.rpc.channel import KEEPALIVE, message_limits
+from triptych.rpc.interceptors import ErrorInterceptor
+
+log = logging.getLogger(__name__)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_HEALTH_SET_TIMEOUT_S = 1.0  # a watcher that does not read holds health's lock; nobody waits for it longer
+
+
+class RpcServer:
+    """One gRPC server. Health: `""` is alive, each service's name is ready.
+
+    Owned by a service's app: `add` doors to `.grpc`, then `bind`, `start`, `set_ready`, and at the end
+    `set_ready(False)` and `stop`.
+    """
+
+    def __init__(self, *, services: Sequence[str], limit_bytes: int) -> None:
+        self.grpc = grpc.aio.server(
+            interceptors=(ErrorInterceptor(),),
+            options=(*message_limits(limit_bytes), *KEEPALIVE, ("grpc.so_reuseport", 0)),
+        )
+        self._services = tuple(services)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = (
+            *services,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self.grpc)
+        self.is_ready = False
+
+    def bind(self, host: str, port: int, *, option: str) -> int:
+        """Bind and return the port.
+
+        Args:
+            port: 0 for any free one.
+            option: the config key of the port, for the error.
+
+        Raises:
+            ConfigError: the port is taken or not ours; names it.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self.grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{option}: cannot bind {address}; another process has it, or the address is not ours ({error})"
+            ) from None
+        return int(bound)
+
+    async def start(self) -> None:
+        await self.set_ready(False)
+        await self.grpc.start()
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """Flip the readiness of every service; `""` stays as it is."""
+        self.is_ready = is_ready
+        for name in self._services:
+            await self._set_health(name, is_ready)
+
+    async def set_dead(self) -> None:
+        """Tell that this process cannot do its work any more: `""` turns NOT_SERVING."""
+        await self.set_ready(False)
+        await self._set_health("", False)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s` to end, cancel the rest."""
+        await self.grpc.stop(grace_s)
+
+    async def _set_health(self, name: str, is_serving: bool) -> None:
+        try:
+            async with asyncio.timeout(_HEALTH_SET_TIMEOUT_S):
+                await self._health.set(name, _SERVING if is_serving else _NOT_SERVING)
+        except TimeoutError:
+            log.warning("a health watcher of %r does not read; it may have missed a change", name)
+
+
+def write_ready_file(path: Path | None, ports: Mapping[str, int]) -> None:
+    """Write the bound ports as JSON, atomically; whoever started us reads it."""
+    if path is None:
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump({"pid": os.getpid(), **ports}, file)
+    os.replace(file.name, path)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set; call it on the loop that shall wait for it."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event

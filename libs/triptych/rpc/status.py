@@ -1,0 +1,137 @@
+"""THE error table, both ways: what each typed error is in gRPC and HTTP, and back again.
+
+`google.rpc` details travel in the trailing metadata: ErrorInfo always (reason = the error's code),
+BadRequest with every field violation, RetryInfo where a retry helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from triptych import errors
+from triptych.errors import FieldViolation, TriptychError
+
+ERROR_DOMAIN = "triptych"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """One line of the table."""
+
+    error: type[TriptychError]
+    grpc_code: grpc.StatusCode
+    http_status: int
+    openai_type: str
+
+
+_TABLE = (
+    ErrorRow(errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    ErrorRow(errors.ModelNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    ErrorRow(errors.RequestNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    ErrorRow(errors.FeatureDisabled, grpc.StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
+    ErrorRow(errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, 409, "invalid_request_error"),
+    ErrorRow(errors.QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    ErrorRow(errors.DeadlineUnreachable, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    ErrorRow(errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    ErrorRow(errors.EngineUnavailable, grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"),
+    ErrorRow(errors.GenerationLost, grpc.StatusCode.ABORTED, 503, "service_unavailable_error"),
+    ErrorRow(errors.HandshakeMismatch, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
+    ErrorRow(errors.WorkerHeld, grpc.StatusCode.ALREADY_EXISTS, 500, "server_error"),
+    ErrorRow(errors.ProtocolViolation, grpc.StatusCode.ABORTED, 500, "server_error"),
+    ErrorRow(errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
+    ErrorRow(errors.ModelError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
+    ErrorRow(errors.EngineFailure, grpc.StatusCode.INTERNAL, 500, "server_error"),
+    ErrorRow(TriptychError, grpc.StatusCode.INTERNAL, 500, "server_error"),
+)
+_ROW_BY_CODE = {row.error.code: row for row in _TABLE}
+# For a status that carries no ErrorInfo: the peer was no Triptych door, or gRPC itself ended the call.
+_ERROR_BY_GRPC_CODE: dict[grpc.StatusCode, type[TriptychError]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: errors.EngineUnavailable,
+    grpc.StatusCode.CANCELLED: errors.GenerationLost,
+}
+
+
+def row_of(error: TriptychError) -> ErrorRow:
+    """The line of the table for this error."""
+    return _ROW_BY_CODE[error.code]
+
+
+def to_status(error: TriptychError) -> grpc.Status:
+    """The gRPC status with all its details."""
+    row = row_of(error)
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code, domain=ERROR_DOMAIN)]
+    if isinstance(error, errors.InvalidRequest):
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations:
+            bad_request.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad_request)
+    if isinstance(error, errors.QueueFull):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(max(1, round(error.retry_after_s * 1000)))
+        details.append(retry)
+    message = status_pb2.Status(code=row.grpc_code.value[0], message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        message.details.append(packed)
+    return rpc_status.to_status(message)
+
+
+def internal_status(request_id: str = "") -> grpc.Status:
+    """What a client learns of a bug: that there is one, and where to look."""
+    where = f" (request {request_id})" if request_id else ""
+    return rpc_status.to_status(
+        status_pb2.Status(
+            code=code_pb2.INTERNAL, message=f"internal error{where}; the server's log has the details"
+        )
+    )
+
+
+def from_rpc_error(error: grpc.RpcError) -> TriptychError:
+    """The typed error that a status stands for; UNKNOWN and the like become plain TriptychError."""
+    code = error.code()
+    text = error.details() or code.name
+    call: Any = error  # grpc.aio's errors have the methods of a Call without being one
+    status = rpc_status.from_call(call)
+    reason, retry_after_s = "", 0.0
+    violations: list[FieldViolation] = []
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason = info.reason
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad_request = error_details_pb2.BadRequest()
+            detail.Unpack(bad_request)
+            violations = [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    if reason in _ROW_BY_CODE:
+        return error_from_code(reason, text, violations, retry_after_s)
+    return _ERROR_BY_GRPC_CODE.get(code, TriptychError)(f"{code.name}: {text}")
+
+
+def error_from_code(
+    code: str, message: str, violations: Sequence[FieldViolation] = (), retry_after_s: float = 0.0
+) -> TriptychError:
+    """Rebuild an error from what travels: its code, its message and its details."""
+    row = _ROW_BY_CODE.get(code)
+    kind = row.error if row is not None else TriptychError
+    if issubclass(kind, errors.InvalidRequest):
+        return kind(violations or [FieldViolation("", message)])
+    if issubclass(kind, errors.QueueFull):
+        return kind(message, retry_after_s)
+    if issubclass(kind, errors.FeatureDisabled):
+        feature, _, why = message.partition(": ")
+        return kind(feature, why)
+    return kind(message)

@@ -1,0 +1,59 @@
+"""Vectors <-> little-endian bytes; parsing copies nothing and yields read-only arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import ProtocolViolation
+from triptych.types.step import F32, U32
+
+_U32 = np.dtype("<u4")
+_F32 = np.dtype("<f4")
+_U64 = np.dtype("<u8")
+
+
+def u32_to_bytes(column: U32) -> bytes:
+    return column.astype(_U32, copy=False).tobytes()
+
+
+def u32_from_bytes(data: bytes) -> U32:
+    """[len / 4] read-only view of `data`.
+
+    Raises:
+        ProtocolViolation: the length is no multiple of 4.
+    """
+    return _from_bytes(data, _U32)
+
+
+def f32_to_bytes(column: F32) -> bytes:
+    return column.astype(_F32, copy=False).tobytes()
+
+
+def f32_from_bytes(data: bytes) -> F32:
+    return _from_bytes(data, _F32)
+
+
+def u64_to_bytes(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=_U64).tobytes()
+
+
+def u64_from_bytes(data: bytes) -> NDArray[np.uint64]:
+    return _from_bytes(data, _U64)
+
+
+def check_equal_lengths(**columns: NDArray[np.generic]) -> None:
+    """Raise ProtocolViolation, naming each length, unless all columns of a table are equally long."""
+    if len({len(column) for column in columns.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
+        raise ProtocolViolation(f"columns of one table differ in length: {lengths}")
+
+
+def _from_bytes(data: bytes, dtype: np.dtype) -> NDArray:
+    if len(data) % dtype.itemsize:
+        raise ProtocolViolation(
+            f"a column of {len(data)} bytes does not hold whole {dtype.itemsize}-byte values"
+        )
+    return np.frombuffer(data, dtype=dtype)

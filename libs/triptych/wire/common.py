@@ -1,0 +1,100 @@
+"""common.proto: sampling parameters and log-probabilities, inside the house and on the public door."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from triptych.types.outputs import Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.sampling import SamplingParams
+from triptych.v1 import common_pb2
+
+_DEFAULTS = SamplingParams()
+_TUPLES = ("stop", "stop_token_ids", "bad_words")
+_SPECIAL = (*_TUPLES, "logit_bias", "allowed_token_ids", "output_kind")
+_SCALARS = tuple(f.name for f in fields(SamplingParams) if f.name not in _SPECIAL)
+_WITH_PRESENCE = tuple(
+    name for name in _SCALARS if common_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
+)
+_WITHOUT_PRESENCE = tuple(name for name in _SCALARS if name not in _WITH_PRESENCE)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Only what differs from the defaults is sent. `output_kind` belongs to the request, not to this message."""
+    message = common_pb2.SamplingParams()
+    for name in _SCALARS:
+        value = getattr(sampling, name)
+        if value is not None and (value != getattr(_DEFAULTS, name) or name == "max_tokens"):
+            setattr(message, name, value)
+    for name in _TUPLES:
+        getattr(message, name).extend(getattr(sampling, name))
+    for token_id, bias in sampling.logit_bias:
+        message.logit_bias[token_id] = bias
+    if sampling.allowed_token_ids:
+        message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
+    return message
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """The inverse of `sampling_to_proto`; trusts the values, which the frontend has checked.
+
+    An absent `max_tokens` means None, the rest of the context.
+    """
+    values: dict[str, Any] = {
+        name: getattr(message, name) for name in _WITH_PRESENCE if message.HasField(name)
+    }
+    values.setdefault("max_tokens", None)
+    values.update({name: getattr(message, name) for name in _WITHOUT_PRESENCE})
+    values.update({name: tuple(getattr(message, name)) for name in _TUPLES})
+    return SamplingParams(
+        **values,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids.ids),
+    )
+
+
+def usage_to_proto(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+    )
+
+
+def usage_from_proto(message: common_pb2.Usage) -> Usage:
+    return Usage(message.num_prompt_tokens, message.num_output_tokens, message.num_cached_tokens)
+
+
+def timings_to_proto(timings: StageTimings, tokenize_ns: int) -> common_pb2.StageTimings:
+    return common_pb2.StageTimings(
+        tokenize_ns=tokenize_ns,
+        queued_ns=timings.queued_ns,
+        prefill_ns=timings.prefill_ns,
+        decode_ns=timings.decode_ns,
+    )
+
+
+def timings_from_proto(message: common_pb2.StageTimings) -> StageTimings:
+    return StageTimings(message.queued_ns, message.prefill_ns, message.decode_ns)
+
+
+def token_logprobs_to_proto(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        chosen=_logprob_to_proto(entry.chosen), top=[_logprob_to_proto(top) for top in entry.top]
+    )
+
+
+def token_logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        _logprob_from_proto(message.chosen), tuple(_logprob_from_proto(top) for top in message.top)
+    )
+
+
+def _logprob_to_proto(entry: Logprob) -> common_pb2.Logprob:
+    return common_pb2.Logprob(
+        token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, text=entry.text
+    )
+
+
+def _logprob_from_proto(message: common_pb2.Logprob) -> Logprob:
+    return Logprob(message.token_id, message.logprob, message.text, message.rank)

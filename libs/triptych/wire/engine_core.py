@@ -1,0 +1,176 @@
+"""engine_core.proto: submissions up, one columnar batch of outputs per step down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.internal.v1 import engine_core_pb2
+from triptych.types.outputs import (
+    FinishedRequest,
+    FinishReason,
+    OutputBatch,
+    RequestFailure,
+    StageTimings,
+)
+from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.wire.columns import (
+    check_equal_lengths,
+    u32_from_bytes,
+    u32_to_bytes,
+    u64_from_bytes,
+    u64_to_bytes,
+)
+from triptych.wire.common import sampling_from_proto, sampling_to_proto
+from triptych.wire.worker import (
+    PROTOCOL_VERSION,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    model_facts_from_proto,
+    model_facts_to_proto,
+)
+
+
+def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
+    message = engine_core_pb2.Submit(
+        number=request.number,
+        request_id=request.request_id,
+        token_ids=u32_to_bytes(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=sampling_to_proto(request.sampling),
+        seed=request.seed,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+    )
+    if request.deadline_remaining_ms is not None:
+        message.deadline_remaining_ms = request.deadline_remaining_ms
+    return message
+
+
+def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
+    has_deadline = message.HasField("deadline_remaining_ms")
+    return SubmitRequest(
+        number=message.number,
+        request_id=message.request_id,
+        token_ids=u32_from_bytes(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        seed=message.seed,
+        priority=message.priority,
+        tenant=message.tenant,
+        cache_salt=message.cache_salt,
+        deadline_remaining_ms=message.deadline_remaining_ms if has_deadline else None,
+        adapter=message.adapter,
+    )
+
+
+def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
+    return engine_core_pb2.ConnectWelcome(
+        protocol=PROTOCOL_VERSION,
+        engine_id=welcome.engine_id,
+        epoch=welcome.epoch,
+        ready=welcome.ready,
+        why_not_ready=welcome.why_not_ready,
+        model=None if welcome.model is None else model_facts_to_proto(welcome.model),
+        limits=engine_core_pb2.EngineLimits(has_priorities=welcome.has_priorities),
+    )
+
+
+def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome:
+    return EngineWelcome(
+        engine_id=message.engine_id,
+        epoch=message.epoch,
+        ready=message.ready,
+        why_not_ready=message.why_not_ready,
+        model=model_facts_from_proto(message.model) if message.HasField("model") else None,
+        has_priorities=message.limits.has_priorities,
+    )
+
+
+def outputs_to_proto(batch: OutputBatch) -> engine_core_pb2.OutputBatch:
+    return engine_core_pb2.OutputBatch(
+        batch_id=batch.batch_id,
+        admitted=u32_to_bytes(batch.admitted),
+        numbers=u32_to_bytes(batch.numbers),
+        token_counts=u32_to_bytes(batch.token_counts),
+        token_ids=u32_to_bytes(batch.token_ids),
+        logprobs=None if batch.logprobs is None else logprobs_to_proto(batch.logprobs),
+        finished=_finished_to_proto(batch.finished) if batch.finished else None,
+        failures=[
+            engine_core_pb2.RequestFailure(
+                number=failure.number,
+                code=failure.code,
+                message=failure.message,
+                field=failure.field,
+                retry_after_ms=failure.retry_after_ms,
+            )
+            for failure in batch.failures
+        ],
+    )
+
+
+def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
+    """Raises ProtocolViolation where columns of one table differ in length."""
+    batch = OutputBatch(
+        batch_id=message.batch_id,
+        admitted=u32_from_bytes(message.admitted),
+        numbers=u32_from_bytes(message.numbers),
+        token_counts=u32_from_bytes(message.token_counts),
+        token_ids=u32_from_bytes(message.token_ids),
+        logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+        finished=_finished_from_proto(message.finished) if message.HasField("finished") else (),
+        failures=tuple(
+            RequestFailure(f.number, f.code, f.message, f.field, f.retry_after_ms) for f in message.failures
+        ),
+    )
+    if len(batch.token_counts):
+        check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)
+    else:
+        check_equal_lengths(numbers=batch.numbers, token_ids=batch.token_ids)
+    return batch
+
+
+def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2.FinishedColumns:
+    def u32(values: list[int]) -> bytes:
+        return u32_to_bytes(np.array(values, dtype=np.uint32))
+
+    return engine_core_pb2.FinishedColumns(
+        numbers=u32([f.number for f in finished]),
+        reasons=bytes(f.reason for f in finished),
+        stop_token_ids_plus_one=u32(
+            [0 if f.stop_token_id is None else f.stop_token_id + 1 for f in finished]
+        ),
+        num_cached_tokens=u32([f.num_cached_tokens for f in finished]),
+        queued_ns=u64_to_bytes([f.timings.queued_ns for f in finished]),
+        prefill_ns=u64_to_bytes([f.timings.prefill_ns for f in finished]),
+        decode_ns=u64_to_bytes([f.timings.decode_ns for f in finished]),
+    )
+
+
+def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[FinishedRequest, ...]:
+    columns: dict[str, NDArray[Any]] = {
+        "numbers": u32_from_bytes(message.numbers),
+        "reasons": np.frombuffer(message.reasons, dtype=np.uint8),
+        "stops": u32_from_bytes(message.stop_token_ids_plus_one),
+        "cached": u32_from_bytes(message.num_cached_tokens),
+        "queued": u64_from_bytes(message.queued_ns),
+        "prefill": u64_from_bytes(message.prefill_ns),
+        "decode": u64_from_bytes(message.decode_ns),
+    }
+    check_equal_lengths(**columns)
+    return tuple(
+        FinishedRequest(
+            number,
+            FinishReason(reason),
+            stop - 1 if stop else None,
+            cached,
+            StageTimings(queued, prefill, decode),
+        )
+        for number, reason, stop, cached, queued, prefill, decode in zip(
+            *(column.tolist() for column in columns.values()), strict=True
+        )
+    )

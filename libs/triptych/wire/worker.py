@@ -1,0 +1,201 @@
+"""worker.proto: steps, results and facts between an engine core and a worker."""
+
+from __future__ import annotations
+
+from triptych.internal.v1 import worker_pb2
+from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
+from triptych.wire.columns import (
+    check_equal_lengths,
+    f32_from_bytes,
+    f32_to_bytes,
+    u32_from_bytes,
+    u32_to_bytes,
+)
+from triptych.wire.common import sampling_from_proto, sampling_to_proto
+
+PROTOCOL_VERSION = 1
+
+
+def plan_to_proto(plan: StepPlan) -> worker_pb2.Step:
+    return worker_pb2.Step(
+        step_id=plan.step_id,
+        last_result_seen=plan.last_result_seen,
+        removed_slots=u32_to_bytes(plan.removed_slots),
+        new_rows=[_row_to_proto(row) for row in plan.new_rows],
+        chunk_slots=u32_to_bytes(plan.chunk_slots),
+        chunk_lengths=u32_to_bytes(plan.chunk_lengths),
+        skipped_slots=u32_to_bytes(plan.skipped_slots),
+        block_slots=u32_to_bytes(plan.block_slots),
+        block_ids=u32_to_bytes(plan.block_ids),
+        num_tokens=plan.num_tokens,
+    )
+
+
+def plan_from_proto(message: worker_pb2.Step) -> StepPlan:
+    """Raises ProtocolViolation where columns of one table differ in length."""
+    plan = StepPlan(
+        step_id=message.step_id,
+        last_result_seen=message.last_result_seen,
+        removed_slots=u32_from_bytes(message.removed_slots),
+        new_rows=tuple(_row_from_proto(row) for row in message.new_rows),
+        chunk_slots=u32_from_bytes(message.chunk_slots),
+        chunk_lengths=u32_from_bytes(message.chunk_lengths),
+        skipped_slots=u32_from_bytes(message.skipped_slots),
+        block_slots=u32_from_bytes(message.block_slots),
+        block_ids=u32_from_bytes(message.block_ids),
+        num_tokens=message.num_tokens,
+    )
+    check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
+    check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
+    return plan
+
+
+def result_to_proto(result: StepResult) -> worker_pb2.Result:
+    timings = result.timings
+    return worker_pb2.Result(
+        step_id=result.step_id,
+        token_ids=u32_to_bytes(result.token_ids),
+        logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
+        row_errors=[
+            worker_pb2.RowError(slot=error.slot, generation=error.generation, message=error.message)
+            for error in result.row_errors
+        ],
+        prepare_ns=timings.prepare_ns,
+        forward_ns=timings.forward_ns,
+        sample_ns=timings.sample_ns,
+        idle_ns=timings.idle_ns,
+    )
+
+
+def result_from_proto(message: worker_pb2.Result) -> StepResult:
+    return StepResult(
+        step_id=message.step_id,
+        token_ids=u32_from_bytes(message.token_ids),
+        logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+        row_errors=tuple(RowError(e.slot, e.generation, e.message) for e in message.row_errors),
+        timings=StepTimings(message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns),
+    )
+
+
+def logprobs_to_proto(columns: LogprobColumns) -> worker_pb2.LogprobColumns:
+    return worker_pb2.LogprobColumns(
+        rows=u32_to_bytes(columns.rows),
+        offsets=u32_to_bytes(columns.offsets),
+        token_ids=u32_to_bytes(columns.token_ids),
+        logprobs=f32_to_bytes(columns.logprobs),
+        ranks=u32_to_bytes(columns.ranks),
+    )
+
+
+def logprobs_from_proto(message: worker_pb2.LogprobColumns) -> LogprobColumns:
+    columns = LogprobColumns(
+        rows=u32_from_bytes(message.rows),
+        offsets=u32_from_bytes(message.offsets),
+        token_ids=u32_from_bytes(message.token_ids),
+        logprobs=f32_from_bytes(message.logprobs),
+        ranks=u32_from_bytes(message.ranks),
+    )
+    check_equal_lengths(rows=columns.rows, ranks=columns.ranks, offsets_less_one=columns.offsets[1:])
+    check_equal_lengths(token_ids=columns.token_ids, logprobs=columns.logprobs)
+    return columns
+
+
+def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
+    return worker_pb2.ModelFacts(
+        name=facts.name,
+        fingerprint=facts.fingerprint,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+        dtype=facts.dtype,
+        kv_dtype=facts.kv_dtype,
+        quantization=facts.quantization,
+    )
+
+
+def model_facts_from_proto(message: worker_pb2.ModelFacts) -> ModelFacts:
+    return ModelFacts(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+        dtype=message.dtype,
+        kv_dtype=message.kv_dtype,
+        quantization=message.quantization,
+    )
+
+
+def worker_facts_to_proto(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
+    kv = facts.kv
+    return worker_pb2.WorkerFacts(
+        boot_id=facts.boot_id,
+        model=model_facts_to_proto(facts.model),
+        kv=worker_pb2.KvShape(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            num_layers=kv.num_layers,
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            dtype=kv.dtype,
+            supported_block_sizes=kv.supported_block_sizes,
+        ),
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        max_window=facts.max_window,
+        device_name=facts.device_name,
+        weight_bytes=facts.weight_bytes,
+        load_s=facts.load_s,
+    )
+
+
+def worker_facts_from_proto(message: worker_pb2.WorkerFacts) -> WorkerFacts:
+    kv = message.kv
+    return WorkerFacts(
+        boot_id=message.boot_id,
+        model=model_facts_from_proto(message.model),
+        kv=KvShape(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            num_layers=kv.num_layers,
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            dtype=kv.dtype,
+            supported_block_sizes=tuple(kv.supported_block_sizes),
+        ),
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_window=message.max_window,
+        device_name=message.device_name,
+        weight_bytes=message.weight_bytes,
+        load_s=message.load_s,
+    )
+
+
+def _row_to_proto(row: NewRow) -> worker_pb2.NewRow:
+    return worker_pb2.NewRow(
+        slot=row.slot,
+        generation=row.generation,
+        token_ids=u32_to_bytes(row.token_ids),
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_computed_tokens=row.num_computed_tokens,
+        num_cached_tokens=row.num_cached_tokens,
+        block_ids=u32_to_bytes(row.block_ids),
+        sampling=sampling_to_proto(row.sampling),
+        seed=row.seed,
+    )
+
+
+def _row_from_proto(message: worker_pb2.NewRow) -> NewRow:
+    return NewRow(
+        slot=message.slot,
+        generation=message.generation,
+        token_ids=u32_from_bytes(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        block_ids=u32_from_bytes(message.block_ids),
+        sampling=sampling_from_proto(message.sampling),
+        seed=message.seed,
+    )
