@@ -1,0 +1,23 @@
+"""`python -m services.enginecore`: scheduler and KV block manager of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from services.enginecore.app import EXIT_MISCONFIGURED, run
+from triptych.config.loader import parse_service_arguments
+from triptych.errors import ConfigError
+
+
+def main() -> int:
+    arguments = parse_service_arguments("enginecore", __doc__ or "", sys.argv[1:])
+    try:
+        return asyncio.run(run(arguments))
+    except ConfigError as error:
+        print(f"services.enginecore: {error}", file=sys.stderr)
+        return EXIT_MISCONFIGURED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

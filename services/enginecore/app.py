@@ -1,0 +1,114 @@
+"""Wiring of the engine core's process: bind, dial the worker, run the loop, leave in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from services.enginecore.door import ADMIN_SERVICE, SERVICE, AdminDoor, EngineCoreDoor
+from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.loop import EngineLoop
+from services.enginecore.metrics import export_status
+from triptych.config.loader import ServiceArguments
+from triptych.config.shared import shared_config
+from triptych.errors import ConfigError
+from triptych.internal.v1 import engine_core_pb2_grpc
+from triptych.observe import logging as observe_logging
+from triptych.observe.metrics import EngineMetrics, serve_metrics
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
+from triptych.rpc.server import RpcServer, stop_event, write_ready_file
+from triptych.v1 import admin_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 1.0
+_POLL_S = 0.02
+_METRICS_INTERVAL_S = 1.0
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_MISCONFIGURED = 2
+
+
+async def run(arguments: ServiceArguments) -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    config = arguments.config
+    observe_logging.configure(config.log, "engine")
+    stop = stop_event()
+    epoch = time.time_ns() // 1_000_000
+    metrics = EngineMetrics.create()
+    server = RpcServer(services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES)
+    readiness: asyncio.Queue[bool] = asyncio.Queue()
+    loop = EngineLoop(
+        config=config,
+        executor=GrpcExecutor(
+            address=config.engine.worker_address,
+            engine_id=config.engine.engine_id,
+            epoch=epoch,
+            shared_config=shared_config(config),
+            window=config.scheduler.window,
+        ),
+        epoch=epoch,
+        metrics=metrics,
+        on_ready_change=readiness.put_nowait,
+    )
+    engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(EngineCoreDoor(loop), server.grpc)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(loop), server.grpc)
+    port = server.bind(config.engine.host, config.engine.port, option="engine.port")
+    metrics_port = serve_metrics(config.engine.host, config.engine.metrics_port, option="engine.metrics_port")
+    await server.start()
+    write_ready_file(arguments.ready_file, {"port": port, "metrics_port": metrics_port})
+    log.info("listening on %s:%d, worker %s", config.engine.host, port, config.engine.worker_address)
+
+    tasks = (
+        asyncio.create_task(loop.run(), name="engine-loop"),
+        asyncio.create_task(_follow_readiness(server, readiness), name="follow-readiness"),
+        asyncio.create_task(_export_metrics(loop, metrics), name="export-metrics"),
+    )
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    done, _ = await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
+    code = EXIT_OK
+    if stopping in done:
+        await _drain(server, loop, config.engine.drain_s, tasks[0])
+    else:  # a background task never ends by itself unless something is wrong
+        code = await _report_death(server, next(task for task in tasks if task.done()))
+    await server.stop(_STOP_GRACE_S)
+    for task in (*tasks, stopping):
+        task.cancel()
+    await asyncio.wait((*tasks, stopping))
+    log.info("stopped")
+    return code
+
+
+async def _follow_readiness(server: RpcServer, readiness: asyncio.Queue[bool]) -> None:
+    while True:
+        await server.set_ready(await readiness.get())
+
+
+async def _export_metrics(loop: EngineLoop, metrics: EngineMetrics) -> None:
+    last = None
+    while True:
+        last = export_status(metrics, loop.status(), last)
+        await asyncio.sleep(_METRICS_INTERVAL_S)
+
+
+async def _drain(server: RpcServer, loop: EngineLoop, drain_s: float, loop_task: asyncio.Task[None]) -> None:
+    """Leave the load balancer, let what is alive finish."""
+    log.info("stopping: draining %d requests", loop.num_requests)
+    await server.set_ready(False)
+    deadline = time.monotonic() + drain_s
+    while loop.num_requests and time.monotonic() < deadline and not loop_task.done():
+        await asyncio.sleep(_POLL_S)
+    if loop.num_requests:
+        log.warning("%d requests did not finish within engine.drain_s = %g", loop.num_requests, drain_s)
+
+
+async def _report_death(server: RpcServer, task: asyncio.Task[None]) -> int:
+    error = task.exception()
+    await server.set_dead()
+    if isinstance(error, ConfigError):
+        log.error("cannot serve: %s", error)
+        return EXIT_MISCONFIGURED
+    log.error("%s died: %r", task.get_name(), error, exc_info=error)
+    return EXIT_FAILED

@@ -1,0 +1,199 @@
+"""The engine core without its wires: requests in, plans out, results in, output batches out.
+
+submit / abort ──► scheduler ──► plan() ──► worker
+                      ▲                       │
+take_outputs() ◄──────┴────── apply(result) ◄─┘
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler import Failed, Finished, Scheduler
+from services.enginecore.session_outputs import SessionOutputs
+from triptych.config import EngineConfig
+from triptych.errors import EngineFailure, EngineUnavailable, FeatureDisabled, TriptychError
+from triptych.types.facts import EngineStatus, WorkerFacts
+from triptych.types.outputs import OutputBatch
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import SubmitRequest
+
+log = logging.getLogger(__name__)
+
+# A worker lost so often with no step completed in between is not unlucky: something in flight kills it.
+_MAX_LOSSES_IN_A_ROW = 3
+_STEP_WEIGHT = 0.05  # of the latest step in the moving average
+
+
+class EngineCore:
+    """Owned by the engine loop, called from nowhere else; does no I/O."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._scheduler: Scheduler | None = None
+        self._facts: WorkerFacts | None = None
+        self._outputs = SessionOutputs()
+        self._num_losses_in_a_row = 0
+        self._last_result_at: float | None = None
+        self._step_s = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent whose results are not in."""
+        return self._scheduler.num_in_flight if self._scheduler else 0
+
+    @property
+    def num_requests(self) -> int:
+        scheduler = self._scheduler
+        return scheduler.num_running + scheduler.num_waiting if scheduler else 0
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """For counters; None until a worker has been ready."""
+        return self._scheduler
+
+    def worker_ready(self, facts: WorkerFacts) -> None:
+        """A worker has welcomed us, with no rows and no blocks: what ran before waits again.
+
+        Raises:
+            ConfigError: this config cannot work with these facts; names both values.
+        """
+        previous = self._scheduler
+        self._scheduler = Scheduler(
+            config=self._config.scheduler,
+            num_blocks=facts.kv.num_blocks,
+            block_size=facts.kv.block_size,
+            max_model_len=facts.model.max_model_len,
+            eos_token_ids=facts.model.eos_token_ids,
+            enable_prefix_caching=self._config.cache.enable_prefix_caching,
+            clock=self._clock,
+        )
+        self._facts = facts
+        if previous is not None:
+            self._note_failed(self._scheduler.adopt(previous))
+
+    def worker_lost(self) -> None:
+        """The step stream has ended; no result will come for what is in flight."""
+        assert self._scheduler is not None, "a worker was lost that was never ready"
+        self._last_result_at = None
+        self._num_losses_in_a_row += 1
+        if self._num_losses_in_a_row >= _MAX_LOSSES_IN_A_ROW:
+            why = f"the worker was lost {self._num_losses_in_a_row} times in a row while it computed this request"
+            self._note_failed(self._scheduler.fail_running(EngineFailure(why)))
+            self._num_losses_in_a_row = 0
+        self._scheduler.requeue_all()
+
+    def open_session(self, session: int) -> None:
+        self._outputs.open(session)
+
+    def close_session(self, session: int) -> None:
+        """A frontend is gone: nobody waits for what it submitted."""
+        if self._scheduler is not None:
+            self._scheduler.abort_session(session)
+        self._outputs.close(session)
+
+    def submit(self, session: int, submit: SubmitRequest) -> None:
+        """Queue a request; a refusal is an output of its session, never an exception."""
+        try:
+            if submit.adapter:
+                raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
+            if self._scheduler is None:
+                raise EngineUnavailable("the engine has no worker yet")
+            remaining_ms = submit.deadline_remaining_ms
+            deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
+            self._scheduler.add(Request.from_submit(submit, session=session, deadline=deadline))
+        except TriptychError as error:
+            self._outputs.fail(session, submit.number, error)
+        else:
+            self._outputs.admit(session, submit.number)
+
+    def abort(self, session: int, number: int) -> None:
+        """End a request that nobody waits for any more; one that has ended already is no error."""
+        if self._scheduler is not None and (finished := self._scheduler.abort(session, number)) is not None:
+            self._note_finished((finished,))
+
+    def expire(self) -> None:
+        """End what has run out of time."""
+        if self._scheduler is not None:
+            self._note_failed(self._scheduler.expired(self._clock()))
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute now."""
+        return self._scheduler.schedule() if self._scheduler else None
+
+    def apply(self, result: StepResult) -> None:
+        """Take in one step's result; its outputs wait for `take_outputs`.
+
+        Raises:
+            ProtocolViolation: it does not answer the oldest step in flight.
+        """
+        assert self._scheduler is not None, "a result came before any worker was ready"
+        output = self._scheduler.update(result)
+        self._num_losses_in_a_row = 0
+        self._outputs.add_step(output, result)
+        self._note_finished(output.finished)
+        self._note_failed(output.failed)
+        self._measure_step()
+
+    def take_outputs(self) -> dict[int, OutputBatch]:
+        """Session to everything that happened to its requests since the last call."""
+        return self._outputs.take()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks lost their content.
+
+        Raises:
+            FeatureDisabled: blocks are in use.
+            EngineUnavailable: no worker has been ready yet.
+        """
+        if self._scheduler is None:
+            raise EngineUnavailable("the engine has no worker yet")
+        num_blocks = self._scheduler.num_cached_blocks
+        if not self._scheduler.reset_prefix_cache():
+            raise FeatureDisabled(
+                "ResetPrefixCache",
+                f"{self._scheduler.num_used_blocks} blocks are in use; try again when no request runs",
+            )
+        return num_blocks
+
+    def status(self, *, ready: bool, why_not_ready: str, window: int) -> EngineStatus:
+        scheduler = self._scheduler
+        counters = scheduler.counters if scheduler else None
+        return EngineStatus(
+            engine_id=self._config.engine.engine_id,
+            ready=ready,
+            why_not_ready=why_not_ready,
+            num_running=scheduler.num_running if scheduler else 0,
+            num_waiting=scheduler.num_waiting if scheduler else 0,
+            num_blocks=scheduler.num_blocks if scheduler else 0,
+            num_used_blocks=scheduler.num_used_blocks if scheduler else 0,
+            num_cached_blocks=scheduler.num_cached_blocks if scheduler else 0,
+            num_steps=counters.num_steps if counters else 0,
+            window=window,
+            step_ns=int(self._step_s * 1e9),
+            prefix_queries=counters.prefix_queries if counters else 0,
+            prefix_hits=counters.prefix_hits if counters else 0,
+            num_preemptions=counters.num_preemptions if counters else 0,
+            num_scheduled_tokens=counters.num_scheduled_tokens if counters else 0,
+            num_finished=dict(counters.num_finished) if counters else {},
+        )
+
+    def _note_finished(self, finished: tuple[Finished, ...]) -> None:
+        for end in finished:
+            self._outputs.finish(end)
+
+    def _note_failed(self, failed: tuple[Failed, ...]) -> None:
+        for end in failed:
+            self._outputs.fail(end.request.session, end.request.number, end.error)
+
+    def _measure_step(self) -> None:
+        """Moving average of the time between two results while steps follow each other."""
+        now = self._clock()
+        if self._last_result_at is not None:
+            interval = now - self._last_result_at
+            self._step_s += _STEP_WEIGHT * (interval - self._step_s) if self._step_s else interval
+        self._last_result_at = now if self.num_in_flight else None

@@ -1,0 +1,129 @@
+"""Which request holds which KV blocks, and what of a new one's prompt stands in blocks already."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from services.enginecore.kv.block import BlockTable
+from services.enginecore.kv.hashing import extend_hashes
+from services.enginecore.kv.pool import BlockPool
+
+
+class BlockManager:
+    """Owned by the scheduler; decides nothing about who runs.
+
+    Steps run strictly in order on the worker, so a block may be given to another request as soon as its
+    holder is done being planned, whatever is still in flight for it.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        """`num_blocks` counts the null block."""
+        self._pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._offered: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be hit."""
+        return self._pool.num_cached_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
+        """The longest run of cached blocks that holds a prefix of `token_ids`. Holds nothing yet."""
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[int] = []
+        for index in range(len(token_ids) // self.block_size):
+            extend_hashes(table.hashes, token_ids, index + 1, self.block_size, table.extras)
+            block = self._pool.find(table.hashes[index])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def can_allocate(self, num_tokens: int, hits: Sequence[int] = ()) -> bool:
+        """Whether a request without blocks could be given all that `num_tokens` need.
+
+        A hit that nobody holds stands in the free queue, so it counts as capacity consumed.
+        """
+        shared = sum(not self._pool.is_free(block) for block in hits)
+        return self.blocks_for(num_tokens) - shared <= self._pool.num_free
+
+    def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
+        """Grow `table` until it holds `num_tokens` tokens; returns the blocks added, hits first.
+
+        `hits` come first in an empty table. None if there are too few blocks: then nothing has changed.
+        """
+        assert not (hits and table.block_ids), "hits can only begin a table"
+        num_new = self.blocks_for(num_tokens) - len(table.block_ids) - len(hits)
+        freed_hits = sum(self._pool.is_free(block) for block in hits)
+        if num_new + freed_hits > self._pool.num_free:
+            return None
+        if hits:
+            self._pool.share(hits)
+            table.num_hits = table.num_offered = len(hits)
+        added = [*hits, *self._pool.take(num_new)] if num_new > 0 else [*hits]
+        table.block_ids += added
+        return added
+
+    def offer_full_blocks(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> None:
+        """Let others find the blocks that the first `num_tokens` tokens fill.
+
+        The caller vouches that these tokens are known and that a planned step computes each of them:
+        whoever hits such a block is planned later, so it reads what was written.
+        """
+        num_full = num_tokens // self.block_size
+        if num_full <= table.num_offered or not self.enable_prefix_caching:
+            return
+        extend_hashes(table.hashes, token_ids, num_full, self.block_size, table.extras)
+        for index in range(table.num_offered, num_full):
+            block = table.block_ids[index]
+            if self._pool.offer(block, table.hashes[index]):
+                self._offered.append(block)
+        table.num_offered = num_full
+
+    def drain_offered(self) -> list[int]:
+        """The blocks offered since the last call; the step now planned is the last that writes to them."""
+        offered, self._offered = self._offered, []
+        return offered
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Take offers back, for a step that failed."""
+        for block in blocks:
+            self._pool.withdraw(block)
+
+    def free(self, table: BlockTable) -> None:
+        """Give all of a request's blocks back, last first, so that its tail is evicted before its head."""
+        self._pool.release(reversed(table.block_ids))
+        table.block_ids.clear()
+        table.num_hits = table.num_offered = 0
+
+    def reset(self) -> bool:
+        """Forget all cached content; refused (False) while any block is in use."""
+        if self._pool.num_held:
+            return False
+        self._pool.forget_all()
+        self._offered.clear()
+        return True
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """`tables`: those of all running requests. Raises AssertionError naming what is off."""
+        references: Counter[int] = Counter()
+        for table in tables:
+            assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
+            assert table.num_hits <= table.num_offered <= len(table.block_ids), "more offered than held"
+            references.update(table.block_ids)
+        self._pool.check_integrity(references)

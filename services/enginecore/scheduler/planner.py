@@ -1,0 +1,83 @@
+"""The decision of a step: who computes how many tokens of what is known of them.
+
+There is no prefill phase and no decode phase: each request has a computed count that chases its horizon,
+and a step is a number of tokens for each request. Chunked prefill, prefix hits, preemption and overlap
+fall out of that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler.draft import StepDraft, share_budget
+from services.enginecore.scheduler.roster import Roster, by_priority
+from triptych.config import SchedulerConfig
+
+
+class StepPlanner:
+    """Owned by the scheduler. What it gives out stands in the roster at once; counters advance when the
+    draft is committed."""
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, block_size: int) -> None:
+        self._config = config
+        self._roster = roster
+        self._block_size = block_size
+        # A request takes at most this much of a step; the budget alone limits where no threshold is set.
+        self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+
+    def draft(self) -> StepDraft:
+        """The running come first; the waiting only if nobody had to make room."""
+        draft = self._plan_running()
+        if not draft.num_preempted:
+            self._plan_waiting(draft)
+        return draft
+
+    def _plan_running(self) -> StepDraft:
+        """Share the budget in running order, and preempt until the free blocks suffice for it.
+
+        Who is preempted is settled before anyone is given anything. So a victim's tokens are refunded by
+        sharing the budget again, and a block that a victim would have filled was never offered.
+        """
+        rows, blocks, budget = self._roster.rows, self._roster.blocks, self._config.max_num_batched_tokens
+        num_preempted = 0
+        while True:
+            slots = rows.running_order()  # [r], like all that follows
+            wanted = np.minimum(rows.wanted(slots), self._most_per_request)
+            counts = share_budget(wanted, budget)
+            ends = rows.computed[slots] + counts
+            lacking = ends - rows.capacity[slots]
+            growing = np.flatnonzero(lacking > 0)
+            num_new_blocks = -(-lacking[growing] // self._block_size)
+            if num_new_blocks.sum() <= blocks.num_free:
+                break
+            self._roster.preempt(self._victim())
+            num_preempted += 1
+        draft = StepDraft(slots, counts, ends, budget - int(counts.sum()), num_preempted)
+        if len(growing):
+            draft.block_slots, draft.block_ids = self._roster.grow(slots[growing], ends[growing])
+        return draft
+
+    def _victim(self) -> Request:
+        """Who makes room: the last admitted, or the least urgent."""
+        slot_to_request = self._roster.rows.slot_to_request
+        if self._config.policy == "fcfs":
+            return slot_to_request[next(reversed(slot_to_request))]
+        return max(slot_to_request.values(), key=by_priority)
+
+    def _plan_waiting(self, draft: StepDraft) -> None:
+        """Admit in order until rows, budget or blocks run out. Nobody skips ahead, nobody is preempted."""
+        roster, blocks = self._roster, self._roster.blocks
+        while draft.budget and roster.rows.num_free and (request := roster.waiting.peek()) is not None:
+            hits = roster.cached_blocks(request)
+            num_known = len(request.token_ids)
+            # A sequence that is cached whole still needs its last token computed, for the logits.
+            num_computed = min(len(hits) * self._block_size, num_known - 1)
+            count = min(num_known - num_computed, self._most_per_request)
+            if count > draft.budget and not self._config.enable_chunked_prefill:
+                break
+            # All of it must fit before its first chunk runs, or long prompts would evict each other.
+            if not blocks.can_allocate(num_known, hits):
+                break
+            count = min(count, draft.budget)
+            draft.add_row(request, roster.admit(hits, num_computed, count), count)

@@ -1,0 +1,201 @@
+"""Where each request stands, and every way from one place to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from services.enginecore.kv import BlockManager
+from services.enginecore.request import Request, RequestState
+from services.enginecore.scheduler.columns import Ints, RowColumns, Slots
+from services.enginecore.scheduler.heap import Key, RequestHeap
+from services.enginecore.scheduler.stopping import WatchedTokens
+from triptych.types.step import NewRow
+
+
+def by_priority(request: Request) -> Key:
+    """Lower first, ties by arrival; under `fcfs` every priority is 0."""
+    return request.priority, request.arrival
+
+
+class Roster:
+    """Owned by the scheduler. Others decide who moves; here stands what a move entails.
+
+    add -> waiting -- admit --> running -- end -->
+              ^                    |
+              |<---- requeue ------|
+              |                    | preempt
+              '----- parked <------'
+            unpark    while its results are in flight
+    """
+
+    def __init__(self, *, rows: RowColumns, blocks: BlockManager, watched: WatchedTokens) -> None:
+        self.rows = rows
+        self.blocks = blocks
+        self.watched = watched
+        self.waiting = RequestHeap(by_priority)
+        self.parked: dict[tuple[int, int], Request] = {}
+        """By the slot and generation that their results still come for."""
+        self.removed_slots: list[int] = []
+        """Rows that the worker holds and does not know to be gone: the next plan tells it."""
+        self._alive: dict[tuple[int, int], Request] = {}
+        """By session and number."""
+        self._alive_ids: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._alive.values())
+
+    @property
+    def running(self) -> list[Request]:
+        """A copy, in running order."""
+        return list(self.rows.slot_to_request.values())
+
+    def has_id(self, request_id: str) -> bool:
+        return request_id in self._alive_ids
+
+    def by_number(self, session: int, number: int) -> Request | None:
+        return self._alive.get((session, number))
+
+    def by_row(self, slot: int, generation: int) -> Request | None:
+        """The request that results for this row belong to, running or parked."""
+        request = self.rows.slot_to_request.get(slot)
+        if request is not None and request.generation == generation:
+            return request
+        return self.parked.get((slot, generation))
+
+    def reads_cache(self, request: Request) -> bool:
+        """Logprobs of a prompt are not in the cache: who asks for them computes all of it."""
+        return self.blocks.enable_prefix_caching and request.sampling.prompt_logprobs is None
+
+    def cached_blocks(self, request: Request) -> list[int]:
+        """What the cache holds of a waiting request's beginning."""
+        if not self.reads_cache(request):
+            return []
+        return self.blocks.get_computed_blocks(request.blocks, request.token_ids)
+
+    def add(self, request: Request) -> None:
+        self._alive[request.session, request.number] = request
+        self._alive_ids.add(request.request_id)
+        self.waiting.push(request)
+
+    def admit(self, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:
+        """Give the first of the waiting a row that computes `count` tokens at once, and blocks for them."""
+        request = self.waiting.pop()
+        table, num_tokens = request.blocks, num_computed_tokens + count
+        allocated = self.blocks.allocate(table, num_tokens, hits)
+        assert allocated is not None, "admitted without room"
+        self.blocks.offer_full_blocks(table, request.token_ids, num_tokens)
+        self.rows.place(request, num_computed_tokens)
+        self.watched.add(request.sampling.stop_token_ids)
+        token_ids, block_ids = np.array(request.token_ids, np.uint32), np.array(table.block_ids, np.uint32)
+        token_ids.flags.writeable = block_ids.flags.writeable = False
+        return NewRow(
+            slot=request.slot,
+            generation=request.generation,
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+            num_cached_tokens=max(num_computed_tokens, len(hits) * self.blocks.block_size),
+            block_ids=block_ids,
+            sampling=request.sampling,
+            seed=request.seed,
+        )
+
+    def grow(self, slots: Slots, ends: Ints) -> tuple[list[int], list[int]]:
+        """Give each running row the blocks that its first `ends` tokens need: [g], there must be as many.
+
+        Returns the blocks, and the slots that they went to, in parallel. Others may now find what the
+        rows have filled with known tokens.
+        """
+        rows, block_slots, block_ids = self.rows, [], []
+        num_filled = np.minimum(rows.known[slots], ends)
+        for slot, end, filled in zip(slots.tolist(), ends.tolist(), num_filled.tolist(), strict=True):
+            request = rows.slot_to_request[slot]
+            added = self.blocks.allocate(request.blocks, end)
+            assert added is not None, "grown without room"
+            self.blocks.offer_full_blocks(request.blocks, request.token_ids, filled)
+            block_slots += [slot] * len(added)
+            block_ids += added
+        block_size = self.blocks.block_size
+        rows.capacity[slots] = -(-ends // block_size) * block_size
+        return block_slots, block_ids
+
+    def fill_blocks(self, slots: Slots) -> None:
+        """The open blocks of these rows are full of known tokens: others may find them once a planned step
+        computes them whole."""
+        rows = self.rows
+        num_filled = np.minimum(rows.known[slots], rows.computed[slots])
+        for slot, filled in zip(slots.tolist(), num_filled.tolist(), strict=True):
+            request = rows.slot_to_request[slot]
+            rows.close_block(request)
+            self.blocks.offer_full_blocks(request.blocks, request.token_ids, filled)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks. It starts over with all its tokens, those in flight included."""
+        self._take_off(request)
+        if request.num_in_flight:
+            request.state = RequestState.PARKED
+            self.parked[request.slot, request.generation] = request
+        else:
+            self._wait(request)
+
+    def unpark(self, request: Request) -> None:
+        """Let a parked request wait for admission; what is still in flight for it is nobody's."""
+        del self.parked[request.slot, request.generation]
+        self._wait(request)
+
+    def requeue(self, request: Request) -> None:
+        """Start a running request over from its known tokens, on a worker that cannot be trusted to have
+        computed anything of it. What is in flight is lost and will be the same again: sampling is keyed."""
+        self._take_off(request, is_trusted=False)
+        self._wait(request)
+
+    def end(self, request: Request, *, is_trusted: bool = True) -> None:
+        """A request leaves, wherever it stands. `is_trusted`: its blocks hold what was planned."""
+        if request.state is RequestState.RUNNING:
+            self._take_off(request, is_trusted=is_trusted)
+        elif request.state is RequestState.PARKED:
+            del self.parked[request.slot, request.generation]
+        else:
+            self.waiting.discard(request)
+        del self._alive[request.session, request.number]
+        self._alive_ids.remove(request.request_id)
+        request.state = RequestState.ENDED
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is off."""
+        self.rows.check_integrity()
+        running = self.running
+        self.blocks.check_integrity(request.blocks for request in running)
+        assert len(running) + len(self.parked) + len(self.waiting) == len(self._alive), "a request is lost"
+        for request in self:
+            name = f"request {request.request_id}"
+            if request.state is RequestState.RUNNING:
+                assert self.rows.slot_to_request.get(request.slot) is request, f"{name} has no row"
+                continue
+            assert not request.blocks.block_ids, f"{name} holds blocks and does not run"
+            if request.state is RequestState.PARKED:
+                assert self.parked.get((request.slot, request.generation)) is request, f"{name} is not parked"
+                assert request.num_in_flight > 0, f"{name} is parked for nothing"
+            else:
+                assert request in self.waiting, f"{name} is {request.state} and not in the queue"
+
+    def _take_off(self, request: Request, *, is_trusted: bool = True) -> None:
+        """Empty its row, and give back its blocks: with their content, if that is to be trusted."""
+        num_computed_tokens = int(self.rows.computed[request.slot])
+        self.rows.remove(request)
+        if is_trusted:
+            num_filled = min(num_computed_tokens, len(request.token_ids))
+            self.blocks.offer_full_blocks(request.blocks, request.token_ids, num_filled)
+        self.blocks.free(request.blocks)
+        self.watched.discard(request.sampling.stop_token_ids)
+        self.removed_slots.append(request.slot)
+
+    def _wait(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        request.num_in_flight = 0
+        self.waiting.push(request)

@@ -1,0 +1,344 @@
+"""What runs next, and what came of it: the engine core's one decision-maker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from services.enginecore.kv import BlockManager
+from services.enginecore.request import Request, RequestState
+from services.enginecore.scheduler.admission import Admission, check_config
+from services.enginecore.scheduler.columns import Flags, RowColumns, Slots
+from services.enginecore.scheduler.counters import SchedulerCounters
+from services.enginecore.scheduler.draft import StepDraft
+from services.enginecore.scheduler.heap import Key, RequestHeap
+from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
+from services.enginecore.scheduler.output import Failed, Finished, StepOutput
+from services.enginecore.scheduler.planner import StepPlanner
+from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
+from triptych.config import SchedulerConfig
+from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
+from triptych.types.outputs import FinishReason
+from triptych.types.step import U32, RowError, StepPlan, StepResult
+
+
+class Scheduler:
+    """Owned by the engine loop, called from nowhere else. Pure: it reads no clock but the one given.
+
+    The loop: `expired(now)`, then `schedule()` as often as the window allows, each plan sent at once;
+    `update(result)` for each result, in order. `schedule()` may be called again before the last plan's
+    result is in: tokens in flight count as placeholders.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        enable_prefix_caching: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """`num_blocks` counts the null block; `clock` gives seconds that never fall.
+
+        Raises:
+            ConfigError: values that cannot work together; names both.
+        """
+        check_config(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        self.counters = SchedulerCounters()
+        self._num_blocks = num_blocks
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._clock = clock
+        self._rows = RowColumns(config.max_num_seqs, block_size)
+        self._blocks = BlockManager(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        self._watched = WatchedTokens(eos_token_ids)
+        self._roster = Roster(rows=self._rows, blocks=self._blocks, watched=self._watched)
+        self._admission = Admission(config, max_model_len)
+        self._planner = StepPlanner(config, self._roster, block_size)
+        self._in_flight = StepsInFlight()
+        self._deadlines = RequestHeap(_by_deadline)
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._roster) > 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent whose results are not in."""
+        return len(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows.slot_to_request)
+
+    @property
+    def num_waiting(self) -> int:
+        """All that do not run."""
+        return len(self._roster) - self.num_running
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests may hold."""
+        return self._num_blocks - 1
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._blocks.num_used
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose content can still be hit."""
+        return self._blocks.num_cached
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest, DuplicateRequest, QueueFull: as `Admission.check` says; nothing has changed.
+        """
+        self._admission.check(request, self._roster)
+        request.limit = self._admission.limit_of(request)
+        request.arrival = self._num_arrivals
+        request.queued_at = self._clock()
+        self._num_arrivals += 1
+        self._roster.add(request)
+        if request.deadline is not None:
+            self._deadlines.push(request)
+
+    def abort(self, session: int, number: int) -> Finished | None:
+        """End a request for its client's sake; None if it is not alive. Its blocks are free at once, and
+        the next plan takes its row from the worker."""
+        request = self._roster.by_number(session, number)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def abort_session(self, session: int) -> tuple[Finished, ...]:
+        """End all that came on one stream."""
+        orphans = [request for request in self._roster if request.session == session]
+        return tuple(self._finish(request, FinishReason.ABORT) for request in orphans)
+
+    def expired(self, now: float) -> tuple[Failed, ...]:
+        """End those whose deadline has passed, wherever they stand. Called before `schedule`, so that what
+        expired while it waited is never computed."""
+        failed = []
+        while (request := self._deadlines.peek()) is not None and _by_deadline(request)[0] <= now:
+            stage = "waited to be scheduled" if request.planned_at is None else "ran"
+            failed.append(
+                self._fail(request, DeadlineExceeded(f"the deadline passed while the request {stage}"))
+            )
+        return tuple(failed)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; refused (False) while any block is in use."""
+        return self._blocks.reset()
+
+    def requeue_all(self) -> None:
+        """The worker is lost, with all its rows and blocks. What ran waits again, with prompt and emitted
+        tokens; what is in flight never comes; step ids start at 1 again."""
+        self._in_flight.forget()
+        for request in list(self._roster.parked.values()):
+            self._roster.unpark(request)
+        for request in self._roster.running:
+            self._roster.requeue(request)
+        self._roster.removed_slots.clear()
+        is_reset = self._blocks.reset()
+        assert is_reset, "blocks are held although nothing runs"
+
+    def adopt(self, previous: Scheduler) -> tuple[Failed, ...]:
+        """Take over all requests of a scheduler whose worker is gone, in their order of arrival, and its counts.
+
+        For a worker that came back with another number of blocks: those that no longer fit fail.
+        """
+        previous.requeue_all()
+        self.counters, self._num_arrivals = previous.counters, previous._num_arrivals
+        self._admission.pace = previous._admission.pace
+        failed = []
+        for request in sorted(previous._roster, key=lambda request: request.arrival):
+            request.limit = self._admission.limit_of(request)
+            self._roster.add(request)
+            if request.deadline is not None:
+                self._deadlines.push(request)
+            if len(request.token_ids) >= request.limit:
+                why = f"{len(request.token_ids)} tokens reach {request.limit}, all that the new worker's blocks hold"
+                failed.append(self._fail(request, EngineFailure(why)))
+        return tuple(failed)
+
+    def fail_running(self, error: EngineFailure) -> tuple[Failed, ...]:
+        """End everything that has a row, or results still to come."""
+        return tuple(self._fail(request, error) for request in (*self._roster.running, *self._roster.parked.values()))
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
+        draft = self._planner.draft()
+        self.counters.num_preemptions += draft.num_preempted
+        return None if draft.is_empty else self._commit(draft)
+
+    def _commit(self, draft: StepDraft) -> StepPlan:
+        """From here on the step counts as computed."""
+        draft.close()
+        rows, slots = self._rows, draft.slots
+        rows.computed[slots] = draft.ends
+        sampling_slots = np.sort(slots[draft.ends == rows.horizon[slots]])
+        rows.horizon[sampling_slots] += 1  # a placeholder for the token that each will sample
+        self._note_admitted(draft)
+        plan = draft.to_plan(
+            self._in_flight.next_step_id, self._in_flight.last_result_seen, self._roster.removed_slots
+        )
+        self._roster.removed_slots.clear()
+        self._in_flight.push(
+            InFlightStep(
+                step_id=plan.step_id,
+                sampling_slots=sampling_slots,
+                generations=rows.generation[sampling_slots],
+                offered_blocks=self._blocks.drain_offered(),
+            )
+        )
+        self.counters.num_steps += 1
+        self.counters.num_scheduled_tokens += plan.num_tokens
+        return plan
+
+    def update(self, result: StepResult) -> StepOutput:
+        """Take in the oldest step's result.
+
+        Tokens for rows that are gone are dropped: they were sampled beyond an end. Those of a preempted
+        request are kept.
+
+        Raises:
+            ProtocolViolation: this is not that step's result; nothing has changed.
+        """
+        step = self._in_flight.pop(result)
+        failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
+        rows = self._rows
+        is_live = rows.generation[step.sampling_slots] == step.generations
+        places = np.flatnonzero(is_live)  # [t] in the result
+        slots, token_ids = step.sampling_slots[places], result.token_ids[places]
+        sessions, numbers = rows.session[slots], rows.number[slots]
+        is_filled, is_at_limit = rows.append(slots, token_ids)
+        self._note_first_tokens(slots)
+        self._roster.fill_blocks(slots[is_filled])
+        finished = self._finish_stopped(slots, token_ids, is_at_limit)
+        output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed))
+        return self._with_late_tokens(output, step, result) if self._roster.parked else output
+
+    def check_integrity(self) -> None:
+        """Walk everything and raise AssertionError naming what is off. For tests, and for an idle engine."""
+        self._roster.check_integrity()
+        num_in_flight: Counter[tuple[int, int]] = Counter()
+        for step in self._in_flight:
+            num_in_flight.update(zip(step.sampling_slots.tolist(), step.generations.tolist(), strict=True))
+        for request in self._roster:
+            name, noted = f"request {request.request_id}", request.num_in_flight
+            if request.state is RequestState.RUNNING:
+                noted = int(self._rows.horizon[request.slot] - self._rows.known[request.slot])
+            planned = 0
+            if request.state is not RequestState.WAITING:
+                planned = num_in_flight[request.slot, request.generation]
+            assert noted == planned, f"{name} expects {noted} tokens, steps in flight bring {planned}"
+            has_deadline = request in self._deadlines
+            assert has_deadline == (request.deadline is not None), f"{name} is lost to its deadline"
+        if not self.has_work:
+            assert not self._blocks.num_used, f"{self._blocks.num_used} blocks did not come home"
+
+    def _note_admitted(self, draft: StepDraft) -> None:
+        for request, row in zip(draft.admitted, draft.new_rows, strict=True):
+            if request.planned_at is not None:
+                continue  # it comes back; what it finds of itself says nothing of the cache
+            request.planned_at = self._clock()
+            request.num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
+            if self._roster.reads_cache(request):
+                self.counters.prefix_queries += request.num_prompt_tokens
+                self.counters.prefix_hits += request.num_cached_tokens
+
+    def _note_first_tokens(self, slots: Slots) -> None:
+        first = slots[self._rows.awaits_first_token[slots]]
+        if len(first):
+            self._rows.awaits_first_token[first] = False
+            now = self._clock()
+            for slot in first.tolist():
+                self._rows.slot_to_request[slot].first_token_at = now
+
+    def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
+        """End the running requests that these new tokens end; only the suspicious few are asked."""
+        finished = []
+        for index in np.flatnonzero(is_at_limit | self._watched.among(token_ids)).tolist():
+            slot, token_id = int(slots[index]), int(token_ids[index])
+            request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
+            stop = stop_of(request, token_id, num_known, self._eos_token_ids)
+            if stop is not None:
+                finished.append(self._finish(request, *stop))
+        return finished
+
+    def _with_late_tokens(self, output: StepOutput, step: InFlightStep, result: StepResult) -> StepOutput:
+        """Add what this step sampled for requests that were preempted since."""
+        late: list[tuple[Request, int, int]] = []  # request, token, place in the result
+        finished = list(output.finished)
+        rows = zip(step.sampling_slots.tolist(), step.generations.tolist(), strict=True)
+        for place, row in enumerate(rows):
+            request = self._roster.parked.get(row)
+            if request is None:
+                continue
+            token_id = int(result.token_ids[place])
+            late.append((request, token_id, place))
+            request.token_ids.append(token_id)
+            request.num_in_flight -= 1
+            if request.first_token_at is None:
+                request.first_token_at = self._clock()
+            stop = stop_of(request, token_id, len(request.token_ids), self._eos_token_ids)
+            if stop is not None:
+                finished.append(self._finish(request, *stop))
+            elif not request.num_in_flight:
+                self._roster.unpark(request)
+        return output.with_tokens(late, tuple(finished))
+
+    def _fail_rows(self, step: InFlightStep, errors: Sequence[RowError]) -> list[Failed]:
+        """End the requests that failed in this step, and start over whoever relied on a block of theirs."""
+        failed = []
+        for error in errors:
+            request = self._roster.by_row(error.slot, error.generation)
+            if request is not None:
+                message = f"the worker failed this request in step {step.step_id}: {error.message}"
+                failed.append(self._fail(request, EngineFailure(message), is_trusted=False))
+        self._distrust(step)
+        return failed
+
+    def _distrust(self, step: InFlightStep) -> None:
+        """Part of a step failed, so no block whose content was promised by it or a later one can be trusted.
+
+        Rare enough to be coarse: all such offers are taken back, whoever made them; whoever hit one starts
+        over, and so do the parked, whose hits are no longer known.
+        """
+        doubtful = {*step.offered_blocks, *self._blocks.drain_offered()}
+        doubtful.update(*(later.offered_blocks for later in self._in_flight))
+        self._blocks.withdraw(doubtful)
+        for request in list(self._roster.parked.values()):
+            self._roster.unpark(request)
+        for request in self._roster.running:
+            if not doubtful.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
+                self._roster.requeue(request)
+
+    def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
+        self._end(request, reason.word)
+        return Finished(request, reason, stop_token_id)
+
+    def _fail(self, request: Request, error: TriptychError, *, is_trusted: bool = True) -> Failed:
+        self._end(request, "error", is_trusted=is_trusted)
+        return Failed(request, error)
+
+    def _end(self, request: Request, outcome: str, *, is_trusted: bool = True) -> None:
+        self._roster.end(request, is_trusted=is_trusted)
+        self._deadlines.discard(request)
+        request.ended_at = self._clock()
+        self._admission.pace.note_ending(request.ended_at)
+        self.counters.num_finished[outcome] += 1
+
+
+def _by_deadline(request: Request) -> Key:
+    assert request.deadline is not None
+    return request.deadline, request.arrival

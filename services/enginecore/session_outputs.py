@@ -1,0 +1,157 @@
+"""What the requests of each frontend are owed: columns gathered between two sends, one batch a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.enginecore.scheduler import Finished, StepOutput
+from triptych.errors import InvalidRequest, QueueFull, TriptychError
+from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
+from triptych.types.step import U32, LogprobColumns, StepResult
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Of one session, since the last batch."""
+
+    num_batches: int = 0
+    admitted: list[int] = field(default_factory=list)
+    numbers: list[U32] = field(default_factory=list)
+    token_ids: list[U32] = field(default_factory=list)
+    logprobs: list[LogprobColumns] = field(default_factory=list)
+    num_tokens: int = 0
+    finished: list[FinishedRequest] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.admitted or self.num_tokens or self.finished or self.failures)
+
+
+class SessionOutputs:
+    """Owned by the engine core. A session that has closed is owed nothing."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[int, _Gathered] = {}
+
+    def open(self, session: int) -> None:
+        self._gathered[session] = _Gathered()
+
+    def close(self, session: int) -> None:
+        self._gathered.pop(session, None)
+
+    def admit(self, session: int, number: int) -> None:
+        if (gathered := self._gathered.get(session)) is not None:
+            gathered.admitted.append(number)
+
+    def fail(self, session: int, number: int, error: TriptychError) -> None:
+        if (gathered := self._gathered.get(session)) is not None:
+            gathered.failures.append(_failure(number, error))
+
+    def finish(self, end: Finished) -> None:
+        request = end.request
+        if (gathered := self._gathered.get(request.session)) is not None:
+            gathered.finished.append(
+                FinishedRequest(
+                    request.number, end.reason, end.stop_token_id, request.num_cached_tokens, request.timings
+                )
+            )
+
+    def add_step(self, output: StepOutput, result: StepResult) -> None:
+        """Hand each session its tokens of one step."""
+        if not len(output.sessions):
+            return
+        first = int(output.sessions[0])
+        if (output.sessions == first).all():  # one frontend: nothing to sort out
+            self._add_tokens(first, output, result, None)
+            return
+        for session in np.unique(output.sessions).tolist():
+            self._add_tokens(session, output, result, np.flatnonzero(output.sessions == session))
+
+    def take(self) -> dict[int, OutputBatch]:
+        batches = {}
+        for session, gathered in self._gathered.items():
+            if not gathered.is_empty:
+                batches[session] = _to_batch(gathered)
+                self._gathered[session] = _Gathered(num_batches=gathered.num_batches + 1)
+        return batches
+
+    def _add_tokens(
+        self, session: int, output: StepOutput, result: StepResult, places: np.ndarray | None
+    ) -> None:
+        gathered = self._gathered.get(session)
+        if gathered is None:
+            return
+        numbers, token_ids, rows = output.numbers, output.token_ids, output.rows
+        if places is not None:
+            numbers, token_ids, rows = numbers[places], token_ids[places], rows[places]
+        if result.logprobs is not None:
+            chosen = _select_logprobs(result.logprobs, rows, gathered.num_tokens)
+            if chosen is not None:
+                gathered.logprobs.append(chosen)
+        gathered.numbers.append(numbers)
+        gathered.token_ids.append(token_ids)
+        gathered.num_tokens += len(token_ids)
+
+
+def _to_batch(gathered: _Gathered) -> OutputBatch:
+    """Tokens of several steps stand one after the other: a number may occur more than once."""
+    return OutputBatch(
+        batch_id=gathered.num_batches + 1,
+        admitted=np.array(gathered.admitted, dtype=np.uint32),
+        numbers=_joined(gathered.numbers),
+        token_ids=_joined(gathered.token_ids),
+        logprobs=_join_logprobs(gathered.logprobs),
+        finished=tuple(gathered.finished),
+        failures=tuple(gathered.failures),
+    )
+
+
+def _joined(columns: list[U32]) -> U32:
+    if len(columns) == 1:
+        return columns[0]
+    return np.concatenate(columns) if columns else np.empty(0, dtype=np.uint32)
+
+
+def _select_logprobs(columns: LogprobColumns, rows: np.ndarray, first_row: int) -> LogprobColumns | None:
+    """The entries of the result's `rows`, renumbered to `first_row` plus their place in `rows`."""
+    row_to_place = {row: place for place, row in enumerate(rows.tolist())}
+    kept = [
+        (index, row_to_place[row]) for index, row in enumerate(columns.rows.tolist()) if row in row_to_place
+    ]
+    if not kept:
+        return None
+    spans = [slice(int(columns.offsets[index]), int(columns.offsets[index + 1])) for index, _ in kept]
+    lengths = [span.stop - span.start for span in spans]
+    return LogprobColumns(
+        rows=np.array([first_row + place for _, place in kept], dtype=np.uint32),
+        offsets=np.cumsum([0, *lengths], dtype=np.uint32),
+        token_ids=np.concatenate([columns.token_ids[span] for span in spans]),
+        logprobs=np.concatenate([columns.logprobs[span] for span in spans]),
+        ranks=columns.ranks[[index for index, _ in kept]],
+    )
+
+
+def _join_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    starts = np.cumsum([0, *(int(part.offsets[-1]) for part in parts[:-1])], dtype=np.uint32)
+    offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts, strict=True)]
+    end = np.array([sum(int(part.offsets[-1]) for part in parts)], dtype=np.uint32)
+    return LogprobColumns(
+        rows=np.concatenate([part.rows for part in parts]),
+        offsets=np.concatenate([*offsets, end]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+    )
+
+
+def _failure(number: int, error: TriptychError) -> RequestFailure:
+    field_name, message = "", error.message
+    if isinstance(error, InvalidRequest):
+        field_name, message = error.violations[0].field, error.violations[0].description
+    retry_after_s = error.retry_after_s if isinstance(error, QueueFull) else 0.0
+    return RequestFailure(number, error.code, message, field_name, round(retry_after_s * 1000))

@@ -1,0 +1,235 @@
+"""Free queue, pool and manager of KV blocks."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from services.enginecore.kv import BlockManager, BlockTable
+from services.enginecore.kv.free_queue import FreeQueue
+from services.enginecore.kv.hashing import extend_hashes
+
+SIZE = 4
+
+
+def tokens(*values: int) -> array[int]:
+    return array("I", values)
+
+
+def make_manager(num_blocks: int = 11, *, enable_prefix_caching: bool = True) -> BlockManager:
+    return BlockManager(num_blocks=num_blocks, block_size=SIZE, enable_prefix_caching=enable_prefix_caching)
+
+
+def fill(manager: BlockManager, token_ids: array[int], extras: dict[int, bytes] | None = None) -> BlockTable:
+    """A table that holds `token_ids`, with its full blocks offered."""
+    table = BlockTable(extras=extras or {})
+    hits = manager.get_computed_blocks(table, token_ids)
+    assert manager.allocate(table, len(token_ids), hits) is not None
+    manager.offer_full_blocks(table, token_ids, len(token_ids))
+    return table
+
+
+def free_order(manager: BlockManager) -> list[int]:
+    return list(manager._pool._free)
+
+
+def test_the_free_queue_hands_out_the_least_recently_used_block_first() -> None:
+    queue = FreeQueue(6)
+    assert queue.take(2) == [1, 2]
+    queue.append(1)
+    queue.prepend(2)
+    queue.remove(4)
+    assert list(queue) == [2, 3, 5, 1]
+    queue.check_integrity([1, 2, 3, 5])
+    assert queue.take(4) == [2, 3, 5, 1]
+    assert len(queue) == 0
+    queue.append(4)
+    assert queue.take(1) == [4]
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    manager = make_manager(4)
+    table = BlockTable()
+    assert manager.allocate(table, 3 * SIZE) == [1, 2, 3]
+    assert manager.allocate(table, 3 * SIZE + 1) is None
+
+
+def test_a_hash_names_the_whole_prefix_and_the_extras() -> None:
+    def hashes(values: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
+        found: list[bytes] = []
+        extend_hashes(found, tokens(*values), len(values) // SIZE, SIZE, extras or {})
+        return found
+
+    one, other = hashes([1, 2, 3, 4, 5, 6, 7, 8]), hashes([9, 2, 3, 4, 5, 6, 7, 8])
+    assert len(one) == 2
+    assert all(len(block_hash) == 16 for block_hash in one)
+    assert one[0] != other[0]
+    assert one[1] != other[1], "equal blocks after different prefixes"
+    assert hashes([1, 2, 3, 4, 5, 6, 7, 8, 9]) == one, "a partial block has no hash"
+    salted = hashes([1, 2, 3, 4, 5, 6, 7, 8], {0: b"salt"})
+    assert salted[0] != one[0]
+    assert salted[1] != one[1], "the salt reaches every block through the chain"
+    image = hashes([1, 2, 3, 4, 5, 6, 7, 8], {1: b"image"})
+    assert (image[0], image[1] != one[1]) == (one[0], True)
+
+
+def test_hashing_in_parts_is_hashing_at_once() -> None:
+    ids = tokens(*range(4 * SIZE + 3))
+    at_once: list[bytes] = []
+    extend_hashes(at_once, ids, 4, SIZE, {})
+    in_parts: list[bytes] = []
+    for num_blocks in (0, 1, 1, 3, 4):
+        extend_hashes(in_parts, ids, num_blocks, SIZE, {})
+    assert in_parts == at_once
+
+
+def test_a_requests_tail_is_evicted_before_its_head_and_blocks_without_content_first() -> None:
+    manager = make_manager(8)
+    first = fill(manager, tokens(*range(2 * SIZE + 1)))  # blocks 1, 2 full, 3 partial
+    second = fill(manager, tokens(*range(100, 100 + 2 * SIZE)))  # 4, 5
+    manager.free(second)
+    manager.free(first)
+    assert free_order(manager) == [3, 6, 7, 5, 4, 2, 1]
+    assert manager.num_cached == 4
+
+
+def test_taking_a_block_evicts_its_content() -> None:
+    manager = make_manager(4)
+    ids = tokens(*range(3 * SIZE))
+    manager.free(fill(manager, ids))
+    table = BlockTable()
+    assert manager.allocate(table, SIZE) == [3]
+    assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2]
+    assert manager.num_cached == 2
+
+
+def test_touching_a_cached_block_takes_it_out_of_the_queue() -> None:
+    manager = make_manager(6)
+    ids = tokens(*range(3 * SIZE))
+    manager.free(fill(manager, ids))
+    table = BlockTable()
+    hits = manager.get_computed_blocks(table, ids)
+    assert hits == [1, 2, 3]
+    assert manager.allocate(table, len(ids) + 1, hits) == [1, 2, 3, 4]
+    assert free_order(manager) == [5]
+    manager.check_integrity([table])
+
+
+def test_a_shared_block_is_free_only_when_its_last_holder_leaves() -> None:
+    manager = make_manager()
+    ids = tokens(*range(2 * SIZE))
+    one, other = fill(manager, ids), fill(manager, ids)
+    assert one.block_ids == other.block_ids == [1, 2]
+    manager.check_integrity([one, other])
+    manager.free(one)
+    assert manager.num_used == 2
+    manager.free(other)
+    assert manager.num_used == 0
+
+
+def test_hits_that_nobody_holds_count_as_capacity() -> None:
+    manager = make_manager(5)  # four blocks
+    ids = tokens(*range(3 * SIZE))
+    manager.free(fill(manager, ids))
+    table = BlockTable()
+    hits = manager.get_computed_blocks(table, tokens(*range(2 * SIZE), 9, 9, 9, 9))
+    assert hits == [1, 2]
+    assert manager.can_allocate(4 * SIZE, hits)
+    assert not manager.can_allocate(4 * SIZE + 1, hits)
+    holder = fill(manager, tokens(*range(2 * SIZE)))
+    assert manager.can_allocate(4 * SIZE, hits), "held hits cost nothing more"
+    assert manager.num_free == 2
+    manager.free(holder)
+
+
+@pytest.mark.parametrize("num_tokens", [4 * SIZE + 1, 9 * SIZE])
+def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
+    manager = make_manager(6)
+    ids = tokens(*range(2 * SIZE))
+    manager.free(fill(manager, ids))
+    holder = BlockTable()
+    manager.allocate(holder, SIZE)
+    pool = manager._pool
+    before = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
+    table = BlockTable()
+    hits = manager.get_computed_blocks(table, ids)
+    assert manager.allocate(table, num_tokens, hits) is None
+    assert not manager.can_allocate(num_tokens, hits)
+    assert (table.block_ids, table.num_hits, table.num_offered) == ([], 0, 0)
+    after = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
+    assert after == before
+
+
+def test_blocks_of_equal_content_have_one_name_between_them() -> None:
+    manager = make_manager()
+    ids = tokens(*range(SIZE))
+    one, other = BlockTable(), BlockTable()
+    manager.allocate(one, SIZE)
+    manager.allocate(other, SIZE)
+    manager.offer_full_blocks(one, ids, SIZE)
+    manager.offer_full_blocks(other, ids, SIZE)
+    assert manager.get_computed_blocks(BlockTable(), ids) == one.block_ids
+    manager.check_integrity([one, other])
+    manager.free(one)
+    manager.free(other)
+    assert manager.num_cached == 1
+
+
+def test_only_what_is_full_and_computed_is_offered() -> None:
+    manager = make_manager()
+    ids = tokens(*range(3 * SIZE))
+    table = BlockTable()
+    manager.allocate(table, len(ids))
+    manager.offer_full_blocks(table, ids, 2 * SIZE - 1)
+    assert manager.get_computed_blocks(BlockTable(), ids) == [1]
+    manager.offer_full_blocks(table, ids, 3 * SIZE)
+    assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2, 3]
+
+
+def test_a_withdrawn_block_is_found_by_nobody_and_taken_next() -> None:
+    manager = make_manager(6)
+    ids = tokens(*range(2 * SIZE))
+    table = fill(manager, ids)
+    assert manager.drain_offered() == [1, 2]
+    assert manager.drain_offered() == []
+    manager.withdraw([2])
+    assert manager.get_computed_blocks(BlockTable(), ids) == [1]
+    manager.free(table)
+    manager.withdraw([1, 2])
+    assert manager.get_computed_blocks(BlockTable(), ids) == []
+    assert manager.num_cached == 0
+    assert free_order(manager)[0] == 1
+    manager.check_integrity([])
+
+
+def test_reset_is_refused_while_a_block_is_in_use() -> None:
+    manager = make_manager()
+    ids = tokens(*range(2 * SIZE))
+    table = fill(manager, ids)
+    assert not manager.reset()
+    assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2]
+    manager.free(table)
+    assert manager.reset()
+    assert manager.get_computed_blocks(BlockTable(), ids) == []
+    assert manager.num_cached == 0
+    manager.check_integrity([])
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    ids = tokens(*range(2 * SIZE))
+    table = fill(manager, ids)
+    assert manager.get_computed_blocks(BlockTable(), ids) == []
+    assert table.hashes == []
+    manager.free(table)
+    assert manager.num_cached == 0
+
+
+def test_the_integrity_check_notices_a_lost_reference() -> None:
+    manager = make_manager()
+    table = fill(manager, tokens(*range(SIZE)))
+    with pytest.raises(AssertionError, match="block 1 has 1 references, 0 requests hold it"):
+        manager.check_integrity([])
+    manager.free(table)
+    with pytest.raises(AssertionError, match="released more often than held"):
+        manager._pool.release([1])

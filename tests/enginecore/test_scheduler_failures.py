@@ -1,0 +1,173 @@
+"""A worker that fails a row, or is lost altogether."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.scheduling import (
+    EOS,
+    Engine,
+    counts_by_number,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+)
+from triptych.errors import EngineFailure
+from triptych.types.sampling import SamplingParams
+
+
+def expect_oracle(engine: Engine, number: int, prompt: list[int], max_tokens: int) -> None:
+    expected = naive_generation(prompt, number, SamplingParams(max_tokens=max_tokens), (), 2048)
+    assert engine.tokens[0, number] == expected[0], f"request {number}"
+
+
+def test_a_failed_row_ends_that_request_alone() -> None:
+    engine = Engine(make_scheduler())
+    prompts = [make_prompt(9, seed=number) for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(number, prompt, max_tokens=8))
+    engine.plan()
+    engine.plan()
+    output = engine.finish_step(failing_slots=[1])
+    (failed,) = output.failed
+    assert failed.request.number == 1
+    assert isinstance(failed.error, EngineFailure)
+    assert "step 1: told to fail" in failed.error.message
+    assert output.numbers.tolist() == [0, 2]
+    assert output.rows.tolist() == [0, 2]
+    engine.run()
+    assert engine.tokens[0, 1] == []
+    expect_oracle(engine, 0, prompts[0], 8)
+    expect_oracle(engine, 2, prompts[2], 8)
+    assert engine.scheduler.counters.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 1}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_nobody_reads_what_a_failed_row_should_have_written(window: int) -> None:
+    engine = Engine(make_scheduler(), window=window)
+    prompt = make_prompt(100)
+    engine.add(make_request(0, prompt, max_tokens=8), make_request(1, prompt, max_tokens=8))
+    plan = engine.plan()
+    assert plan is not None
+    assert counts_by_number(engine.scheduler, plan) == {0: 100, 1: 4}, "the second reads the first's blocks"
+    if window > 1:
+        engine.add(make_request(2, prompt, max_tokens=8))
+        engine.plan()
+    if window > 2:
+        engine.scheduler.abort(0, 2)
+        engine.plan()
+    output = engine.finish_step(failing_slots=[0])
+    assert [failed.request.number for failed in output.failed] == [0]
+    assert len(output.token_ids) == 0, "the second's token came of garbage"
+    engine.add(make_request(3, prompt, max_tokens=8))
+    engine.run()
+    survivors = {1: (1, 3), 2: (1, 2, 3), 3: (1, 3)}[window]
+    for number in survivors:
+        expect_oracle(engine, number, prompt, 8)
+    assert engine.scheduler.num_used_blocks == 0
+
+
+def test_a_failed_row_takes_back_no_block_that_an_earlier_step_completed() -> None:
+    engine = Engine(make_scheduler(), window=1)
+    prompt = make_prompt(100)
+    engine.add(make_request(0, prompt, max_tokens=8))
+    for _ in range(2):
+        engine.plan()
+        engine.finish_step()
+    engine.plan()
+    engine.finish_step(failing_slots=[0])
+    engine.add(make_request(1, prompt, max_tokens=8))
+    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 4}  # type: ignore[arg-type]
+    engine.run()
+    expect_oracle(engine, 1, prompt, 8)
+
+
+def test_a_parked_request_may_fail() -> None:
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"))
+    engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
+    engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=20))
+    while not engine.scheduler.counters.num_preemptions:
+        if len(engine.plans) == 2:
+            engine.finish_step()
+        engine.plan()
+    (parked,) = engine.scheduler._roster.parked.values()
+    output = engine.finish_step(failing_slots=[parked.slot])
+    assert [failed.request for failed in output.failed] == [parked]
+    engine.run()
+    expect_oracle(engine, 0, make_prompt(31, seed=0), 20)
+
+
+def test_an_error_for_a_request_that_has_ended_is_nobodys() -> None:
+    engine = Engine(make_scheduler())
+    engine.add(make_request(0, make_prompt(9), max_tokens=8))
+    engine.plan()
+    outcome = engine.scheduler.abort(0, 0)
+    assert outcome is not None
+    engine.note(outcome)
+    engine.add(make_request(1, make_prompt(8), max_tokens=4))  # takes the slot over
+    engine.plan()
+    output = engine.finish_step(failing_slots=[0])
+    assert output.failed == ()
+    engine.run()
+    expect_oracle(engine, 1, make_prompt(8), 4)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("num_blocks", [14, 200])
+def test_a_lost_worker_costs_no_token_and_repeats_none(window: int, num_blocks: int) -> None:
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        max_model_len=200,
+        eos_token_ids=(EOS,),
+        max_num_seqs=6,
+        max_num_batched_tokens=48,
+    )
+    engine = Engine(scheduler, window=window)
+    prompts = [make_prompt(1 + 7 * number, seed=number % 3) for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(number, prompt, max_tokens=25))
+    for losses in range(1, 6):
+        for _ in range(9 * losses):
+            while len(engine.plans) < window and engine.plan() is not None:
+                pass
+            if engine.plans:
+                engine.finish_step()
+        engine.lose_worker()
+        assert (scheduler.num_running, scheduler.num_in_flight) == (0, 0)
+        assert (scheduler.num_used_blocks, scheduler.num_cached_blocks) == (0, 0)
+    engine.run()
+    for number, prompt in enumerate(prompts):
+        expected = naive_generation(prompt, number, SamplingParams(max_tokens=25), (EOS,), 200)
+        assert engine.tokens[0, number] == expected[0]
+
+
+def test_after_a_loss_plans_start_anew() -> None:
+    engine = Engine(make_scheduler())
+    engine.add(make_request(0, make_prompt(20), max_tokens=8), make_request(1, make_prompt(20), max_tokens=8))
+    engine.plan()
+    engine.plan()
+    engine.finish_step()
+    engine.scheduler.abort(0, 1)
+    engine.lose_worker()
+    plan = engine.plan()
+    assert plan is not None
+    assert (plan.step_id, plan.last_result_seen, plan.removed_slots.tolist()) == (1, 0, [])
+    (row,) = plan.new_rows
+    assert row.num_prompt_tokens == 20
+    assert row.token_ids.tolist() == make_prompt(20) + engine.tokens[0, 0]
+    assert row.num_computed_tokens == 0, "nothing is cached on the new worker"
+
+
+def test_a_reset_of_the_prefix_cache_is_refused_while_anything_runs() -> None:
+    engine = Engine(make_scheduler())
+    prompt = make_prompt(64)
+    engine.add(make_request(0, prompt, max_tokens=2))
+    engine.plan()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.scheduler.num_cached_blocks == 4
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.num_cached_blocks == 0
+    engine.add(make_request(1, prompt, max_tokens=2))
+    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 64}  # type: ignore[arg-type]

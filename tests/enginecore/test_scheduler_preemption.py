@@ -1,0 +1,195 @@
+"""Too few blocks: who makes room, and that nobody notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.scheduling import (
+    EOS,
+    Engine,
+    counts_by_number,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+)
+from triptych.types.sampling import SamplingParams
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_few_blocks_yield_the_same_tokens_as_many(
+    window: int, policy: str, is_chunked: bool, is_caching: bool
+) -> None:
+    scheduler = make_scheduler(
+        num_blocks=14,
+        max_model_len=200,
+        eos_token_ids=(EOS,),
+        policy=policy,
+        max_num_seqs=6,
+        max_num_batched_tokens=48 if is_chunked else 200,
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=is_caching,
+    )
+    engine = Engine(scheduler, window=window)
+    cases = {}
+    for number in range(12):
+        prompt = make_prompt(1 + 11 * number % 60, seed=number % 4)
+        sampling = SamplingParams(max_tokens=30 + number, ignore_eos=number % 3 > 0)
+        cases[number] = prompt, sampling
+        priority = number % 3 if policy == "priority" else 0
+        engine.add(
+            make_request(
+                number,
+                prompt,
+                priority=priority,
+                max_tokens=sampling.max_tokens,
+                ignore_eos=sampling.ignore_eos,
+            )
+        )
+    engine.run()
+    assert scheduler.counters.num_preemptions > 0
+    for number, (prompt, sampling) in cases.items():
+        expected = naive_generation(prompt, number, sampling, (EOS,), 200)
+        outcome = engine.outcomes[0, number]
+        assert (engine.tokens[0, number], outcome.reason, outcome.stop_token_id) == expected
+    assert scheduler.num_used_blocks == 0
+
+
+def crowded(policy: str, priorities: tuple[int, ...], *, window: int = 1) -> Engine:
+    """Three requests fill six blocks to the last position but one; none is left to grow into."""
+    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy=policy), window=window)
+    for number, priority in enumerate(priorities):
+        engine.add(make_request(number, make_prompt(31, seed=number), priority=priority, max_tokens=40))
+    for _ in range(2):
+        engine.plan()
+        engine.finish_step()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("policy", "priorities", "victim"),
+    [("fcfs", (0, 0, 0), 2), ("priority", (5, 0, 1), 0), ("priority", (1, 5, 5), 2)],
+)
+def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_step(
+    policy: str, priorities: tuple[int, ...], victim: int
+) -> None:
+    engine = crowded(policy, priorities)
+    engine.add(make_request(9, make_prompt(1)))
+    victims_slot = engine.scheduler._roster.by_number(0, victim).slot  # type: ignore[union-attr]
+    plan = engine.plan()
+    assert plan is not None
+    others = {0, 1, 2} - {victim}
+    assert counts_by_number(engine.scheduler, plan) == dict.fromkeys(others, 1)
+    assert plan.removed_slots.tolist() == [victims_slot]
+    assert plan.new_rows == ()
+    assert engine.scheduler.counters.num_preemptions == 1
+    engine.run()
+
+
+def test_a_victim_refunds_its_tokens_to_those_who_stay() -> None:
+    scheduler = make_scheduler(num_blocks=14, max_model_len=180, max_num_batched_tokens=40)
+    engine = Engine(scheduler, window=1)
+    engine.add(make_request(0, make_prompt(95, seed=0), priority=9, max_tokens=20))
+    steps = []
+    for step in range(5):
+        if step == 2:
+            engine.add(make_request(1, make_prompt(110, seed=1), priority=0, max_tokens=20))
+        plan = engine.plan()
+        assert plan is not None
+        steps.append(counts_by_number(scheduler, plan))
+        engine.finish_step()
+    # In the last step both need another block and one is free: the less urgent would have had 1 of 40 tokens.
+    assert steps == [{0: 40}, {0: 40}, {0: 15, 1: 25}, {0: 1, 1: 39}, {1: 40}]
+    engine.run()
+    assert len(engine.outcomes) == 2
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps_them(window: int) -> None:
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=window)
+    engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
+    engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=20))
+    for _ in range(window):
+        engine.plan()
+    while not engine.scheduler.counters.num_preemptions:
+        engine.finish_step()
+        engine.plan()
+    (parked,) = engine.scheduler._roster.parked.values()
+    assert parked.number == 1
+    num_known, expected = len(engine.tokens[0, 1]), parked.num_in_flight
+    assert expected == window - 1
+    for _ in range(expected):
+        assert engine.scheduler._roster.waiting.peek() is None
+        engine.finish_step()
+    assert len(engine.tokens[0, 1]) == num_known + expected
+    assert engine.scheduler._roster.waiting.peek() is parked
+    assert parked.num_output_tokens == len(engine.tokens[0, 1])
+    engine.run()
+    outputs, _, _ = naive_generation(make_prompt(30, seed=1), 1, SamplingParams(max_tokens=20), (), 64)
+    assert engine.tokens[0, 1] == outputs
+
+
+def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=2)
+    engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
+    engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=2))
+    while not engine.scheduler.counters.num_preemptions:
+        if len(engine.plans) == 2:
+            engine.finish_step()
+        engine.plan()
+    (parked,) = engine.scheduler._roster.parked.values()
+    assert parked.num_output_tokens == 1
+    engine.finish_step()
+    assert engine.outcomes[0, 1].request is parked
+    assert engine.scheduler.num_waiting == 0
+    engine.run()
+    assert [len(engine.tokens[0, number]) for number in (0, 1)] == [20, 2]
+
+
+def test_a_preempted_request_finds_its_prefix_again_and_reports_the_hits_of_its_first_admission() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_model_len=112, policy="fcfs")
+    engine = Engine(scheduler, window=1)
+    engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=18))
+    engine.add(make_request(1, make_prompt(62, seed=1), max_tokens=20))
+    rows = []
+    while engine.plan() is not None:
+        rows += engine.plans[-1].new_rows
+        engine.finish_step()
+    again = rows[-1]
+    assert scheduler.counters.num_preemptions == 1
+    assert again.num_prompt_tokens == 62
+    assert again.num_computed_tokens >= 48, "its own blocks were still there"
+    assert engine.outcomes[0, 1].request.num_cached_tokens == 0
+    assert scheduler.counters.prefix_hits == 0
+    needed = (31 + 17) + (62 + 19)
+    recomputed = len(again.token_ids) - again.num_computed_tokens
+    assert scheduler.counters.num_scheduled_tokens == needed + recomputed - 1
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
+    scheduler = make_scheduler(num_blocks=11, max_model_len=160, max_num_batched_tokens=32)
+    engine = Engine(scheduler, window=1)
+    engine.add(make_request(0, make_prompt(100, seed=0), max_tokens=2))
+    engine.add(make_request(1, make_prompt(110, seed=1), max_tokens=2))
+    for _ in range(3):  # 32, 64, 96 tokens of the first: from 2 to 6 blocks
+        engine.plan()
+        engine.finish_step()
+        assert scheduler.num_running == 1, "its first chunk alone would fit, but not its whole"
+    engine.run()
+    assert len(engine.outcomes) == 2
+    assert scheduler.counters.num_preemptions == 0
+
+
+def test_the_waiting_never_make_the_running_give_way() -> None:
+    engine = crowded("priority", (5, 5, 5))
+    engine.add(make_request(9, make_prompt(20, seed=9), priority=-1))
+    running = engine.scheduler.num_running
+    engine.plan()  # preempts for the running themselves
+    engine.finish_step()
+    assert engine.scheduler.num_running < running
+    assert engine.scheduler.counters.num_preemptions == 1
+    engine.run()
+    assert len(engine.outcomes) == 4

@@ -1,0 +1,299 @@
+"""Builders for scheduler tests, and a worker that carries plans out the naive way.
+
+The worker knows nothing of the scheduler. It keeps rows and KV cells as the plans tell it, and its KV cell of
+a position is a fingerprint of all tokens up to there: whoever attends to a cell that belongs to another
+prefix, or that nobody has written, is caught at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from services.enginecore.request import Request
+from services.enginecore.scheduler import Failed, Finished, Scheduler, StepOutput
+
+from triptych.config import SchedulerConfig
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow, RowError, StepPlan, StepResult
+from triptych.types.submit import SubmitRequest
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 61
+EOS = 7
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 1001,
+    block_size: int = BLOCK_SIZE,
+    max_model_len: int = 2048,
+    eos_token_ids: Sequence[int] = (),
+    enable_prefix_caching: bool = True,
+    clock: Clock | None = None,
+    **config: Any,
+) -> Scheduler:
+    """1,000 blocks, no EOS, and whatever `SchedulerConfig` fields the test names."""
+    return Scheduler(
+        config=SchedulerConfig(**config),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        enable_prefix_caching=enable_prefix_caching,
+        clock=clock or Clock(),
+    )
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def make_request(
+    number: int,
+    prompt: Sequence[int],
+    *,
+    session: int = 0,
+    emitted: Sequence[int] = (),
+    priority: int = 0,
+    cache_salt: str = "",
+    deadline: float | None = None,
+    seed: int | None = None,
+    request_id: str = "",
+    **sampling: Any,
+) -> Request:
+    """A request whose seed is its number unless told."""
+    submit = SubmitRequest(
+        number=number,
+        request_id=request_id or f"{session}-{number}",
+        token_ids=np.array([*prompt, *emitted], np.uint32),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(**sampling),
+        seed=number if seed is None else seed,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    return Request.from_submit(submit, session=session, deadline=deadline)
+
+
+def prefix_fingerprints(token_ids: Sequence[int]) -> list[int]:
+    """One number per position, for that token and all before it."""
+    fingerprints, parent = [], 0
+    for token_id in token_ids:
+        parent = hash((parent, int(token_id)))
+        fingerprints.append(parent)
+    return fingerprints
+
+
+def sample(seed: int, position: int, fingerprint: int) -> int:
+    """The token at `position`, after the prefix of `fingerprint`: as keyed sampling has it."""
+    return hash((seed, position, fingerprint)) % VOCAB_SIZE
+
+
+def naive_generation(
+    prompt: Sequence[int],
+    seed: int,
+    sampling: SamplingParams,
+    eos_token_ids: Sequence[int],
+    max_model_len: int,
+) -> tuple[list[int], FinishReason, int | None]:
+    """What a request must come to, token by token, with nobody beside it."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(sample(seed, len(tokens), prefix_fingerprints(tokens)[-1]))
+        outputs = tokens[len(prompt) :]
+        may_stop = len(outputs) >= sampling.min_tokens
+        if may_stop and outputs[-1] in eos_token_ids and not sampling.ignore_eos:
+            return outputs, FinishReason.STOP, None
+        if may_stop and outputs[-1] in sampling.stop_token_ids:
+            return outputs, FinishReason.STOP, outputs[-1]
+        if len(outputs) == sampling.max_tokens or len(tokens) == max_model_len:
+            return outputs, FinishReason.LENGTH, None
+
+
+@dataclass
+class WorkerRow:
+    """One live slot, as plans described it."""
+
+    new: NewRow
+    tokens: list[int]
+    num_computed: int
+    block_ids: list[int]
+
+
+class NaiveWorker:
+    """Executes plans strictly in order and holds every rule of the step protocol against them."""
+
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self.rows: dict[int, WorkerRow] = {}
+        self.cells: dict[tuple[int, int], int] = {}
+        self.num_tokens_computed = 0
+        self.has_failed = False
+        self._block_size = block_size
+        self._last_step_id = 0
+
+    def execute(self, plan: StepPlan, failing_slots: Sequence[int] = ()) -> StepResult:
+        """One token for each slot that reaches the end of what is known; `failing_slots` err instead."""
+        assert plan.step_id == self._last_step_id + 1, "step ids are dense"
+        self._last_step_id = plan.step_id
+        assert plan.last_result_seen < plan.step_id
+        self._apply_changes(plan)
+        counts = self._counts(plan)
+        self.has_failed |= bool(failing_slots)
+        spans = {
+            slot: range(row.num_computed, row.num_computed + counts[slot]) for slot, row in self.rows.items()
+        }
+        for slot, span in spans.items():  # all writes of a step come before any read
+            self._write(self.rows[slot], span, is_garbage=slot in failing_slots)
+        misled = self._spread_garbage(spans)
+        assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
+        token_ids, errors = [], []
+        for slot in sorted(spans):
+            row, span = self.rows[slot], spans[slot]
+            row.num_computed += len(span)
+            if slot in failing_slots and span:
+                errors.append(RowError(slot, row.new.generation, "told to fail"))
+            if span and row.num_computed == len(row.tokens):
+                fingerprint = prefix_fingerprints(row.tokens)[-1]
+                token_id = sample(row.new.seed, len(row.tokens), fingerprint)
+                row.tokens.append((token_id + 1) % VOCAB_SIZE if slot in misled else token_id)
+                token_ids.append(0 if slot in failing_slots else row.tokens[-1])
+        return StepResult(plan.step_id, np.array(token_ids, np.uint32), row_errors=tuple(errors))
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for slot in plan.removed_slots.tolist():
+            del self.rows[slot]
+        for new in plan.new_rows:
+            assert new.slot not in self.rows, f"slot {new.slot} is taken"
+            assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
+            assert 0 not in new.block_ids, "the null block belongs to nobody"
+            self.rows[new.slot] = WorkerRow(
+                new, new.token_ids.tolist(), new.num_computed_tokens, new.block_ids.tolist()
+            )
+        for slot, block in zip(plan.block_slots.tolist(), plan.block_ids.tolist(), strict=True):
+            assert block != 0, "the null block belongs to nobody"
+            self.rows[slot].block_ids.append(block)
+
+    def _counts(self, plan: StepPlan) -> dict[int, int]:
+        counts = dict.fromkeys(self.rows, 1)
+        for slot, length in zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            assert counts[slot] == 1, "a slot is listed twice"
+            assert length > 1, "one token is the default, none is a skip"
+            counts[slot] = length
+        for slot in plan.skipped_slots.tolist():
+            assert counts[slot] == 1, "a slot is listed twice"
+            counts[slot] = 0
+        assert sum(counts.values()) == plan.num_tokens
+        self.num_tokens_computed += plan.num_tokens
+        return counts
+
+    def _write(self, row: WorkerRow, span: range, *, is_garbage: bool) -> None:
+        assert span.stop <= len(row.tokens), "computes a token that nobody knows"
+        assert span.stop <= len(row.block_ids) * self._block_size, "computes beyond its blocks"
+        fingerprints = prefix_fingerprints(row.tokens)
+        for position in span:
+            if position >= row.new.num_cached_tokens:
+                self.cells[self._cell(row, position)] = -1 if is_garbage else fingerprints[position]
+
+    def _spread_garbage(self, spans: dict[int, range]) -> set[int]:
+        """The slots that attend to something else than their own prefix; what they write is garbage too."""
+        misled: set[int] = set()
+        while True:
+            more = {
+                slot
+                for slot, span in spans.items()
+                if span and slot not in misled and not self._reads_itself(self.rows[slot], span.stop)
+            }
+            if not more:
+                return misled
+            misled |= more
+            for slot in more:
+                self._write(self.rows[slot], spans[slot], is_garbage=True)
+
+    def _reads_itself(self, row: WorkerRow, stop: int) -> bool:
+        fingerprints = prefix_fingerprints(row.tokens)[:stop]
+        return all(self.cells.get(self._cell(row, at)) == own for at, own in enumerate(fingerprints))
+
+    def _cell(self, row: WorkerRow, position: int) -> tuple[int, int]:
+        return row.block_ids[position // self._block_size], position % self._block_size
+
+
+@dataclass
+class Engine:
+    """A scheduler and a worker in one room, with up to `window` plans in flight."""
+
+    scheduler: Scheduler
+    worker: NaiveWorker = field(default_factory=NaiveWorker)
+    window: int = 2
+    plans: deque[StepPlan] = field(default_factory=deque)
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    outcomes: dict[tuple[int, int], Finished | Failed] = field(default_factory=dict)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.tokens[request.session, request.number] = []
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+        self.scheduler.check_integrity()
+        return plan
+
+    def finish_step(self, failing_slots: Sequence[int] = ()) -> StepOutput:
+        """Carry out the oldest plan and take its result in."""
+        output = self.scheduler.update(self.worker.execute(self.plans.popleft(), failing_slots))
+        self.scheduler.check_integrity()
+        columns = (output.sessions, output.numbers, output.token_ids, output.rows)
+        for session, number, token_id, _ in zip(*(column.tolist() for column in columns), strict=True):
+            assert (session, number) not in self.outcomes, "a token after the end"
+            self.tokens[session, number].append(token_id)
+        for outcome in (*output.finished, *output.failed):
+            self.note(outcome)
+        return output
+
+    def note(self, outcome: Finished | Failed) -> None:
+        key = outcome.request.session, outcome.request.number
+        assert key not in self.outcomes, "a second end"
+        self.outcomes[key] = outcome
+
+    def lose_worker(self) -> None:
+        self.plans.clear()
+        self.worker = NaiveWorker(self.worker._block_size)
+        self.scheduler.requeue_all()
+        self.scheduler.check_integrity()
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            while len(self.plans) < self.window and self.plan() is not None:
+                pass
+            if not self.plans:
+                assert not self.scheduler.has_work, "requests are left, and nothing will ever run"
+                return
+            self.finish_step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+
+def counts_by_number(scheduler: Scheduler, plan: StepPlan) -> dict[int, int]:
+    """How many tokens each running request computes in `plan`, by its number; absent: none."""
+    rows = scheduler._rows
+    counts = dict.fromkeys(rows.slot_to_request, 1)
+    counts.update(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True))
+    counts.update(dict.fromkeys(plan.skipped_slots.tolist(), 0))
+    return {rows.slot_to_request[slot].number: count for slot, count in counts.items() if count}

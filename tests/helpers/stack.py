@@ -1,0 +1,239 @@
+"""A real worker door and a real engine core in this process, over loopback gRPC, computing the naive way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from services.enginecore.door import ADMIN_SERVICE, AdminDoor, EngineCoreDoor
+from services.enginecore.door import SERVICE as ENGINE_SERVICE
+from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.loop import EngineLoop
+from services.worker.door import SERVICE as WORKER_SERVICE
+from services.worker.door import WorkerDoor
+from services.worker.info import InfoBoard
+from services.worker.runner_thread import RunnerThread
+from services.worker.session import SessionGate
+from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
+from triptych.config import EngineConfig
+from triptych.config.shared import shared_config
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2_grpc
+from triptych.observe.metrics import EngineMetrics, WorkerMetrics
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.server import RpcServer
+from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
+from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import SubmitRequest
+from triptych.v1 import admin_pb2, admin_pb2_grpc
+from triptych.wire.columns import u32_to_bytes
+from triptych.wire.engine_core import outputs_from_proto, submit_to_proto, welcome_from_proto
+
+DEADLINE_S = 20.0
+
+
+class NaiveRunner:
+    """`NaiveWorker` behind the worker's runner seam; `hold` stops it before the next step."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int = 200, max_model_len: int = 512) -> None:
+        self.worker = NaiveWorker()
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.num_steps = 0
+        self.fail_at: Callable[[StepPlan], bool] = lambda plan: False
+        self.facts = WorkerFacts(
+            boot_id="boot",
+            model=ModelFacts("naive", "f" * 64, VOCAB_SIZE, max_model_len, (EOS,), "float32", "float32", "none"),
+            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_window=4,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.may_step.wait(DEADLINE_S), "nobody let the step go on"
+        if self.fail_at(plan):
+            raise RuntimeError("told to fail")
+        self.num_steps += 1
+        return self.worker.execute(plan)
+
+    def reset(self) -> None:
+        self.worker = NaiveWorker()
+
+
+class WorkerStack:
+    """One worker process's inside, without the process."""
+
+    def __init__(self, config: EngineConfig, runner: NaiveRunner) -> None:
+        self.runner = runner
+        self.board = InfoBoard()
+        self._server = RpcServer(services=(WORKER_SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
+
+        def on_ready(_: object) -> None:
+            self.board.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
+
+        self._thread = RunnerThread(
+            lambda on_phase: runner,
+            on_phase=lambda phase, progress: self.board.change(phase=phase, progress=progress),
+            on_ready=on_ready,
+        )
+        gate = SessionGate(self.board, self._thread, shared_config(config))
+        door = WorkerDoor(gate, self.board, WorkerMetrics.create(CollectorRegistry()))
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, self._server.grpc)
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        self.port = self._server.bind("127.0.0.1", port, option="worker.port")
+        await self._server.start()
+        self._thread.start()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        await self._server.stop(grace_s)
+        self.runner.may_step.set()
+        await self._thread.stop()
+
+
+class EngineStack:
+    """One engine core process's inside, without the process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._server = RpcServer(services=(ENGINE_SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self.loop = EngineLoop(
+            config=config,
+            executor=GrpcExecutor(
+                address=config.engine.worker_address,
+                engine_id=config.engine.engine_id,
+                epoch=time.time_ns() // 1_000_000,
+                shared_config=shared_config(config),
+                window=config.scheduler.window,
+            ),
+            epoch=1,
+            metrics=EngineMetrics.create(CollectorRegistry()),
+            on_ready_change=lambda ready: None,
+        )
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(EngineCoreDoor(self.loop), self._server.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(self.loop), self._server.grpc)
+        self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0, option='engine.port')}"
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._task = asyncio.create_task(self.loop.run())
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self.loop._executor.close()
+
+
+class FakeFrontend:
+    """One Connect stream, with everything that came down it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, FinishedRequest | RequestFailure] = {}
+        self.batches: list[OutputBatch] = []
+        self.welcomes: list[Any] = []
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
+        hello = engine_core_pb2.ConnectHello(min_protocol=1, max_protocol=1, frontend_id="fake", boot_id="1")
+        await self._call.write(engine_core_pb2.ConnectRequest(hello=hello))
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            if message.WhichOneof("message") == "welcome":
+                self.welcomes.append(welcome_from_proto(message.welcome))
+            else:
+                self._note(outputs_from_proto(message.outputs))
+            self._news.set()
+
+    def _note(self, batch: OutputBatch) -> None:
+        self.batches.append(batch)
+        for number, token in zip(batch.numbers.tolist(), batch.token_ids.tolist(), strict=True):
+            assert number not in self.ends, "a token after the end"
+            self.tokens.setdefault(number, []).append(token)
+        for end in (*batch.finished, *batch.failures):
+            assert end.number not in self.ends, "a second end"
+            self.ends[end.number] = end
+
+    async def submit(self, number: int, prompt: Sequence[int], **fields: Any) -> None:
+        sampling = SamplingParams(**{"max_tokens": 16, **fields.pop("sampling", {})})
+        request = SubmitRequest(
+            number=number, request_id=fields.pop("request_id", f"r{number}"),
+            token_ids=np.array(prompt, np.uint32), num_prompt_tokens=len(prompt), sampling=sampling,
+            seed=number, **fields)
+        batch = engine_core_pb2.SubmitBatch(requests=[submit_to_proto(request)])
+        await self._call.write(engine_core_pb2.ConnectRequest(submit=batch))
+
+    async def abort(self, *numbers: int) -> None:
+        await self._call.write(
+            engine_core_pb2.ConnectRequest(abort=u32_to_bytes(np.array(numbers, np.uint32))))
+
+    async def status(self) -> admin_pb2.EngineStatus:
+        return (await self._admin.GetStatus(admin_pb2.GetStatusRequest())).status
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; it is looked at after each message."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def wait_status(self, condition: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition(status := await self.status()):
+                await asyncio.sleep(0.01)
+        return status
+
+    async def wait_ready(self) -> None:
+        await self.wait_for(lambda: bool(self.welcomes) and self.welcomes[-1].ready)
+
+    async def stop(self) -> None:
+        self._reader.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+
+def make_config(worker_port: int = 0, **scheduler: Any) -> EngineConfig:
+    config = EngineConfig()
+    return replace(
+        config,
+        scheduler=replace(config.scheduler, **scheduler),
+        engine=replace(config.engine, worker_address=f"127.0.0.1:{worker_port}"),
+    )
+
+
+@asynccontextmanager
+async def running_stack(
+    num_blocks: int = 200, **scheduler: Any
+) -> AsyncIterator[tuple[WorkerStack, EngineStack, FakeFrontend]]:
+    """A worker, an engine and a frontend that are connected and ready."""
+    config = make_config(**scheduler)
+    worker = WorkerStack(config, NaiveRunner(config, num_blocks))
+    await worker.start()
+    engine = EngineStack(make_config(worker.port, **scheduler))
+    await engine.start()
+    frontend = FakeFrontend(engine.address)
+    await frontend.start()
+    try:
+        await frontend.wait_ready()
+        yield worker, engine, frontend
+    finally:
+        await frontend.stop()
+        await engine.stop()
+        await worker.stop()
