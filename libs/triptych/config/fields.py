@@ -177,7 +177,6 @@ class WorkerConfig:
     num_threads: int = value(
         0, "CPU threads for the model; 0: the physical cores this process may use.", ge=0
     )
-    drain_s: float = value(30.0, "Seconds that the connected engine may take to finish after SIGTERM.", ge=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""The worker's gRPC door: proto in, session, proto out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from services.worker.info import InfoBoard, WorkerState
+from services.worker.session import EngineHello, Session, SessionGate
+from triptych.errors import ProtocolViolation
+from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
+from triptych.observe.metrics import WorkerMetrics
+from triptych.types.step import StepResult
+from triptych.wire.worker import (
+    PROTOCOL_VERSION,
+    plan_from_proto,
+    result_to_proto,
+    worker_facts_to_proto,
+)
+
+log = logging.getLogger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+_HELLO_TIMEOUT_S = 10.0  # a peer that opens the stream and says nothing
+
+
+class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves `triptych.internal.v1.WorkerService`."""
+
+    def __init__(self, gate: SessionGate, board: InfoBoard, metrics: WorkerMetrics) -> None:
+        self._gate = gate
+        self._board = board
+        self._metrics = metrics
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        hello = await _read_hello(request_iterator)
+        session = self._gate.open(hello)
+        log.info("%s connected, window %d", hello, session.window)
+        reader = asyncio.create_task(self._read_steps(request_iterator, session), name="read-steps")
+        try:
+            yield worker_pb2.ExecuteResponse(welcome=_welcome(session))
+            while (result := await session.next_result()) is not None:
+                self._count(result)
+                yield worker_pb2.ExecuteResponse(result=result_to_proto(result))
+        finally:
+            reader.cancel()
+            self._gate.close(session)
+            log.info("%s left", hello)
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(info=_info(self._board.state))
+
+    async def WatchInfo(
+        self, request: worker_pb2.WatchInfoRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WatchInfoResponse]:
+        async for state in self._board.watch():
+            yield worker_pb2.WatchInfoResponse(info=_info(state))
+
+    async def _read_steps(self, requests: AsyncIterator[worker_pb2.ExecuteRequest], session: Session) -> None:
+        """Submit steps until the engine closes its half; what goes wrong ends the session's results."""
+        try:
+            async for request in requests:
+                if request.WhichOneof("message") != "step":
+                    raise ProtocolViolation(f"expected a step, got {request.WhichOneof('message')}")
+                plan = plan_from_proto(request.step)
+                session.submit(plan)
+                self._metrics.tokens.inc(plan.num_tokens)
+        except Exception as error:
+            session.end(error)
+        else:
+            session.end(None)
+
+    def _count(self, result: StepResult) -> None:
+        timings, stage = result.timings, self._metrics.stage_seconds
+        self._metrics.steps.inc()
+        stage.labels("prepare").inc(timings.prepare_ns / 1e9)
+        stage.labels("forward").inc(timings.forward_ns / 1e9)
+        stage.labels("sample").inc(timings.sample_ns / 1e9)
+        stage.labels("idle").inc(timings.idle_ns / 1e9)
+
+
+async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> EngineHello:
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise ProtocolViolation(f"no hello within {_HELLO_TIMEOUT_S:g} s") from None
+    if first is None or first.WhichOneof("message") != "hello":
+        raise ProtocolViolation("the first message must be a hello")
+    hello = first.hello
+    return EngineHello(
+        engine_id=hello.engine_id,
+        epoch=hello.epoch,
+        min_protocol=hello.min_protocol,
+        max_protocol=hello.max_protocol,
+        fingerprint=hello.fingerprint,
+        shared_config=dict(hello.shared_config),
+        window=hello.window,
+    )
+
+
+def _welcome(session: Session) -> worker_pb2.Welcome:
+    return worker_pb2.Welcome(
+        protocol=PROTOCOL_VERSION,
+        boot_id=session.facts.boot_id,
+        session=worker_pb2.SESSION_KIND_FRESH,
+        window=session.window,
+        facts=worker_facts_to_proto(session.facts),
+    )
+
+
+def _info(state: WorkerState) -> worker_pb2.WorkerInfo:
+    return worker_pb2.WorkerInfo(
+        phase=state.phase,
+        progress=state.progress,
+        facts=worker_facts_to_proto(state.facts) if state.facts else None,
+        held_by=state.held_by,
+    )

@@ -1,0 +1,123 @@
+"""What the operating system grants this process: cores, free memory, instruction sets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")  # every function takes another root, so that tests can lay out a machine of their own
+
+_NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" as a page-aligned 2**63; nobody has an exbibyte
+
+
+def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
+    """Physical cores that this process may use: its affinity, siblings counted once, within its CPU quota.
+
+    Args:
+        root: where `proc` and `sys` are found.
+        affinity: logical CPUs allowed; None: as the kernel says.
+    """
+    allowed = os.sched_getaffinity(0) if affinity is None else affinity
+    core_of = _core_of_cpu(root)
+    cores = len({core_of.get(cpu, ("", str(cpu))) for cpu in allowed})
+    for group in _cgroups("cpu", root):
+        quota = _cpu_quota(group)
+        if quota is not None:
+            cores = min(cores, math.ceil(quota))
+    return max(1, cores)
+
+
+def cpu_flags(root: Path = ROOT) -> frozenset[str]:
+    """Instruction set extensions of the first CPU, as /proc/cpuinfo spells them."""
+    for key, text in _cpuinfo(root):
+        if key == "flags":
+            return frozenset(text.split())
+    return frozenset()
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    """Marketing name of the first CPU, `cpu` where the kernel does not say."""
+    return next((text for key, text in _cpuinfo(root) if key == "model name"), "cpu")
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that this process can still take: what the machine has, within its control groups' limits."""
+    return min([_available_memory(root), *_cgroup_free_memory(root)])
+
+
+def _cpuinfo(root: Path) -> Iterator[tuple[str, str]]:
+    for line in (root / "proc/cpuinfo").read_text().splitlines():
+        key, colon, text = line.partition(":")
+        if colon:
+            yield key.strip(), text.strip()
+
+
+def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
+    """Logical CPU -> (socket, core); a CPU whose core the kernel does not name is left out."""
+    core_of: dict[int, tuple[str, str]] = {}
+    cpu, socket = 0, "0"
+    for key, text in _cpuinfo(root):
+        if key == "processor":
+            cpu, socket = int(text), "0"
+        elif key == "physical id":
+            socket = text
+        elif key == "core id":
+            core_of[cpu] = (socket, text)
+    return core_of
+
+
+def _available_memory(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no line MemAvailable")
+
+
+def _cgroup_free_memory(root: Path) -> Iterator[int]:
+    """Bytes left under each limit; file pages that the kernel would drop first do not count as used."""
+    for group in _cgroups("memory", root):
+        for limit_name, used_name, cache_key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read(group / limit_name), _read(group / used_name)
+            if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
+                stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+                yield max(0, int(limit) - int(used) + int(stat.get(cache_key, 0)))
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """CPUs' worth of time per period that this control group may take; None: no limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not period:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    if quota.isdigit() and period.isdigit():
+        return int(quota) / int(period)
+    return None
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Directories of the control groups that this process is in, innermost first, version 2 or 1.
+
+    Inside a container the path that the kernel tells may be the host's; its group is then the mount's root.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if controllers and controller not in controllers.split(","):
+            continue
+        if controllers:
+            mount /= controller
+        group = PurePosixPath(path)
+        for ancestor in (group, *group.parents):
+            yield mount / str(ancestor).lstrip("/")
+
+
+def _read(path: Path) -> str:
+    """Content of a kernel file; empty where this kernel has none."""
+    try:
+        return path.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return ""

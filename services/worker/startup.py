@@ -1,0 +1,27 @@
+"""From the operator's config to a runner that is ready. Runs on the runner thread, where torch is imported."""
+
+from __future__ import annotations
+
+import uuid
+
+from services.worker.device import resolve_config
+from services.worker.runner.base import Runner
+from services.worker.runner.create import create_runner
+from services.worker.runner_thread import PhaseChange
+from triptych.config import EngineConfig
+from triptych.config.checkpoint import read_architecture
+from triptych.hub import resolve_model
+from triptych.types.facts import Phase
+
+
+def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
+    """Find the files, load the weights, build the KV cache, warm up.
+
+    Raises:
+        ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
+        ConfigError, FeatureDisabled: what the operator asks for cannot be done here.
+    """
+    on_phase(Phase.LOADING, 0.0)
+    directory = resolve_model(config.model.model)
+    resolved = resolve_config(config, read_architecture(directory))
+    return create_runner(resolved, directory, boot_id=str(uuid.uuid4()), on_phase=on_phase)
