@@ -10,12 +10,17 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+FRONTEND, ENGINE, WORKER = ("frontend",), ("enginecore",), ("worker",)
+"""Who reads an option: packages of `services`."""
+ALL = FRONTEND + ENGINE + WORKER
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a value and what it means; stands in the metadata of a dataclass field."""
+    """The range of a value, what it means and who reads it; stands in the metadata of a dataclass field."""
 
     help: str
+    read_by: tuple[str, ...]
     ge: float | None = None
     le: float | None = None
     gt: float | None = None
@@ -26,7 +31,7 @@ class Limits:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         parts = [
-            f"{sign} {bound:g}"
+            f"{sign} {bound:.15g}"
             for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le))
             if bound is not None
         ]
@@ -36,14 +41,15 @@ class Limits:
 def value(
     default: Any,
     help: str,
+    read_by: tuple[str, ...],
     *,
     ge: float | None = None,
     le: float | None = None,
     gt: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Declare one option: its default, its meaning (with the unit) and its range."""
-    metadata = {"limits": Limits(help, ge=ge, le=le, gt=gt, choices=choices)}
+    """Declare one option: its default, its meaning (with the unit), its readers and its range."""
+    metadata = {"limits": Limits(help, read_by, ge=ge, le=le, gt=gt, choices=choices)}
     if default is MISSING:
         raise ValueError("every option has a default")
     return field(default=default, metadata=metadata)
@@ -53,26 +59,29 @@ def value(
 class ModelConfig:
     """Which model, and in what precision."""
 
-    model: str = value("embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.")
-    served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.")
+    model: str = value("embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.", ALL)
+    served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.", WORKER)
     dtype: str = value(
         "auto",
         "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "
         "has no native bfloat16.",
+        ENGINE + WORKER,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = value(
         "none",
         "Weight-only quantization; none: weights in `model.dtype`.",
+        ENGINE + WORKER,
         choices=("none", "q4", "q8", "auto"),
     )
     max_model_len: int = value(
         0,
         "Tokens of prompt and output together; 0: the model's own limit. Never above what the KV blocks "
         "can hold.",
+        ENGINE + WORKER,
         ge=0,
     )
-    seed: int = value(0, "Seeds random weights (`load.format = random`) and nothing else.", ge=0)
+    seed: int = value(0, "Seeds random weights (`load.format = random`) and nothing else.", WORKER, ge=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,7 @@ class LoadConfig:
     format: str = value(
         "auto",
         "auto: by the files found; random: weights drawn from `model.seed`, for tests and benchmarks.",
+        WORKER,
         choices=("auto", "safetensors", "gguf", "random"),
     )
 
@@ -90,92 +100,104 @@ class LoadConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = value(16, "Tokens per KV block.", ge=1, le=256)
+    block_size: int = value(16, "Tokens per KV block.", ENGINE + WORKER, ge=1, le=256)
     dtype: str = value(
         "auto",
         "Precision of keys and values; auto: `model.dtype`.",
+        ENGINE + WORKER,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     num_blocks: int = value(
-        0, "KV blocks, the null block included; 0: sized from the memory left after loading.", ge=0
+        0, "KV blocks, the null block included; 0: sized from the memory left after loading.", WORKER, ge=0
     )
     memory_fraction: float = value(
-        0.5, "Share of the memory free after loading that KV blocks may take.", gt=0, le=0.98
+        0.5, "Share of the memory free after loading that KV blocks may take.", WORKER, gt=0, le=0.98
     )
-    enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.")
+    enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Who runs in a step, and how much."""
 
-    max_num_seqs: int = value(64, "Requests that run at once (rows in the worker).", ge=1, le=65536)
-    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ge=1, le=1 << 20)
-    max_num_waiting: int = value(1024, "Requests that may wait; one more is refused with a retry time.", ge=0)
+    max_num_seqs: int = value(
+        64, "Requests that run at once (rows in the worker).", ENGINE + WORKER, ge=1, le=65536
+    )
+    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ENGINE + WORKER, ge=1, le=1 << 20)
+    max_num_waiting: int = value(
+        1024, "Requests that may wait; one more is refused with a retry time.", ENGINE, ge=0
+    )
     policy: str = value(
         "priority",
         "fcfs: first come, first served, and a priority other than 0 is refused; "
         "priority: lower first, ties by arrival.",
+        ENGINE,
         choices=("fcfs", "priority"),
     )
     enable_chunked_prefill: bool = value(
-        True, "Split long prompts over steps; off demands max_num_batched_tokens >= max_model_len."
+        True, "Split long prompts over steps; off demands max_num_batched_tokens >= max_model_len.", ENGINE
     )
     long_prefill_token_threshold: int = value(
-        0, "Most tokens of one request in one step; 0: the budget alone limits.", ge=0
+        0, "Most tokens of one request in one step; 0: the budget alone limits.", ENGINE, ge=0
     )
-    window: int = value(2, "Steps in flight towards the worker; 1 turns overlap off.", ge=1, le=4)
+    window: int = value(2, "Steps in flight towards the worker; 1 turns overlap off.", ENGINE, ge=1, le=4)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How one model is spread over processes."""
 
-    tensor_parallel_size: int = value(1, "Workers that share each layer.", ge=1)
-    pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", ge=1)
-    rank: int = value(0, "This worker's number in its group.", ge=0)
-    local_rank: int = value(0, "This worker's accelerator on its machine.", ge=0)
+    tensor_parallel_size: int = value(1, "Workers that share each layer.", WORKER, ge=1)
+    pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", WORKER, ge=1)
+    rank: int = value(0, "This worker's number in its group.", WORKER, ge=0)
+    local_rank: int = value(0, "This worker's accelerator on its machine.", WORKER, ge=0)
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
     """The tokenizing gateway: public gRPC and HTTP."""
 
-    host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.")
-    port: int = value(50051, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
-    http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", ge=0, le=65535)
-    metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
+    host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.", FRONTEND)
+    port: int = value(50051, "gRPC port; 0: any free one, told in --ready-file.", FRONTEND, ge=0, le=65535)
+    http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
     engine_addresses: str = value(
-        "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated."
+        "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
     )
-    drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
+    drain_s: float = value(
+        30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreConfig:
     """The scheduler's process."""
 
-    host: str = value("127.0.0.1", "Address to bind.")
-    port: int = value(50052, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
-    metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
-    engine_id: str = value("engine-0", "This engine's name towards workers and in logs.")
-    worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.")
+    host: str = value("127.0.0.1", "Address to bind.", ENGINE)
+    port: int = value(50052, "gRPC port; 0: any free one, told in --ready-file.", ENGINE, ge=0, le=65535)
+    metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
+    engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
+    worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
     resume_ttl_s: float = value(
-        10.0, "Seconds to wait for a lost worker before its requests start anew.", ge=0
+        10.0, "Seconds to wait for a lost worker before its requests start anew.", ENGINE, ge=0
     )
-    drain_s: float = value(30.0, "Seconds that running requests may take to finish after SIGTERM.", ge=0)
+    drain_s: float = value(
+        30.0, "Seconds that running requests may take to finish after SIGTERM.", ENGINE, ge=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One accelerator's process."""
 
-    host: str = value("127.0.0.1", "Address to bind.")
-    port: int = value(50053, "gRPC port; 0: any free one, told in --ready-file.", ge=0, le=65535)
-    metrics_port: int = value(9103, "Prometheus /metrics port; 0: any free one.", ge=0, le=65535)
-    device: str = value("auto", "auto: cuda if there is one, else cpu.", choices=("auto", "cpu", "cuda"))
+    host: str = value("127.0.0.1", "Address to bind.", WORKER)
+    port: int = value(50053, "gRPC port; 0: any free one, told in --ready-file.", WORKER, ge=0, le=65535)
+    metrics_port: int = value(9103, "Prometheus /metrics port; 0: any free one.", WORKER, ge=0, le=65535)
+    device: str = value(
+        "auto", "auto: cuda if there is one, else cpu.", WORKER, choices=("auto", "cpu", "cuda")
+    )
     num_threads: int = value(
-        0, "CPU threads for the model; 0: the physical cores this process may use.", ge=0
+        0, "CPU threads for the model; 0: the physical cores this process may use.", WORKER, ge=0
     )
 
 
@@ -183,8 +205,10 @@ class WorkerConfig:
 class LogConfig:
     """What the processes say."""
 
-    level: str = value("info", "Least severe line to print.", choices=("debug", "info", "warning", "error"))
-    format: str = value("text", "text: for people; json: one object a line.", choices=("text", "json"))
+    level: str = value(
+        "info", "Least severe line to print.", ALL, choices=("debug", "info", "warning", "error")
+    )
+    format: str = value("text", "text: for people; json: one object a line.", ALL, choices=("text", "json"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""Root-mean-square normalisation, with the residual addition that precedes it."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.dispatch import find_impl
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None, *, impl: str | None = None) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, impl: str | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32 and rounded once.
+
+    Args:
+        x: [..., hidden_size].
+        weight: [hidden_size], dtype of x.
+        residual: shaped like x, float32 whatever x is: the sum over all layers is what rounding would hurt
+            most. Given, `x + residual` is normalised instead of x.
+    Returns:
+        The normalised tensor, like x; with a residual, also `x + residual` in float32, the next residual. Both
+        are new.
+    Raises:
+        ValueError: shapes or dtypes disagree; names both.
+    Source: RMSNorm, arXiv:1910.07467.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight {list(weight.shape)} does not fit x {list(x.shape)}; "
+                         "it must be [hidden_size]")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"rms_norm: weight is {weight.dtype}, x is {x.dtype}; they must be equal")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != torch.float32):
+        raise ValueError(f"rms_norm: residual {list(residual.shape)} {residual.dtype} does not fit x "
+                         f"{list(x.shape)}; it must have that shape, in torch.float32")
+    out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", x, impl)(x, weight, eps, residual)
+    return out

@@ -1,0 +1,42 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from triptych_kernels.dispatch import find_impl
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate each head's two halves against each other by the angle of the token's position.
+
+        out[i]           = x[i] * cos[p, i]           - x[i + half] * sin[p, i]        0 <= i < half
+        out[i + half]    = x[i + half] * cos[p, i]    + x[i] * sin[p, i]
+
+    Computed in float32 and rounded once to the dtype of the input.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; need not be contiguous.
+        key: [num_tokens, num_kv_heads, head_dim].
+        positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
+        cos_sin_cache: [max_position, head_dim] float32, half = head_dim / 2 cosines, then as many sines.
+    Returns:
+        New tensors like query and key.
+    Raises:
+        ValueError: shapes disagree; names both.
+    Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
+    """
+    if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
+        raise ValueError(f"rotary_embedding: query {list(query.shape)} and key {list(key.shape)} must be "
+                         "[num_tokens, heads, head_dim] with equal num_tokens and head_dim")
+    if positions.shape != query.shape[:1]:
+        raise ValueError(f"rotary_embedding: positions {list(positions.shape)} do not fit "
+                         f"query {list(query.shape)}; they must be [num_tokens]")
+    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
+        raise ValueError(f"rotary_embedding: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
+                         f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even")
+    rotated: tuple[Tensor, Tensor] = find_impl("rotary_embedding", query, impl)(
+        query, key, positions, cos_sin_cache)
+    return rotated

@@ -1,0 +1,38 @@
+"""Log-probabilities of chosen tokens and of their best rivals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.dispatch import find_impl
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Look up each row's chosen token and its `num_top` likeliest tokens in the row's log-softmax.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, as the model gave them.
+        token_ids: [num_rows] int64, the chosen tokens.
+        num_top: 0..vocab_size.
+    Returns:
+        chosen_logprobs: [num_rows] float32.
+        ranks: [num_rows] int64, 1 + the number of tokens that are likelier than the chosen one.
+        top_ids: [num_rows, num_top] int64, likeliest first; the order of equals is not defined.
+        top_logprobs: [num_rows, num_top] float32.
+    Raises:
+        ValueError: shapes disagree, or num_top is out of range; names both.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"token_logprobs: logits {list(logits.shape)} {logits.dtype} must be "
+                         "[num_rows, vocab_size] torch.float32")
+    if token_ids.shape != logits.shape[:1]:
+        raise ValueError(f"token_logprobs: token_ids {list(token_ids.shape)} do not fit "
+                         f"logits {list(logits.shape)}; they must be [num_rows]")
+    if not 0 <= num_top <= logits.shape[1]:
+        raise ValueError(f"token_logprobs: num_top {num_top} must be 0..vocab_size = {logits.shape[1]}")
+    looked_up: tuple[Tensor, Tensor, Tensor, Tensor] = find_impl("token_logprobs", logits, impl)(
+        logits, token_ids, num_top)
+    return looked_up

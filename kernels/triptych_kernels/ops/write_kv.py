@@ -1,0 +1,36 @@
+"""Writing keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from triptych_kernels.dispatch import find_impl
+
+
+def write_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, impl: str | None = None
+) -> None:
+    """Write this step's keys and values into the paged cache, in place.
+
+    Args:
+        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache; need not be contiguous.
+        value: like key.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]; keys at 0 of the second axis, values at 1.
+        slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1: the token is skipped.
+            Slots other than -1 are distinct; not checked.
+    Raises:
+        ValueError: shapes disagree; names both.
+    Source: PagedAttention, arXiv:2309.06180, section 4.
+    """
+    if kv_cache.ndim != 5 or kv_cache.shape[1] != 2:
+        raise ValueError(f"write_kv: kv_cache {list(kv_cache.shape)} must be "
+                         "[num_blocks, 2, num_kv_heads, block_size, head_dim]")
+    if key.ndim != 3 or key.shape[1:] != (kv_cache.shape[2], kv_cache.shape[4]):
+        raise ValueError(f"write_kv: key {list(key.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
+                         "it must be [num_tokens, num_kv_heads, head_dim]")
+    if value.shape != key.shape:
+        raise ValueError(f"write_kv: value {list(value.shape)} is not like key {list(key.shape)}")
+    if slot_mapping.shape != key.shape[:1]:
+        raise ValueError(f"write_kv: slot_mapping {list(slot_mapping.shape)} does not fit "
+                         f"key {list(key.shape)}; it must be [num_tokens]")
+    find_impl("write_kv", kv_cache, impl)(key, value, kv_cache, slot_mapping)

@@ -1,0 +1,35 @@
+"""Paged attention, one query head at a time in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    query_lens_list: tuple[int, ...],
+    seq_lens_list: tuple[int, ...],
+) -> Tensor:
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    heads_per_kv_head = query.shape[1] // num_kv_heads
+    out = torch.empty_like(query)
+    starts = query_starts.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[row], starts[row + 1]
+        for token in range(start, end):
+            num_visible = seq_len - (end - start) + (token - start) + 1
+            slots = [(int(block_tables[row, p // block_size]), p % block_size) for p in range(num_visible)]
+            for head in range(query.shape[1]):
+                kv_head = head // heads_per_kv_head
+                keys = torch.stack([kv_cache[block, 0, kv_head, offset] for block, offset in slots]).double()
+                values = torch.stack([kv_cache[block, 1, kv_head, offset] for block, offset in slots]).double()
+                weights = torch.softmax(keys @ query[token, head].double() * scale, dim=0)
+                out[token, head] = weights @ values
+    return out

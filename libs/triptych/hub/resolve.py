@@ -1,0 +1,63 @@
+"""Where the files of a model are: a path, a hub id, or the model that comes with Triptych."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from triptych.config.checkpoint import CONFIG_FILE
+from triptych.errors import ModelError, ModelNotFound
+
+EMBEDDED = "embedded"
+"""Names the model that needs no hub: SmolLM2-135M-Instruct, from the Python package index."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(model: str, *, progress: bool = True) -> Path:
+    """Return a directory that holds config.json, tokenizer.json, tokenizer_config.json and weights.
+
+    Weights are *.safetensors, or stay in a .gguf file that the directory's gguf_index.json refers to.
+    Fetching and converting happen once; later calls touch a few files. Safe to call from many
+    processes at once.
+
+    Args:
+        model: path of a Hugging Face model directory or of a .gguf file, a hub id, or `embedded`.
+            A path that exists wins over a hub id of the same name.
+        progress: tell on stderr about work that takes longer than a moment.
+    Raises:
+        ModelNotFound: no such path, hub id or network; says what else can be served.
+        ModelError: the files are there but incomplete or not understood.
+    """
+    # The helpers are imported where they are needed: a start with a converted model must not pay for them.
+    if model == EMBEDDED:
+        from triptych.hub.embedded import prepare_embedded
+
+        return prepare_embedded(progress=progress)
+    path = Path(model).expanduser()
+    if model and path.is_dir():  # an empty name would be the current directory
+        return _check_directory(path.absolute())
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"model: {path} is a file, but not a .gguf; pass the model's directory")
+        from triptych.hub.gguf_convert import prepare_gguf
+
+        return prepare_gguf(path.resolve(), progress=progress)
+    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        from triptych.hub.snapshot import fetch_snapshot
+
+        return _check_directory(fetch_snapshot(model, progress=progress))
+    raise ModelNotFound(f"model: {model!r}: no such directory or .gguf file, and not a hub id; "
+                        f"`{EMBEDDED}` is always there")
+
+
+def _check_directory(directory: Path) -> Path:
+    """Tell what is missing before a service starts on it."""
+    if not (directory / CONFIG_FILE).is_file():
+        gguf_files = sorted(directory.glob("*.gguf"))
+        hint = f"; pass the file itself: {gguf_files[0]}" if gguf_files else ""
+        raise ModelError(f"model: {directory} has no {CONFIG_FILE}{hint}")
+    if not (directory / "tokenizer.json").is_file():
+        raise ModelError(f"model: {directory} has no tokenizer.json; write one with "
+                         "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers")
+    return directory

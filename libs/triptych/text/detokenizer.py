@@ -1,0 +1,65 @@
+"""Token ids -> text while they arrive, exact at character borders."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Sequence
+
+from triptych.text.tokenizer import Tokenizer
+
+# A character is at most 4 bytes and a token at least 1, so what is incomplete began within the last 3.
+_CONTEXT_TOKENS = 3
+
+
+class IncrementalDetokenizer:
+    """The text of one growing output; owned by one request.
+
+    The pieces, joined, equal `tokenizer.decode` of the whole output. A character spread over tokens
+    comes out with its last byte; bytes that can never become one come out as U+FFFD as soon as that is
+    certain. A token costs a table look-up, however long the output is.
+
+    Neither of the supported decoders puts spaces between special tokens, so
+    `spaces_between_special_tokens` has nothing to decide here.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Start after `prompt_token_ids`: the output continues their text.
+
+        With a prompt, a leading space is the output's own and a character that the prompt's last token
+        began is completed; without, the text is that of the output alone.
+        """
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        visible = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
+        context = list(itertools.islice(visible, _CONTEXT_TOKENS))
+        for token_id in reversed(context):
+            self._decoder.decode(self._token_bytes(token_id))
+        self._drops_space = tokenizer.strips_leading_space and not context
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        return "".join(self.pieces(token_ids))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Like `push`, one text per token: what `StopChecker` needs to tell which token ended it."""
+        return [self._text(b"" if token_id in self._skipped else self._token_bytes(token_id))
+                for token_id in token_ids]
+
+    def flush(self) -> str:
+        """The end of the output: U+FFFD for a character that never was completed, else empty."""
+        return self._text(b"", final=True)
+
+    def _text(self, data: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if self._drops_space and text:
+            self._drops_space = False
+            return text.removeprefix(" ")
+        return text

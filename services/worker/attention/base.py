@@ -1,0 +1,35 @@
+"""What attention must know of one step: whose the tokens are, and where their keys and values stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """The layout of one step's tokens, the same for every layer.
+
+    Row r owns the tokens `query_starts[r]:query_starts[r + 1]` of the step, which are the last
+    `query_lens_list[r]` of the `seq_lens_list[r]` positions of its sequence.
+
+        step's tokens   a a a a b c c          three rows, query_starts [0, 4, 5, 7]
+        their positions 0 1 2 3 9 6 7          seq_lens [4, 10, 8]
+
+    Tensors are on the rank's device; the tuples say the same to code that loops on the host without
+    waiting for the device.
+    """
+
+    slot_mapping: Tensor
+    """[num_tokens] int64, block_id * block_size + offset; -1: this token's key and value are not written."""
+    block_tables: Tensor
+    """[num_rows, max_blocks] int32, padded with 0, the null block; max_blocks covers `max_seq_len`."""
+    query_starts: Tensor
+    """[num_rows + 1] int32."""
+    seq_lens: Tensor
+    """[num_rows] int32, length of the keys and values, this step's tokens included."""
+    max_query_len: int
+    max_seq_len: int
+    query_lens_list: tuple[int, ...]
+    seq_lens_list: tuple[int, ...]

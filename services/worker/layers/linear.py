@@ -1,0 +1,154 @@
+"""Projections: weights [out_features, in_features], packed where the checkpoint has them in pieces.
+
+With more than one tensor-parallel rank, the packed projections hold a share of their outputs (whole heads,
+whole MLP columns), and `RowLinear`, which follows them, the matching share of its inputs: its result is then
+a part of a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, share
+from triptych.config.resolved import ResolvedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One of the checkpoint's projections inside a packed one."""
+
+    name: str
+    """The last part of its module's name in the checkpoint: `q_proj`."""
+    out_features: int
+    """In the checkpoint."""
+    start: int
+    """The first of them that this rank holds."""
+    length: int
+    """How many it holds."""
+
+
+class PackedLinear(WeightedLayer):
+    """Several projections of the same input as one product; the outputs stand one after the other.
+
+        weight  [ q_proj | k_proj | v_proj ]   along the outputs, each this rank's share
+    """
+
+    def __init__(
+        self, in_features: int, pieces: tuple[Piece, ...], *, bias: bool, config: ResolvedConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.pieces = pieces
+        out_features = sum(piece.length for piece in pieces)
+        self.weight = empty_parameter(out_features, in_features, config=config)
+        self.bias: nn.Parameter | None = empty_parameter(out_features, config=config) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., sum of this rank's pieces]"""
+        return linear(x, self.weight, self.bias)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets: dict[str, WeightTarget] = {}
+        in_features = self.weight.shape[1]
+        offset = 0
+        for piece in self.pieces:
+            rows = slice(offset, offset + piece.length)
+            name = f"{self.prefix}.{piece.name}"
+            targets[f"{name}.weight"] = WeightTarget(
+                self.weight[rows], (piece.out_features, in_features), start=piece.start)
+            if self.bias is not None:
+                targets[f"{name}.bias"] = WeightTarget(self.bias[rows], (piece.out_features,), start=piece.start)
+            offset += piece.length
+        return targets
+
+
+class QKVLinear(PackedLinear):
+    """The query, key and value projections; `prefix` is that of the attention module.
+
+    Ranks share out the heads, a key head with the query heads that read it; where there are more ranks than
+    key heads, neighbouring ranks hold the same one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        config: ResolvedConfig,
+        prefix: str,
+    ) -> None:
+        heads = share(num_heads, what="num_heads", config=config)
+        kv_heads = share_kv_heads(num_kv_heads, config=config)
+        pieces = tuple(
+            Piece(name, total * head_dim, first * head_dim, length * head_dim)
+            for name, total, (first, length) in (
+                ("q_proj", num_heads, heads), ("k_proj", num_kv_heads, kv_heads), ("v_proj", num_kv_heads, kv_heads))
+        )
+        super().__init__(hidden_size, pieces, bias=bias, config=config, prefix=prefix)
+        self.head_dim = head_dim
+        self.num_heads = heads[1]
+        """This rank's."""
+        self.num_kv_heads = kv_heads[1]
+        """This rank's."""
+
+    def split_heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `forward` gave, as views: query [num_tokens, num_heads, head_dim], key and value likewise."""
+        heads = packed.view(packed.shape[0], -1, self.head_dim)
+        first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
+        return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
+
+
+class GateUpLinear(PackedLinear):
+    """The two projections into a gated MLP; `prefix` is that of the MLP. Output [gate | up]."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, config: ResolvedConfig, prefix: str
+    ) -> None:
+        start, length = share(intermediate_size, what="intermediate_size", config=config)
+        pieces = tuple(Piece(name, intermediate_size, start, length) for name in ("gate_proj", "up_proj"))
+        super().__init__(hidden_size, pieces, bias=bias, config=config, prefix=prefix)
+
+
+class RowLinear(WeightedLayer):
+    """A projection of inputs that ranks share out."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, config: ResolvedConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.in_features = in_features
+        """Of all ranks together."""
+        self.start, length = share(in_features, what=f"inputs of {prefix}", config=config)
+        self.weight = empty_parameter(out_features, length, config=config)
+        self.bias: nn.Parameter | None = empty_parameter(out_features, config=config) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., this rank's in_features] -> [..., out_features]"""
+        return linear(x, self.weight, self.bias)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        out_features = self.weight.shape[0]
+        targets = {f"{self.prefix}.weight": WeightTarget(
+            self.weight, (out_features, self.in_features), dim=1, start=self.start)}
+        if self.bias is not None:
+            targets[f"{self.prefix}.bias"] = WeightTarget(self.bias, (out_features,))
+        return targets
+
+
+def share_kv_heads(num_kv_heads: int, *, config: ResolvedConfig) -> tuple[int, int]:
+    """This rank's key heads: the first one, and how many.
+
+    Raises:
+        ConfigError: neither do the ranks share out the heads evenly, nor the heads the ranks.
+    """
+    num_ranks = config.rank.tensor_parallel_size
+    if num_ranks > num_kv_heads and num_ranks % num_kv_heads == 0:
+        return config.rank.tensor_parallel_rank // (num_ranks // num_kv_heads), 1
+    return share(num_kv_heads, what="num_kv_heads", config=config)

@@ -1,0 +1,32 @@
+"""Root-mean-square normalisation with its weight."""
+
+from __future__ import annotations
+
+from typing import overload
+
+from torch import Tensor
+
+from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter
+from triptych.config.resolved import ResolvedConfig
+from triptych_kernels.ops import rms_norm
+
+
+class RMSNorm(WeightedLayer):
+    """`rms_norm` over the hidden size; every rank holds all of it."""
+
+    def __init__(self, hidden_size: int, eps: float, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.eps = eps
+        self.weight = empty_parameter(hidden_size, config=config)
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x; with a residual, normalise `x + residual` and return that sum too."""
+        return rms_norm(x, self.weight, self.eps, residual)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {f"{self.prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}

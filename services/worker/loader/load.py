@@ -1,0 +1,84 @@
+"""Opening a checkpoint and streaming it into a model, so that no rank ever holds the weights twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.worker.device import TORCH_DTYPES
+from services.worker.loader.base import Checkpoint
+from services.worker.loader.gguf import GgufCheckpoint
+from services.worker.loader.random import RandomCheckpoint
+from services.worker.loader.safetensors import SafetensorsCheckpoint
+from services.worker.models.base import CausalLM
+from services.worker.models.registry import create_model
+from triptych.config.checkpoint import GGUF_INDEX_FILE, read_architecture
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ModelError
+
+Progress = Callable[[int, int], None]
+"""(bytes read, bytes in all), as stored; called after each tensor."""
+
+
+def open_checkpoint(directory: Path, *, format: str = "auto", seed: int = 0) -> Checkpoint:
+    """The weights of a model directory, in whichever form they stand there.
+
+    Args:
+        directory: from `triptych.hub.resolve_model`.
+        format: `load.format`: auto, safetensors, gguf, or random, which reads config.json alone.
+        seed: `model.seed`, for random weights.
+    Raises:
+        ModelError: there are none, or a file is missing, cut short or not understood.
+    """
+    if format == "random":
+        return RandomCheckpoint(read_architecture(directory), seed)
+    is_gguf = (directory / GGUF_INDEX_FILE).is_file()
+    if format not in ("auto", "gguf" if is_gguf else "safetensors"):
+        raise ModelError(f"load.format: {format}, but {directory} holds {'GGUF' if is_gguf else 'no GGUF'} weights; "
+                         "set it to auto")
+    return GgufCheckpoint(directory) if is_gguf else SafetensorsCheckpoint(directory)
+
+
+def load_model(config: ResolvedConfig, checkpoint: Checkpoint, *, progress: Progress | None = None) -> CausalLM:
+    """Create the model that `config.architecture` names and stream the weights into it, tensor by tensor.
+
+    Raises:
+        FeatureDisabled: an architecture that no model is registered for.
+        ModelError: a tensor is missing, left over or of another shape.
+    """
+    model = create_model(config=config)
+    with _one_thread():
+        model.load_weights(_stream(checkpoint, TORCH_DTYPES[config.dtype], progress))
+    return model
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch from spreading thousands of short operations over its threads.
+
+    They are bound by memory, and each ends at a barrier. Beside other busy processes, as when a whole
+    stack starts, the embedded model took 10 s at the barriers; one thread takes 0.3 s, busy or not.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _stream(
+    checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each (name, tensor) in turn; the model copies it to its device before it asks for the next."""
+    total = sum(tensor.size for tensor in checkpoint.tensors.values())
+    done = 0
+    for name, stored in checkpoint.tensors.items():
+        yield name, checkpoint.read(name, dtype)
+        done += stored.size
+        if progress is not None:
+            progress(done, total)

@@ -1,0 +1,1 @@
+"""The model families, one file each, behind one constructor and a registry."""

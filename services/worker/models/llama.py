@@ -1,0 +1,164 @@
+"""Llama and what shares its network: RMSNorm, rotary grouped-query attention, gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.layers.attention import Attention
+from services.worker.layers.embedding import LogitsHead, VocabEmbedding
+from services.worker.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from services.worker.layers.norm import RMSNorm
+from services.worker.layers.rotary import RotaryEmbedding
+from services.worker.layers.weights import load_weights
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import FeatureDisabled
+from triptych_kernels.ops import silu_and_mul
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole network; a `CausalLM`."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
+        super().__init__()
+        _refuse_unbuilt(config)
+        architecture = config.architecture
+        self.model = LlamaModel(config=config, prefix=f"{prefix}model")
+        self.lm_head = LogitsHead(
+            architecture.vocab_size, architecture.hidden_size,
+            tied_to=self.model.embed_tokens if architecture.tie_word_embeddings else None,
+            config=config, prefix=f"{prefix}lm_head")
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+    ) -> Tensor:
+        hidden: Tensor = self.model(token_ids, positions, kv_caches, batch)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # older checkpoints store the rotary frequencies, and some tied ones the head a second time
+        ignored = ["rotary_emb.inv_freq"]
+        if self.lm_head.is_tied:
+            ignored.append("lm_head.weight")
+        load_weights(self, tensors, ignored=ignored)
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        architecture = config.architecture
+        self.embed_tokens = VocabEmbedding(
+            architecture.vocab_size, architecture.hidden_size, config=config, prefix=f"{prefix}.embed_tokens")
+        self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, config=config)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}") for index in range(architecture.num_layers))
+        self.norm = RMSNorm(
+            architecture.hidden_size, architecture.rms_norm_eps, config=config, prefix=f"{prefix}.norm")
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+    ) -> Tensor:
+        hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
+        residual: Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden, residual = layer(hidden, residual, self.rotary, positions, kv_cache, batch)
+        normalised: Tensor = self.norm(hidden, residual)[0]
+        return normalised
+
+
+class LlamaLayer(nn.Module):
+    """Attention, then MLP. Each norm first adds what the block before it computed to the residual, which is
+    kept in float32: see docs/adr/0003."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        hidden_size, eps = config.architecture.hidden_size, config.architecture.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden_size, eps, config=config, prefix=f"{prefix}.input_layernorm")
+        self.self_attn = LlamaAttention(config=config, prefix=f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(
+            hidden_size, eps, config=config, prefix=f"{prefix}.post_attention_layernorm")
+        self.mlp = LlamaMLP(config=config, prefix=f"{prefix}.mlp")
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryEmbedding,
+        positions: Tensor,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output, not yet added, and the residual; `residual` is None in the first layer."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden.float()
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, rotary, positions, kv_cache, batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaAttention(nn.Module):
+    """Projections around grouped-query attention."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        architecture = config.architecture
+        num_heads, head_dim = architecture.num_heads, architecture.head_dim
+        self.qkv_proj = QKVLinear(
+            architecture.hidden_size, num_heads, architecture.num_kv_heads, head_dim,
+            bias=architecture.attention_bias, config=config, prefix=prefix)
+        self.attention = Attention(head_dim)
+        self.o_proj = RowLinear(
+            num_heads * head_dim, architecture.hidden_size,
+            bias=architecture.attention_bias, config=config, prefix=f"{prefix}.o_proj")
+
+    def forward(
+        self, hidden: Tensor, rotary: RotaryEmbedding, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        query, key, value = self.qkv_proj.split_heads(self.qkv_proj(hidden))
+        query, key = rotary(query, key, positions)
+        out: Tensor = self.o_proj(self.attention(query, key, value, kv_cache, batch))
+        return out
+
+
+class LlamaMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`"""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        architecture = config.architecture
+        hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
+        self.gate_up_proj = GateUpLinear(
+            hidden_size, intermediate_size, bias=architecture.mlp_bias, config=config, prefix=prefix)
+        self.down_proj = RowLinear(
+            intermediate_size, hidden_size, bias=architecture.mlp_bias, config=config, prefix=f"{prefix}.down_proj")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return out
+
+
+def _refuse_unbuilt(config: ResolvedConfig) -> None:
+    """Stop at what would change the maths.
+
+    Raises:
+        FeatureDisabled: another activation than silu, or more than one rank.
+    """
+    architecture, rank = config.architecture, config.rank
+    if architecture.hidden_act != "silu":
+        raise FeatureDisabled(f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone")
+    if rank.tensor_parallel_size > 1:
+        raise FeatureDisabled(f"tensor_parallel_size {rank.tensor_parallel_size}",
+                              "layers shard their weights, but sums over ranks are not built; set it to 1")
+    if rank.pipeline_parallel_size > 1:
+        raise FeatureDisabled(f"pipeline_parallel_size {rank.pipeline_parallel_size}",
+                              "every rank runs all layers; set it to 1")

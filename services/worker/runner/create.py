@@ -1,0 +1,125 @@
+"""From a resolved config and a model directory to a runner that is ready for step 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+from torch import nn
+
+from services.worker.device import device_name, free_memory, use_threads
+from services.worker.loader import fingerprint, load_model, open_checkpoint
+from services.worker.models.base import CausalLM
+from services.worker.runner.base import MAX_WINDOW, Runner
+from services.worker.runner.kv_cache import allocate_kv_cache, plan_kv_cache
+from services.worker.runner.model_runner import ModelRunner
+from triptych.config.resolved import ResolvedConfig
+from triptych.types.facts import ModelFacts, Phase, WorkerFacts
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow, StepPlan
+
+PhaseChange = Callable[[str, float], None]
+"""(phase, progress within it, 0..1)"""
+
+_WARM_UP_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
+
+
+def create_runner(
+    config: ResolvedConfig, directory: Path, *, boot_id: str, on_phase: PhaseChange
+) -> ModelRunner:
+    """Load the model, size and reserve its KV cache, warm up. Called on the thread that will compute.
+
+    Args:
+        directory: where the checkpoint stands, from `triptych.hub`.
+        boot_id: a uuid drawn at process start.
+    Raises:
+        ModelError: files that are missing, cut short or not understood.
+        ConfigError: the KV cache does not fit into the memory left.
+        FeatureDisabled: an architecture that no model is registered for.
+    """
+    engine, device = config.engine, torch.device(config.rank.device)
+    use_threads(engine.worker.num_threads)
+    on_phase(Phase.LOADING, 0.0)
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed)
+    model = load_model(config, checkpoint, progress=lambda done, total: on_phase(Phase.LOADING, done / total))
+    load_s = time.perf_counter() - started
+    on_phase(Phase.ALLOCATING, 0.0)
+    kv = plan_kv_cache(config, free_memory(device))
+    kv_caches = allocate_kv_cache(kv.shape, device)
+    facts = WorkerFacts(
+        boot_id=boot_id,
+        model=_model_facts(
+            config,
+            fingerprint(checkpoint, config.architecture, config.dtype, engine.model.quantization),
+            kv.max_model_len,
+        ),
+        kv=kv.shape,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        max_window=MAX_WINDOW,
+        device_name=device_name(device),
+        weight_bytes=_weight_bytes(model),
+        load_s=load_s,
+    )
+    runner = ModelRunner(model=model, kv_caches=kv_caches, facts=facts)
+    on_phase(Phase.WARMING, 0.0)
+    warm_up(runner)
+    return runner
+
+
+def warm_up(runner: Runner) -> None:
+    """Run a small prefill and a decode, so that the first request does not pay for lazy set-up.
+
+    They are ordinary steps of a session of their own and leave keys and values in the first blocks: for a
+    runner whose blocks nobody counts on yet.
+    """
+    facts = runner.facts
+    num_prompt = min(_WARM_UP_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
+    if num_prompt < 1:
+        return  # a context of two tokens has no decode to warm up
+    row = NewRow(
+        slot=0,
+        generation=0,
+        token_ids=np.zeros(num_prompt, np.uint32),
+        num_prompt_tokens=num_prompt,
+        num_computed_tokens=0,
+        num_cached_tokens=0,
+        block_ids=np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32),
+        sampling=SamplingParams(top_p=0.9, logprobs=1),
+        seed=0,
+    )
+    runner.reset()
+    runner.execute(
+        StepPlan(
+            step_id=1,
+            last_result_seen=0,
+            new_rows=(row,),
+            chunk_slots=np.zeros(1, np.uint32),
+            chunk_lengths=np.array([num_prompt], np.uint32),
+        )
+    )
+    runner.execute(StepPlan(step_id=2, last_result_seen=1))
+    runner.reset()
+
+
+def _weight_bytes(model: CausalLM) -> int:
+    assert isinstance(model, nn.Module), "the contract of CausalLM"
+    return sum(parameter.nbytes for parameter in model.parameters())  # tied ones come once
+
+
+def _model_facts(config: ResolvedConfig, fingerprint: str, max_model_len: int) -> ModelFacts:
+    model, architecture = config.engine.model, config.architecture
+    return ModelFacts(
+        name=model.served_name or PurePosixPath(model.model).name,
+        fingerprint=fingerprint,
+        vocab_size=architecture.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=architecture.eos_token_ids,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        quantization=model.quantization,
+    )

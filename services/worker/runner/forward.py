@@ -1,0 +1,37 @@
+"""The seam between a step's input and its logits: another way to run the model is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from services.worker.models.base import CausalLM
+from services.worker.runner.input_batch import InputBatch
+
+
+class ForwardBackend(Protocol):
+    """Runs the model over one step's tokens, writing their keys and values into the cache."""
+
+    def forward(self, batch: InputBatch) -> Tensor:
+        """Float32 logits [num_sampling, vocab_size] of the rows that sample; work may still be in flight."""
+        ...
+
+
+class EagerBackend:
+    """Calls the model, operation by operation."""
+
+    def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor]) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+
+    def forward(self, batch: InputBatch) -> Tensor:
+        hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
+        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
+        return self._model.compute_logits(hidden[batch.sampling_tokens])
+
+
+def create_forward_backend(model: CausalLM, kv_caches: Sequence[Tensor]) -> ForwardBackend:
+    """The backend for this model and device."""
+    return EagerBackend(model, kv_caches)

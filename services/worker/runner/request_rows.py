@@ -1,0 +1,242 @@
+"""The worker's memory of the requests it serves: one row per slot, columns in numpy, changed by plans alone.
+
+    slot  token_ids            num_prompt  num_computed  num_known  block_table
+    0     p p p p o o . . .    4           5             6          5 9 0 0
+    1     p p p p p p p . .    7           4             7          2 3 0 0      in the middle of its prompt
+    2     (not live)
+
+`num_computed` chases `num_known`: a step computes positions `num_computed .. num_computed + n - 1`, and a
+row that thereby reaches `num_known` samples the token of the next position. There are no phases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.sampling.columns import SamplingColumns, TokenHistory
+from triptych.errors import ProtocolViolation
+from triptych.types.step import U32, NewRow, RowError, StepPlan
+
+I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """Which rows a step computes, in ascending slot order."""
+
+    slots: I64
+    """[num_rows]"""
+    query_lens: I64
+    """[num_rows] tokens that each computes, >= 1."""
+    starts: I64
+    """[num_rows] position of its first one."""
+    samples: Flags
+    """[num_rows] whether it reaches the end of what is known, and so samples."""
+    row_errors: tuple[RowError, ...] = ()
+    """Rows that entered in this step and cannot be served; they compute like any other until removed."""
+
+    @property
+    def sampling_slots(self) -> I64:
+        return self.slots[self.samples]
+
+
+class RequestRows:
+    """Owned by the runner's thread. Memory for tokens is reserved whole and backed when first written."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_blocks = num_blocks
+        self.block_size = block_size
+        self.live: Flags = np.zeros(max_num_seqs, np.bool_)
+        self.generation: U32 = np.zeros(max_num_seqs, np.uint32)
+        self.token_ids: I32 = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_prompt: I64 = np.zeros(max_num_seqs, np.int64)
+        self.num_known: I64 = np.zeros(max_num_seqs, np.int64)
+        self.num_computed: I64 = np.zeros(max_num_seqs, np.int64)
+        self.write_start: I64 = np.zeros(max_num_seqs, np.int64)
+        """Positions below stand in shared blocks and are never written."""
+        max_blocks = -(-max_model_len // block_size)
+        self.block_table: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
+        """[max_num_seqs, max_blocks]; 0, the null block, beyond `num_held`."""
+        self.num_held: I64 = np.zeros(max_num_seqs, np.int64)
+        self.sampling = SamplingColumns(
+            max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        )
+        self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
+
+    def apply(self, plan: StepPlan) -> StepRows:
+        """Carry out a plan's removals, new rows and new blocks, and say what it computes.
+
+        Raises:
+            ProtocolViolation: the plan contradicts the rows; they are undefined until `clear()`.
+        """
+        if plan.removed_slots.size:
+            self._remove(plan.removed_slots)
+        errors = [error for row in plan.new_rows if (error := self._enter(row)) is not None]
+        if plan.block_slots.size or plan.block_ids.size:
+            self._append_blocks(plan.block_slots, plan.block_ids)
+        slots, query_lens = self._select(plan)
+        starts = self.num_computed[slots]
+        ends = starts + query_lens
+        known = self.num_known[slots]
+        samples = ends == known
+        self._check_reach(slots, query_lens, ends, known, samples)
+        return StepRows(slots, query_lens, starts, samples, tuple(errors))
+
+    def advance(self, step: StepRows) -> None:
+        """Count the step as computed and one more token as known in each sampling row.
+
+        The token's id follows by `record`. Counts alone suffice to prepare the next step, so a backend that
+        feeds sampled tokens back on its device need not wait for them here.
+        """
+        self.num_computed[step.slots] += step.query_lens
+        self.num_known[step.sampling_slots] += 1
+
+    def record(self, step: StepRows, token_ids: NDArray[np.integer]) -> None:
+        """Write the ids that the step sampled, [num_sampling], at the positions that `advance` made known."""
+        positions = (step.starts + step.query_lens)[step.samples]
+        self.token_ids[step.sampling_slots, positions] = token_ids
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._remove(np.flatnonzero(self.live))
+
+    def _remove(self, slots: NDArray[np.integer]) -> None:
+        self._require_live(slots, "removed_slots")
+        self.live[slots] = False
+        for slot in slots.tolist():
+            self.block_table[slot, : self.num_held[slot]] = 0
+            self.sampling.leave(slot)
+
+    def _enter(self, row: NewRow) -> RowError | None:
+        """Fill a slot; a request that asks for what is not built becomes an error of its own."""
+        self._check_new(row)
+        slot, num_known, num_held = row.slot, row.token_ids.size, row.block_ids.size
+        self.live[slot] = True
+        self.generation[slot] = row.generation
+        self.token_ids[slot, :num_known] = row.token_ids
+        self.num_prompt[slot] = row.num_prompt_tokens
+        self.num_known[slot] = num_known
+        self.num_computed[slot] = row.num_computed_tokens
+        self.write_start[slot] = row.num_cached_tokens
+        self.block_table[slot, :num_held] = row.block_ids
+        self.num_held[slot] = num_held
+        refusal = self.sampling.enter(slot, row.sampling, row.seed)
+        return RowError(slot, row.generation, refusal) if refusal else None
+
+    def _check_new(self, row: NewRow) -> None:
+        name = f"new_rows: slot {row.slot}"
+        max_num_seqs, max_model_len = self.token_ids.shape
+        if row.slot >= max_num_seqs:
+            raise ProtocolViolation(f"{name} is not below max_num_seqs {max_num_seqs}")
+        if self.live[row.slot]:
+            raise ProtocolViolation(
+                f"{name} is live with generation {self.generation[row.slot]}; remove it first"
+            )
+        num_known, computed, cached = row.token_ids.size, row.num_computed_tokens, row.num_cached_tokens
+        if not 0 < row.num_prompt_tokens <= num_known <= max_model_len:
+            raise ProtocolViolation(
+                f"{name} has {num_known} tokens, {row.num_prompt_tokens} of them prompt; "
+                f"max_model_len is {max_model_len}"
+            )
+        if not (computed < num_known and computed <= cached <= computed + 1):
+            raise ProtocolViolation(
+                f"{name} has num_computed_tokens {computed} and num_cached_tokens {cached} of "
+                f"{num_known} tokens; the first is below the last, the second equal or one more"
+            )
+        if int(row.token_ids.max()) >= self.sampling.vocab_size:
+            raise ProtocolViolation(
+                f"{name} holds token id {row.token_ids.max()}; the vocabulary has {self.sampling.vocab_size}"
+            )
+        if row.block_ids.size > self.block_table.shape[1]:
+            raise ProtocolViolation(
+                f"{name} holds {row.block_ids.size} blocks; a row has at most {self.block_table.shape[1]}"
+            )
+        self._check_block_ids(row.block_ids, "new_rows")
+
+    def _append_blocks(self, slots: U32, block_ids: U32) -> None:
+        """Append `block_ids[i]` to the row of `slots[i]`, keeping the order within each row."""
+        if slots.size != block_ids.size:
+            raise ProtocolViolation(f"block_slots has {slots.size} entries, block_ids {block_ids.size}")
+        self._require_live(slots, "block_slots", distinct=False)
+        self._check_block_ids(block_ids, "block_ids")
+        order = np.argsort(slots, kind="stable")
+        slots, block_ids = slots[order], block_ids[order]
+        nth_of_slot = np.arange(slots.size) - np.searchsorted(slots, slots)  # 0, 1, 2 … within equal slots
+        columns = self.num_held[slots] + nth_of_slot
+        if columns.max() >= self.block_table.shape[1]:
+            raise ProtocolViolation(
+                f"block_slots: slot {slots[columns.argmax()]} would hold {columns.max() + 1} "
+                f"blocks; a row has at most {self.block_table.shape[1]}"
+            )
+        self.block_table[slots, columns] = block_ids
+        np.add.at(self.num_held, slots, 1)
+
+    def _select(self, plan: StepPlan) -> tuple[I64, I64]:
+        """Computing slots, ascending, and their numbers of tokens: one each but for the plan's exceptions."""
+        query_lens = self.live.astype(np.int64)
+        if plan.chunk_slots.size != plan.chunk_lengths.size:
+            raise ProtocolViolation(
+                f"chunk_slots has {plan.chunk_slots.size} entries, chunk_lengths {plan.chunk_lengths.size}"
+            )
+        if plan.chunk_slots.size:
+            self._require_live(plan.chunk_slots, "chunk_slots")
+            if not plan.chunk_lengths.all():
+                raise ProtocolViolation("chunk_lengths: 0 is not a length; name the slot in skipped_slots")
+            query_lens[plan.chunk_slots] = plan.chunk_lengths
+        if plan.skipped_slots.size:
+            self._require_live(plan.skipped_slots, "skipped_slots")
+            query_lens[plan.skipped_slots] = 0
+        slots = np.flatnonzero(query_lens)
+        return slots, query_lens[slots]
+
+    def _check_reach(self, slots: I64, query_lens: I64, ends: I64, known: I64, samples: Flags) -> None:
+        """No row computes a token that is not known, without a block, or past the end of its context."""
+        max_model_len = self.token_ids.shape[1]
+        capacity = self.num_held[slots] * self.block_size
+        for wrong, why in (
+            (ends > known, "more tokens than are known"),
+            (ends > capacity, "more tokens than its blocks hold"),
+            (samples & (known == max_model_len), f"a token past max_model_len {max_model_len}"),
+        ):
+            if wrong.any():
+                first = wrong.argmax()
+                raise ProtocolViolation(
+                    f"slot {slots[first]} would compute {why}: to position {ends[first]}, with {known[first]} known "
+                    f"and blocks for {capacity[first]}"
+                )
+        if (num_tokens := int(query_lens.sum())) > self._max_num_batched_tokens:
+            raise ProtocolViolation(
+                f"the step has {num_tokens} tokens; max_num_batched_tokens is {self._max_num_batched_tokens}"
+            )
+
+    def _require_live(self, slots: NDArray[np.integer], name: str, *, distinct: bool = True) -> None:
+        if slots.size and int(slots.max()) >= self.live.size:
+            raise ProtocolViolation(f"{name}: slot {slots.max()} is not below max_num_seqs {self.live.size}")
+        live = self.live[slots]
+        if not live.all():
+            raise ProtocolViolation(f"{name}: slot {slots[~live][0]} is not live")
+        if distinct and np.unique(slots).size != slots.size:
+            raise ProtocolViolation(f"{name} names a slot twice: {slots.tolist()}")
+
+    def _check_block_ids(self, block_ids: U32, name: str) -> None:
+        if block_ids.size and not 0 < block_ids.min() <= block_ids.max() < self._num_blocks:
+            raise ProtocolViolation(
+                f"{name}: block ids {block_ids.min()}..{block_ids.max()} are not within "
+                f"1..{self._num_blocks - 1}"
+            )

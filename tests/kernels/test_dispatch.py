@@ -1,0 +1,44 @@
+"""Dispatch: the device decides, an override is obeyed, and nothing falls back."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import triptych_kernels
+from triptych_kernels import dispatch, ops
+from triptych_kernels.ops import silu_and_mul
+from triptych_kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
+from triptych_kernels.torch.silu_and_mul import silu_and_mul as torch_silu_and_mul
+
+PACKAGE = Path(triptych_kernels.__file__).parent
+OPS = sorted(path.stem for path in (PACKAGE / "ops").glob("*.py") if path.stem != "__init__")
+
+
+def test_cpu_and_cuda_run_the_plain_torch_implementation() -> None:
+    assert dispatch.DEVICE_TO_IMPL == {"cpu": "torch", "cuda": "torch"}
+    assert dispatch.find_impl("silu_and_mul", torch.empty(2)) is torch_silu_and_mul
+
+
+def test_override_chooses_the_named_implementation() -> None:
+    assert dispatch.find_impl("silu_and_mul", torch.empty(2), "reference") is reference_silu_and_mul
+
+
+def test_unknown_device_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ValueError, match="silu_and_mul: no implementation for device 'meta'; there are cpu, cuda"):
+        silu_and_mul(torch.empty(2, 4, device="meta"))
+
+
+def test_unknown_implementation_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ValueError, match="silu_and_mul: no implementation 'tritn'; there are torch, reference"):
+        silu_and_mul(torch.empty(2, 4), impl="tritn")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_every_implementation(op: str) -> None:
+    assert op in ops.__all__
+    for impl in dispatch.IMPLS:
+        assert callable(getattr(import_module(f"triptych_kernels.{impl}.{op}"), op))

@@ -1,0 +1,156 @@
+"""paged_attention against float64, over a cache that is NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych_kernels.ops import paged_attention
+from triptych_kernels.torch import paged_attention as torch_implementation
+
+SCALE = 0.3
+
+# float32: sums of tens of products. bfloat16 keeps 8 bits, and the weights are rounded before the sum over
+# values of size 1, then the result: 2^-8 each.
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
+
+
+@dataclass
+class Step:
+    query: Tensor
+    kv_cache: Tensor
+    block_tables: Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    def attend(self, rows: list[int] | None = None, impl: str | None = None) -> Tensor:
+        """The result for some rows, in that order, computed in one call."""
+        rows = list(range(len(self.query_lens))) if rows is None else rows
+        starts = torch.tensor((0, *self.query_lens)).cumsum(0).tolist()
+        query = torch.cat([self.query[starts[row] : starts[row + 1]] for row in rows])
+        query_lens = tuple(self.query_lens[row] for row in rows)
+        seq_lens = tuple(self.seq_lens[row] for row in rows)
+        return paged_attention(
+            query, self.kv_cache, self.block_tables[rows], torch.tensor((0, *query_lens)).cumsum(0).int(),
+            torch.tensor(seq_lens, dtype=torch.int32), SCALE,
+            query_lens_list=query_lens, seq_lens_list=seq_lens, impl=impl)
+
+
+def build_step(
+    rows: list[tuple[int, int]], *, block_size: int = 4, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 8,
+    dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
+) -> Step:
+    """Rows of (query_len, seq_len) over shuffled blocks; block 0 and every position past a row's end are NaN."""
+    torch.manual_seed(0)
+    query_lens, seq_lens = zip(*rows, strict=True)
+    num_blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
+    block_ids = iter((torch.randperm(sum(num_blocks_of)) + 1).tolist())
+    kv_cache = torch.full((sum(num_blocks_of) + 1, 2, num_kv_heads, block_size, head_dim), torch.nan,
+                          dtype=cache_dtype or dtype)
+    block_tables = torch.zeros(len(rows), max(num_blocks_of) + 1, dtype=torch.int32)
+    for row, (num_blocks, seq_len) in enumerate(zip(num_blocks_of, seq_lens, strict=True)):
+        for index in range(num_blocks):
+            block_tables[row, index] = block_id = next(block_ids)
+            used = min(block_size, seq_len - index * block_size)
+            kv_cache[block_id, :, :, :used] = torch.randn(2, num_kv_heads, used, head_dim).to(kv_cache.dtype)
+    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    return Step(query, kv_cache, block_tables, query_lens, seq_lens)
+
+
+DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 16), (1, 17), (1, 17), (1, 40)]
+PROMPTS = [(1, 1), (3, 3), (4, 4), (5, 5), (17, 17)]
+CHUNKS = [(2, 5), (4, 8), (5, 9), (7, 30), (2, 2)]
+MIXED = [(5, 9), (1, 12), (1, 4), (6, 6), (1, 31), (2, 3)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [DECODES, PROMPTS, CHUNKS, MIXED], ids=["decodes", "prompts", "chunks", "mixed"])
+def test_attends_like_the_reference(rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    step = build_step(rows, dtype=dtype)
+    torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 1), (9, 3)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_any_grouping_of_heads_and_any_block_size(num_heads: int, num_kv_heads: int, block_size: int) -> None:
+    step = build_step([(1, 15), (1, 16), (1, 17), (3, 18)], num_heads=num_heads, num_kv_heads=num_kv_heads,
+                      block_size=block_size)
+    torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
+
+
+def test_a_cache_of_another_precision_is_read_in_the_precision_of_the_query() -> None:
+    step = build_step(MIXED, dtype=torch.float32, cache_dtype=torch.bfloat16)
+    torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
+
+
+def test_long_chunks_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = build_step([(13, 20), (9, 9)])
+    whole = step.attend()
+    monkeypatch.setattr(torch_implementation, "_MAX_CHUNK_QUERIES", 5)
+    torch.testing.assert_close(step.attend(), whole, **TOLERANCE[torch.float32])
+    torch.testing.assert_close(whole, step.attend(impl="reference"), **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("tile_pages", [1, 7, 1000])
+def test_decodes_of_very_different_length_share_a_step(tile_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 2 * 2 * 4 * 8 * 4
+    monkeypatch.setattr(torch_implementation, "_TILE_BYTES", tile_pages * page_bytes)
+    monkeypatch.setattr(torch_implementation, "_SLACK_PAGES", 2)
+    torch_implementation._plan.cache_clear()
+    step = build_step([(1, 90), (1, 1), (1, 33), (1, 2), (1, 31), (1, 64), (1, 8)])
+    torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
+
+
+def test_padding_of_a_tile_is_bounded() -> None:
+    rows = [(1, length) for length in (1, 2, 3, 500, 510, 2000, 2001, 8000)]
+    plan = torch_implementation._plan(
+        (1,) * len(rows), tuple(seq_len for _, seq_len in rows), 16, 1 << 20, torch.device("cpu"))
+    lens_by_tile = [[rows[row][1] for row in tile.rows.tolist()] for tile in plan.decode_tiles]
+    assert sorted(length for lens in lens_by_tile for length in lens) == [length for _, length in rows]
+    for lens in lens_by_tile:
+        own_pages = sum(-(-length // 16) for length in lens)
+        assert len(lens) * -(-max(lens) // 16) <= own_pages * 1.25 + torch_implementation._SLACK_PAGES
+    assert len(lens_by_tile) < len(rows)
+
+
+@pytest.mark.parametrize("rows", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_a_row_does_not_depend_on_its_batch(rows: list[tuple[int, int]]) -> None:
+    step = build_step(rows)
+    together = step.attend()
+    alone = torch.cat([step.attend(rows=[row]) for row in range(len(rows))])
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_the_last_query_of_a_chunk_equals_the_same_query_as_a_decode() -> None:
+    step = build_step([(6, 11)])
+    decode = Step(step.query[5:], step.kv_cache, step.block_tables, (1,), (11,))
+    torch.testing.assert_close(step.attend()[5:], decode.attend(), rtol=1e-6, atol=1e-6)
+
+
+def test_lengths_and_shapes_that_disagree_are_named() -> None:
+    step = build_step([(2, 5), (1, 3)])
+    with pytest.raises(ValueError, match="row 1 has 4 queries, 3 keys"):
+        Step(step.query, step.kv_cache, step.block_tables, (2, 4), (5, 3)).attend(impl="torch", rows=[0, 1])
+    with pytest.raises(ValueError, match="row 0 has 2 queries, 99 keys and blocks for 12"):
+        Step(step.query, step.kv_cache, step.block_tables, (2, 1), (99, 3)).attend()
+    with pytest.raises(ValueError, match="row 0 has 0 queries"):
+        Step(step.query, step.kv_cache, step.block_tables, (0, 3), (5, 3)).attend()
+    with pytest.raises(ValueError, match=r"query \[3, 3, 8\] does not fit kv_cache"):
+        Step(step.query[:, :3], step.kv_cache, step.block_tables, (2, 1), (5, 3)).attend()
+    with pytest.raises(ValueError, match="must be a contiguous"):
+        Step(step.query, step.kv_cache.transpose(2, 3), step.block_tables, (2, 1), (5, 3)).attend()
+    with pytest.raises(ValueError, match=r"block_tables \[1, 3\] must be \[num_rows = 2"):
+        paged_attention(
+            step.query, step.kv_cache, step.block_tables[:1], torch.tensor([0, 2, 3]), torch.tensor([5, 3]), SCALE,
+            query_lens_list=(2, 1), seq_lens_list=(5, 3))
+    with pytest.raises(ValueError, match="query_lens_list sums to 2, but there are 3 queries"):
+        paged_attention(
+            step.query, step.kv_cache, step.block_tables, torch.tensor([0, 1, 2]), torch.tensor([5, 3]), SCALE,
+            query_lens_list=(1, 1), seq_lens_list=(5, 3))
+    with pytest.raises(ValueError, match="query_lens_list has 2 rows, but seq_lens_list has 1"):
+        paged_attention(
+            step.query, step.kv_cache, step.block_tables, torch.tensor([0, 2, 3]), torch.tensor([5, 3]), SCALE,
+            query_lens_list=(2, 1), seq_lens_list=(5,))

@@ -1,0 +1,93 @@
+"""Stop strings end an output at the right character and never leak."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.text.stop import StopChecker, StopMatch
+
+letters = st.text("ab", max_size=4)
+stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
+
+
+def naive(pieces: list[str], stop: list[str], include: bool) -> tuple[str, StopMatch | None]:
+    """Look at every beginning of the text, the shortest first, and at every stop string, the longest first."""
+    text = "".join(pieces)
+    for end in range(1, len(text) + 1):
+        for string in sorted(stop, key=len, reverse=True):
+            if text[:end].endswith(string):
+                num_pieces = next(n for n in range(len(pieces) + 1) if len("".join(pieces[:n])) >= end)
+                return text[:end if include else end - len(string)], StopMatch(string, num_pieces)
+    return text, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(letters, max_size=12), stops, st.booleans())
+def test_all_at_once_is_as_the_naive_search_has_it(pieces: list[str], stop: list[str], include: bool) -> None:
+    checker = StopChecker(stop, include_stop_str_in_output=include)
+    shown, match = checker.push(pieces)
+    if match is None:
+        shown += checker.flush()
+    assert (shown, match) == naive(pieces, stop, include)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(letters, max_size=12), stops, st.booleans())
+def test_piece_by_piece_shows_the_same_and_takes_nothing_back(
+    pieces: list[str], stop: list[str], include: bool
+) -> None:
+    expected, expected_match = naive(pieces, stop, include)
+    checker = StopChecker(stop, include_stop_str_in_output=include)
+    shown, match = "", None
+    for number, piece in enumerate(pieces, start=1):
+        new, found = checker.push([piece])
+        shown += new
+        assert expected.startswith(shown)
+        if found is not None:
+            assert found.num_pieces == 1
+            match = StopMatch(found.stop, number)
+            break
+        # What is held back is exactly what could still become a stop string.
+        text = "".join(pieces[:number])
+        held = max((n for string in stop for n in range(len(string)) if text.endswith(string[:n])), default=0)
+        assert shown == text[:len(text) - held]
+    else:
+        shown += checker.flush()
+    assert (shown, match) == (expected, expected_match)
+
+
+def test_a_stop_string_that_spans_tokens_never_leaks() -> None:
+    checker = StopChecker(["\n\nUser:"])
+    assert checker.push(["Fine.", "\n"]) == ("Fine.", None)
+    assert checker.push(["\n", "Us"]) == ("", None)
+    assert checker.push(["er", ": ", "more"]) == ("", StopMatch("\n\nUser:", 2))
+
+
+def test_a_beginning_that_comes_to_nothing_is_shown() -> None:
+    checker = StopChecker(["abc"])
+    assert checker.push(["ab"]) == ("", None)
+    assert checker.push(["d"]) == ("abd", None)
+    assert checker.push(["a"]) == ("", None)
+    assert checker.flush() == "a"
+    assert checker.flush() == ""
+
+
+@pytest.mark.parametrize("stop", [["def", "ef", "zz"], ["zz", "ef", "def"]])
+def test_the_longest_of_those_completed_together_wins_whatever_their_order(stop: list[str]) -> None:
+    assert StopChecker(stop).push(["abcdefg"]) == ("abc", StopMatch("def", 1))
+
+
+def test_the_one_completed_first_wins_even_where_another_began_before() -> None:
+    assert StopChecker(["abcdef", "cd"]).push(["abc", "def"]) == ("ab", StopMatch("cd", 2))
+
+
+def test_the_stop_string_may_be_kept_in_the_output() -> None:
+    assert StopChecker(["ef"], include_stop_str_in_output=True).push(["abcd", "efg"]) == ("abcdef", StopMatch("ef", 2))
+
+
+def test_without_stop_strings_everything_passes_at_once() -> None:
+    checker = StopChecker([])
+    assert checker.push(["a", "", "b"]) == ("ab", None)
+    assert checker.flush() == ""

@@ -1,0 +1,165 @@
+"""Text and token ids, there and back, as transformers does it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.text.tokenizers_of_tests import (
+    byte_level,
+    byte_level_backend,
+    sentencepiece,
+    sentencepiece_backend,
+)
+from triptych.errors import ModelError
+from triptych.hub import resolve_model
+from triptych.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+
+SPECIAL_TEXTS = [
+    "", " ", "Hello, world!", "  leading and trailing  ", "line\n\nbreaks\r\n\ttabs", "naïve café №5 — “quotes”",
+    "你好，世界。こんにちは", "👩‍👩‍👧‍👦🇫🇷 flags",
+    "1234567 0.5e-3", "<|im_start|>user\nHi<|im_end|>\n", "\x00\x7f", "e\u0301" * 9,
+]
+
+
+@functools.cache
+def oracle() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(resolve_model("embedded"))
+
+
+def assert_same(text: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text)
+    assert ids == oracle()(text)["input_ids"]
+    assert tokenizer.decode(ids) == oracle().decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == oracle().decode(ids)
+
+
+@pytest.mark.parametrize("text", SPECIAL_TEXTS)
+def test_texts_with_traps_are_as_in_transformers(text: str) -> None:
+    assert_same(text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_is_as_in_transformers(text: str) -> None:
+    assert_same(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 49_300), max_size=30), st.booleans())
+def test_any_byte_level_ids_decode_as_in_the_library(token_ids: list[int], skip: bool) -> None:
+    assert (byte_level().decode(token_ids, skip_special_tokens=skip)
+            == byte_level_backend().decode(token_ids, skip_special_tokens=skip))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=40), st.booleans())
+def test_any_text_through_sentencepiece_decodes_as_in_the_library(text: str, skip: bool) -> None:
+    token_ids = sentencepiece().encode(text)
+    assert (sentencepiece().decode(token_ids, skip_special_tokens=skip)
+            == sentencepiece_backend().decode(token_ids, skip_special_tokens=skip))
+
+
+def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+    tokenizer = sentencepiece()
+    euro = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in "€".encode()]
+    assert None not in euro
+    assert tokenizer.decode(euro) == "€"
+    assert tokenizer.decode(euro[:2]) == "\ufffd"
+    assert tokenizer.decode([*euro, *euro[1:]]) == "€\ufffd\ufffd"  # the library would drop the good one too
+
+
+def test_special_tokens_are_known_and_their_texts_too() -> None:
+    tokenizer = byte_level()
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.special_ids == frozenset(range(17))
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.token_id("<|im_end|>") == 2
+    assert tokenizer.token_id("no such token") is None
+
+
+def test_one_token_has_text_and_bytes() -> None:
+    tokenizer = byte_level()
+    world, = tokenizer.encode(" world")
+    assert tokenizer.token_text(world) == " world"
+    assert tokenizer.token_bytes(world) == b" world"
+    part = tokenizer.encode("🦊")[0]
+    assert "🦊".encode().startswith(tokenizer.token_bytes(part))
+    assert tokenizer.token_text(part) == "\ufffd"
+    assert tokenizer.token_bytes(10**6) == b""
+    assert sentencepiece().token_text(sentencepiece().encode("the", add_special_tokens=False)[0]) == " the"
+
+
+def test_the_post_processor_adds_the_start_token_unless_told_not_to() -> None:
+    tokenizer = sentencepiece()
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the") == [tokenizer.token_id("<s>"), *plain]
+    assert byte_level().encode("the") == byte_level().encode("the", add_special_tokens=False)
+
+
+def test_truncation_and_padding_of_the_training_do_not_count() -> None:
+    backend = sentencepiece_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=12)
+    assert Tokenizer(backend, {}).encode("the the the the") == sentencepiece().encode("the the the the")
+
+
+class TestDirectory:
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        shutil.copy(resolve_model("embedded") / "tokenizer.json", tmp_path)
+        return tmp_path
+
+    def test_a_tokenizer_alone_has_no_template_and_no_named_tokens(self, directory: Path) -> None:
+        tokenizer = Tokenizer.from_directory(directory)
+        assert tokenizer.chat_template is None
+        assert tokenizer.eos_token is None
+
+    @pytest.mark.parametrize("template", ["{{ x }}", [{"name": "tool_use", "template": "no"},
+                                                      {"name": "default", "template": "{{ x }}"}]])
+    def test_special_tokens_and_templates_come_in_two_forms(self, directory: Path, template: object) -> None:
+        config = {"eos_token": {"content": "<|im_end|>", "special": True}, "bos_token": None, "chat_template": template}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer.from_directory(directory)
+        assert tokenizer.eos_token == "<|im_end|>"
+        assert tokenizer.bos_token is None
+        assert tokenizer.chat_template == "{{ x }}"
+
+    def test_a_template_in_its_own_file_comes_first(self, directory: Path) -> None:
+        (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+        (directory / "chat_template.jinja").write_text("new")
+        assert Tokenizer.from_directory(directory).chat_template == "new"
+
+    def test_a_missing_or_broken_file_is_named(self, directory: Path) -> None:
+        (directory / "tokenizer_config.json").write_text("{")
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
+            Tokenizer.from_directory(directory)
+        (directory / "tokenizer.json").write_text("{}")
+        with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+            Tokenizer.from_directory(directory)
+        (directory / "tokenizer.json").unlink()
+        with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
+            Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace(),
+                                     decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])])
+def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None:
+    backend = Backend(models.BPE({"a": 0}, []))
+    if decoder is not None:
+        backend.decoder = decoder
+    with pytest.raises(ModelError, match=r"decoder: .* is not supported"):
+        Tokenizer(backend, {})

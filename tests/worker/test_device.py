@@ -1,0 +1,101 @@
+"""What the worker makes of its config on this machine, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.device import choose_device, choose_dtype, resolve_config, use_threads
+from tests.worker.tiny import tiny_architecture
+from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
+from triptych.errors import ConfigError, FeatureDisabled
+
+CPU = WorkerConfig(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("requested", "stored", "is_gguf", "native", "chosen"),
+    [
+        ("auto", "float32", False, True, "float32"),
+        ("auto", "float16", False, False, "float16"),
+        ("auto", "bfloat16", False, True, "bfloat16"),
+        ("auto", "bfloat16", False, False, "float32"),
+        ("auto", "float32", True, True, "bfloat16"),
+        ("auto", "float32", True, False, "float32"),
+        ("bfloat16", "float32", False, False, "bfloat16"),
+        ("float32", "bfloat16", True, True, "float32"),
+    ],
+)
+def test_auto_precision_is_the_checkpoints_where_the_device_can(requested, stored, is_gguf, native, chosen):
+    architecture = tiny_architecture(dtype=stored, is_gguf=is_gguf)
+    assert choose_dtype(requested, architecture, native_bfloat16=native) == chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("avx2 avx512f", "float32"), ("avx512f avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16")],
+)
+def test_a_cpu_has_native_bfloat16_by_its_flags(tmp_path: Path, flags, dtype):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nflags : fpu {flags}\n")
+    config = resolve_config(EngineConfig(worker=CPU), tiny_architecture(dtype="bfloat16"), root=tmp_path)
+    assert (config.dtype, config.kv_dtype) == (dtype, dtype)
+    assert config.rank.device == "cpu"
+
+
+def test_the_caches_precision_can_be_set_apart():
+    engine = EngineConfig(cache=CacheConfig(dtype="float16"), worker=CPU)
+    config = resolve_config(engine, tiny_architecture())
+    assert (config.dtype, config.kv_dtype) == ("float32", "float16")
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        (EngineConfig(model=ModelConfig(quantization="q4")), "model.quantization = q4"),
+        (EngineConfig(model=ModelConfig(quantization="auto")), "model.quantization = auto"),
+        (EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)), "parallel.tensor_parallel_size = 2"),
+        (
+            EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3)),
+            "parallel.pipeline_parallel_size = 3",
+        ),
+        (EngineConfig(parallel=ParallelConfig(rank=1)), "parallel.rank = 1"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_key_and_value(engine, names):
+    with pytest.raises(FeatureDisabled, match=names):
+        resolve_config(engine, tiny_architecture())
+
+
+def test_a_context_above_the_models_own_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"model\.max_model_len: 65 .* 64"):
+        resolve_config(EngineConfig(model=ModelConfig(max_model_len=65), worker=CPU), tiny_architecture())
+
+
+@pytest.mark.parametrize(
+    ("requested", "num_devices", "chosen"), [("auto", 0, "cpu"), ("cpu", 2, "cpu"), ("auto", 2, "cuda:1")]
+)
+def test_auto_takes_an_accelerator_if_there_is_one(monkeypatch, requested, num_devices, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    assert str(choose_device(requested, local_rank=1)) == chosen
+
+
+@pytest.mark.parametrize(("num_devices", "says"), [(0, "worker.device: cuda"), (1, "parallel.local_rank: 1")])
+def test_an_accelerator_that_is_not_there_stops_the_boot(monkeypatch, num_devices, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    with pytest.raises(ConfigError, match=says):
+        choose_device("cuda", local_rank=1)
+
+
+def test_threads_are_given_to_torch():
+    before = torch.get_num_threads()
+    try:
+        assert use_threads(1) == 1
+        assert torch.get_num_threads() == 1
+        assert use_threads(0) >= 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,106 @@
+"""Cores, memory and flags, read from machines laid out as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.worker import host
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with two sockets of two cores with two threads each, and 8 GiB available."""
+    lines = []
+    for cpu in range(8):
+        socket, core = divmod(cpu % 4, 2)  # 4..7 are the siblings of 0..3
+        lines.append(
+            f"processor\t: {cpu}\nmodel name\t: Testor 9\nphysical id\t: {socket}\ncore id\t\t: {core}\n"
+            f"flags\t\t: fpu avx2 avx512_bf16\n"
+        )
+    write(tmp_path, "proc/cpuinfo", "\n".join(lines))
+    write(tmp_path, "proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    return tmp_path
+
+
+def write(root: Path, path: str, text: str) -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "cores"), [(range(8), 4), ({0, 4}, 1), ({0, 1, 2}, 3), ({7}, 1), ({0, 99}, 2)]
+)
+def test_siblings_count_as_one_core_and_only_where_we_may_run(root, affinity, cores):
+    assert host.usable_cores(root, affinity) == cores
+
+
+def test_cpus_without_topology_count_one_core_each(tmp_path):
+    write(tmp_path, "proc/cpuinfo", "processor: 0\nprocessor: 1\nprocessor: 2\n")
+    assert host.usable_cores(tmp_path, {0, 2}) == 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("150000 100000", 2), ("10000 100000", 1)])
+def test_a_cpu_quota_limits_the_cores(root, quota, cores):
+    write(root, "proc/self/cgroup", "0::/pod/worker\n")
+    write(root, "sys/fs/cgroup/pod/cpu.max", quota + "\n")
+    assert host.usable_cores(root, range(8)) == cores
+
+
+def test_a_version_1_cpu_quota_limits_the_cores(root):
+    write(root, "proc/self/cgroup", "4:cpu,cpuacct:/job\n")
+    write(root, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000\n")
+    write(root, "sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000\n")
+    assert host.usable_cores(root, range(8)) == 3
+
+
+def test_flags_and_name_are_those_of_the_first_cpu(root):
+    assert host.cpu_flags(root) == {"fpu", "avx2", "avx512_bf16"}
+    assert host.cpu_name(root) == "Testor 9"
+
+
+def test_without_control_groups_free_memory_is_what_the_machine_has(root):
+    assert host.free_memory(root) == 8 * GIB
+
+
+def test_the_tightest_ancestor_limits_memory_and_droppable_pages_are_free(root):
+    write(root, "proc/self/cgroup", "0::/pod/worker\n")
+    for group, limit, used, inactive in (
+        ("pod", 4 * GIB, 3 * GIB, GIB // 2),
+        ("pod/worker", 6 * GIB, GIB, 0),
+    ):
+        write(root, f"sys/fs/cgroup/{group}/memory.max", f"{limit}\n")
+        write(root, f"sys/fs/cgroup/{group}/memory.current", f"{used}\n")
+        write(root, f"sys/fs/cgroup/{group}/memory.stat", f"anon 5\ninactive_file {inactive}\n")
+    assert host.free_memory(root) == GIB + GIB // 2
+
+
+def test_an_unlimited_group_limits_nothing(root):
+    write(root, "proc/self/cgroup", "0::/\n")
+    write(root, "sys/fs/cgroup/memory.max", "max\n")
+    write(root, "sys/fs/cgroup/memory.current", "123\n")
+    assert host.free_memory(root) == 8 * GIB
+
+
+def test_a_version_1_limit_holds_in_a_container_that_sees_the_hosts_path(root):
+    write(root, "proc/self/cgroup", "9:memory:/docker/0123abcd\n1:name=systemd:/docker/0123abcd\n")
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
+    assert host.free_memory(root) == GIB
+
+
+def test_the_version_1_number_for_unlimited_is_no_limit(root):
+    write(root, "proc/self/cgroup", "9:memory:/\n")
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", "1\n")
+    assert host.free_memory(root) == 8 * GIB
+
+
+def test_this_machine_answers():
+    assert host.usable_cores() >= 1
+    assert host.free_memory() > 0
+    assert host.cpu_name()

@@ -1,0 +1,75 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.worker.runner.kv_cache import allocate_kv_cache, plan_kv_cache
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.config.fields import CacheConfig
+from triptych.errors import ConfigError
+
+BLOCK_BYTES = 2 * 2 * 1 * 4 * 8 * 4  # layers, key and value, heads, block_size, head_dim, float32
+
+
+def config_with(cache: CacheConfig, **arguments):
+    config = tiny_config(**arguments)
+    return replace(config, engine=replace(config.engine, cache=cache))
+
+
+def test_measured_blocks_take_the_fraction_of_what_is_free():
+    plan = plan_kv_cache(config_with(CacheConfig(block_size=4, memory_fraction=0.5)), 22 * BLOCK_BYTES + 1)
+    assert plan.block_bytes == BLOCK_BYTES
+    assert plan.shape.num_blocks == 11
+    assert plan.max_model_len == 40
+
+
+def test_measured_blocks_stop_at_what_all_requests_together_can_fill():
+    plan = plan_kv_cache(config_with(CacheConfig(block_size=5), max_num_seqs=3), 1 << 40)
+    assert plan.shape.num_blocks == 3 * 13 + 1  # 64 tokens fill 13 blocks of 5
+    assert plan.max_model_len == 64
+
+
+def test_the_operators_context_limits_measured_blocks_and_max_model_len():
+    plan = plan_kv_cache(config_with(CacheConfig(block_size=4), max_num_seqs=2, max_model_len=9), 1 << 40)
+    assert plan.shape.num_blocks == 2 * 3 + 1
+    assert plan.max_model_len == 9
+
+
+def test_given_blocks_are_taken_as_they_are():
+    plan = plan_kv_cache(tiny_config(num_blocks=3), 3 * BLOCK_BYTES)
+    assert plan.shape.num_blocks == 3
+    assert plan.max_model_len == 8
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "says"),
+    [
+        (CacheConfig(block_size=4, num_blocks=1), 1 << 30, "cache.num_blocks: 1 leaves none"),
+        (CacheConfig(block_size=4, num_blocks=9), 5 * BLOCK_BYTES, "cache.num_blocks: 9 .* at most 5"),
+        (
+            CacheConfig(block_size=4, memory_fraction=0.5),
+            3 * BLOCK_BYTES,
+            "cache.memory_fraction: 0.5 .* 2 KV blocks",
+        ),
+    ],
+)
+def test_too_little_memory_stops_the_boot_with_the_numbers(cache, free, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_kv_cache(config_with(cache), free)
+
+
+def test_half_precision_halves_a_block():
+    config = replace(tiny_config(), kv_dtype="bfloat16")
+    assert plan_kv_cache(config, 1 << 30).block_bytes == BLOCK_BYTES // 2
+
+
+def test_allocation_has_the_planned_shape_and_an_empty_null_block():
+    config = tiny_config(tiny_architecture(num_layers=3, num_kv_heads=2), num_blocks=7, block_size=5)
+    shape = plan_kv_cache(config, 1 << 30).shape
+    layers = allocate_kv_cache(shape, torch.device("cpu"))
+    assert [layer.shape for layer in layers] == [(7, 2, 2, 5, 8)] * 3
+    assert all(layer.dtype == torch.float32 and not layer[0].any() for layer in layers)

@@ -1,0 +1,171 @@
+"""Layers: each holds its rank's share, and checkpoint tensors land where they belong, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.worker.layers.embedding import LogitsHead, VocabEmbedding
+from services.worker.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from services.worker.layers.norm import RMSNorm
+from services.worker.layers.weights import WeightTarget, find_weight_targets, load_weights
+from tests.worker.tiny import tiny_config
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ConfigError, ModelError
+from triptych.types.facts import RankFacts
+
+
+def rank_config(rank: int = 0, size: int = 1, dtype: str = "float32") -> ResolvedConfig:
+    return replace(tiny_config(), rank=RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size), dtype=dtype)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def fill(layer: nn.Module, tensors: dict[str, Tensor]) -> None:
+    load_weights(layer, tensors.items())
+
+
+QKV = {"a.q_proj.weight": whole(12, 5), "a.k_proj.weight": whole(6, 5), "a.v_proj.weight": whole(6, 5) + 1,
+       "a.q_proj.bias": whole(12), "a.k_proj.bias": whole(6), "a.v_proj.bias": whole(6) + 1}
+
+
+def test_qkv_computes_its_three_pieces_in_one_product() -> None:
+    layer = QKVLinear(5, 6, 3, 2, bias=True, config=rank_config(), prefix="a")
+    fill(layer, QKV)
+    x = whole(4, 5)
+    for out, name in zip(layer.split_heads(layer(x)), ("q_proj", "k_proj", "v_proj"), strict=True):
+        expected = x @ QKV[f"a.{name}.weight"].T + QKV[f"a.{name}.bias"]
+        torch.testing.assert_close(out, expected.view(4, -1, 2))
+
+
+@pytest.mark.parametrize(("num_kv_heads", "size", "kv_heads_of_rank"), [
+    (3, 3, [[0], [1], [2]]),
+    (3, 1, [[0, 1, 2]]),
+    (1, 3, [[0], [0], [0]]),  # fewer key heads than ranks: neighbours hold the same one
+    (3, 6, [[0], [0], [1], [1], [2], [2]]),
+])
+def test_qkv_ranks_hold_a_key_head_with_its_query_heads(
+    num_kv_heads: int, size: int, kv_heads_of_rank: list[list[int]]
+) -> None:
+    tensors = {name: tensor[: num_kv_heads * 2] if ".q_" not in name else tensor for name, tensor in QKV.items()}
+    for rank, kv_heads in enumerate(kv_heads_of_rank):
+        layer = QKVLinear(5, 6, num_kv_heads, 2, bias=True, config=rank_config(rank, size), prefix="a")
+        fill(layer, tensors)
+        heads_per_rank = 6 // size
+        query, key, value = layer.split_heads(layer.weight.T)
+        assert (layer.num_heads, layer.num_kv_heads) == (heads_per_rank, len(kv_heads))
+        held = torch.arange(6)[rank * heads_per_rank : (rank + 1) * heads_per_rank]
+        assert torch.equal(query.permute(1, 2, 0), tensors["a.q_proj.weight"].view(6, 2, 5)[held])
+        assert torch.equal(key.permute(1, 2, 0), tensors["a.k_proj.weight"].view(-1, 2, 5)[kv_heads])
+        assert torch.equal(value.permute(1, 2, 0), tensors["a.v_proj.weight"].view(-1, 2, 5)[kv_heads])
+
+
+def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
+    tensors = {"m.gate_proj.weight": whole(8, 5), "m.up_proj.weight": whole(8, 5) * 2}
+    down = {"d.weight": whole(5, 8)}
+    x, partial_sums = whole(3, 5), []
+    for rank in range(4):
+        gate_up = GateUpLinear(5, 8, bias=False, config=rank_config(rank, 4), prefix="m")
+        row = RowLinear(8, 5, bias=False, config=rank_config(rank, 4), prefix="d")
+        fill(gate_up, tensors)
+        fill(row, down)
+        assert tuple(gate_up.weight.shape) == (4, 5)
+        assert tuple(row.weight.shape) == (5, 2)
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        partial_sums.append(row(gate * up))
+    expected = ((x @ tensors["m.gate_proj.weight"].T) * (x @ tensors["m.up_proj.weight"].T)) @ down["d.weight"].T
+    torch.testing.assert_close(sum(partial_sums), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_share_out_the_vocabulary() -> None:
+    table = whole(6, 4)
+    for rank in range(3):
+        embedding = VocabEmbedding(6, 4, config=rank_config(rank, 3), prefix="e")
+        fill(embedding, {"e.weight": table})
+        assert torch.equal(embedding.weight, table[rank * 2 : rank * 2 + 2])
+
+
+def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> None:
+    config = rank_config(dtype="bfloat16")
+    embedding = VocabEmbedding(6, 4, config=config, prefix="e")
+    head = LogitsHead(6, 4, tied_to=embedding, config=config, prefix="h")
+    assert head.weight is embedding.weight
+    assert head.weight_targets() == {}
+    fill(embedding, {"e.weight": whole(6, 4)})
+    assert head(whole(2, 4).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("build", [
+    lambda config: QKVLinear(4, 5, 5, 2, bias=False, config=config, prefix="a"),
+    lambda config: QKVLinear(4, 6, 4, 2, bias=False, config=config, prefix="a"),
+    lambda config: GateUpLinear(4, 7, bias=False, config=config, prefix="a"),
+    lambda config: RowLinear(7, 4, bias=False, config=config, prefix="a"),
+    lambda config: VocabEmbedding(7, 4, config=config, prefix="a"),
+], ids=["query heads", "key heads", "gate", "row", "vocabulary"])
+def test_uneven_shares_are_refused(build: Callable[[ResolvedConfig], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor_parallel_size: 3 does not divide \w+"):
+        build(rank_config(0, 3))
+
+
+def test_parameters_are_created_in_the_resolved_dtype_and_need_no_gradient() -> None:
+    norm = RMSNorm(4, 1e-5, config=rank_config(dtype="bfloat16"), prefix="n")
+    fill(norm, {"n.weight": whole(4)})  # float32 in the checkpoint: rounded on the way in
+    assert norm.weight.dtype == torch.bfloat16
+    assert not norm.weight.requires_grad
+    assert torch.equal(norm.weight, whole(4).bfloat16())
+
+
+def test_every_complaint_about_a_checkpoint_is_made_at_once() -> None:
+    layer = RowLinear(3, 2, bias=True, config=rank_config(), prefix="r")
+    with pytest.raises(ModelError, match=r"1 tensors are missing: r.bias; 2 tensors are unexpected: s.weight, t"):
+        fill(layer, {"r.weight": whole(2, 3), "s.weight": whole(1), "t": whole(1)})
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
+    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    with pytest.raises(ModelError, match=r"r.weight: the checkpoint holds \[3, 2\], the model needs \[2, 3\]"):
+        fill(layer, {"r.weight": whole(3, 2)})
+    sharded = RowLinear(4, 2, bias=False, config=rank_config(1, 2), prefix="r")
+    with pytest.raises(ModelError, match=r"holds \[2, 2\], the model needs \[2, 4\]"):
+        fill(sharded, {"r.weight": whole(2, 2)})
+
+
+def test_a_tensor_given_twice_is_refused() -> None:
+    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    with pytest.raises(ModelError, match=r"r.weight: the checkpoint holds this tensor twice"):
+        load_weights(layer, [("r.weight", whole(2, 3)), ("r.weight", whole(2, 3))])
+
+
+def test_long_lists_of_names_are_cut_short() -> None:
+    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    extra = {f"x{number}": whole(1) for number in range(8)}
+    with pytest.raises(ModelError, match="8 tensors are unexpected: x0, x1, x2, x3, x4 and 3 more"):
+        fill(layer, {"r.weight": whole(2, 3), **extra})
+
+
+def test_one_checkpoint_tensor_is_held_at_a_time() -> None:
+    layer = QKVLinear(2, 1, 1, 1, bias=False, config=rank_config(), prefix="a")
+    events: list[str] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, target in find_weight_targets(layer).items():
+            before = target.storage.clone()
+            yield name, torch.full(target.checkpoint_shape, 7.0)
+            events.append(f"{name} {'copied' if not torch.equal(target.storage, before) else 'not copied'}")
+
+    load_weights(layer, stream())
+    assert events == ["a.q_proj.weight copied", "a.k_proj.weight copied", "a.v_proj.weight copied"]
+
+
+def test_a_target_aliases_its_parameter() -> None:
+    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    target = layer.weight_targets()["r.weight"]
+    assert isinstance(target, WeightTarget)
+    target.load("r.weight", torch.full((2, 3), 5.0))
+    assert bool((layer.weight == 5.0).all())

@@ -1,0 +1,228 @@
+"""LlamaForCausalLM against transformers on tiny random checkpoints, however the work is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.models.llama import LlamaForCausalLM
+from services.worker.models.registry import create_model
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.config.architecture import ModelArchitecture, RopeParameters
+from triptych.errors import FeatureDisabled, ModelError
+from triptych.types.facts import RankFacts
+
+BLOCK_SIZE = 4
+LENGTHS = (1, 3, 4, 5, 11, 18)
+
+GQA = {"hidden_size": 24, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "multi-query, tied": {},
+    "grouped, untied": {**GQA, "tie_word_embeddings": False},
+    "biases": {**GQA, "attention_bias": True, "mlp_bias": True},
+    "explicit head_dim": {"hidden_size": 21, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10},
+    "linear rope": {"rope": RopeParameters(kind="linear", factor=2.0)},
+    "llama3 rope": {**GQA, "rope": RopeParameters(
+        theta=500.0, kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)},
+    "odd sizes": {"vocab_size": 101, "hidden_size": 15, "intermediate_size": 37, "num_layers": 1, "head_dim": 6},
+}
+
+
+def transformers_llama(architecture: ModelArchitecture) -> Any:
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM as TransformersLlama
+
+    rope = architecture.rope
+    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        parameters["factor"] = rope.factor
+    if rope.kind == "llama3":
+        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
+                       "original_max_position_embeddings": rope.original_max_position_embeddings}
+    config = LlamaConfig(
+        vocab_size=architecture.vocab_size, hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.intermediate_size, num_hidden_layers=architecture.num_layers,
+        num_attention_heads=architecture.num_heads, num_key_value_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim, max_position_embeddings=architecture.max_position_embeddings,
+        rms_norm_eps=architecture.rms_norm_eps, rope_parameters=parameters,
+        tie_word_embeddings=architecture.tie_word_embeddings, attention_bias=architecture.attention_bias,
+        mlp_bias=architecture.mlp_bias, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = TransformersLlama(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from transformers' small weights: logits that differ
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def checkpoint(oracle: Any, architecture: ModelArchitecture) -> Iterator[tuple[str, Tensor]]:
+    """The oracle's weights as a checkpoint stores them: tied heads once."""
+    for name, tensor in oracle.state_dict().items():
+        if not (architecture.tie_word_embeddings and name == "lm_head.weight"):
+            yield name, tensor
+
+
+def loaded_pair(**changes: Any) -> tuple[Any, LlamaForCausalLM]:
+    architecture = tiny_architecture(**changes)
+    oracle = transformers_llama(architecture)
+    model = create_model(config=tiny_config(architecture))
+    model.load_weights(checkpoint(oracle, architecture))
+    return oracle, model
+
+
+class Sequences:
+    """Token sequences and the paged cache of a model that computes them step by step."""
+
+    def __init__(self, model: LlamaForCausalLM, architecture: ModelArchitecture, lengths: Sequence[int]) -> None:
+        self.model = model
+        generator = torch.Generator().manual_seed(1)
+        self.token_ids = [
+            torch.randint(0, architecture.vocab_size, (length,), generator=generator) for length in lengths]
+        self.num_computed = [0] * len(lengths)
+        num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        blocks = iter((torch.randperm(sum(num_blocks), generator=generator) + 1).tolist())
+        self.block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32)
+        for row, count in enumerate(num_blocks):
+            self.block_tables[row, :count] = torch.tensor([next(blocks) for _ in range(count)])
+        shape = (sum(num_blocks) + 1, 2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
+        self.kv_caches = [torch.full(shape, torch.nan) for _ in range(architecture.num_layers)]
+
+    def step(self, row_to_count: dict[int, int]) -> dict[int, Tensor]:
+        """Compute the next tokens of some rows; row -> logits [count, vocab_size]."""
+        rows = list(row_to_count)
+        query_lens = tuple(row_to_count.values())
+        starts = [self.num_computed[row] for row in rows]
+        positions = [torch.arange(start, start + count) for start, count in zip(starts, query_lens, strict=True)]
+        slots = [self.block_tables[row].long()[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+                 for row, place in zip(rows, positions, strict=True)]
+        seq_lens = tuple(start + count for start, count in zip(starts, query_lens, strict=True))
+        batch = AttentionBatch(
+            slot_mapping=torch.cat(slots), block_tables=self.block_tables[rows],
+            query_starts=torch.tensor((0, *query_lens)).cumsum(0).int(), seq_lens=torch.tensor(seq_lens).int(),
+            max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+            query_lens_list=query_lens, seq_lens_list=seq_lens)
+        token_ids = torch.cat([self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)])
+        hidden = self.model(token_ids, torch.cat(positions), self.kv_caches, batch)
+        for row, count in row_to_count.items():
+            self.num_computed[row] += count
+        return dict(zip(rows, self.model.compute_logits(hidden).split(query_lens), strict=True))
+
+    def run(self, next_count: Any) -> list[Tensor]:
+        """Step until every sequence is done; `next_count(row, remaining)` says how many tokens a row takes."""
+        logits: list[list[Tensor]] = [[] for _ in self.token_ids]
+        while True:
+            remaining = [len(ids) - done for ids, done in zip(self.token_ids, self.num_computed, strict=True)]
+            row_to_count = {row: next_count(row, left) for row, left in enumerate(remaining) if left}
+            if not row_to_count:
+                return [torch.cat(parts) for parts in logits]
+            for row, part in self.step(row_to_count).items():
+                logits[row].append(part)
+
+
+def assert_equals_oracle(oracle: Any, sequences: Sequences, logits: list[Tensor]) -> None:
+    for token_ids, ours in zip(sequences.token_ids, logits, strict=True):
+        with torch.no_grad():
+            expected = oracle(token_ids[None]).logits[0]
+        # float32 through two layers, logits of size 10; sums in another order
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+CUTS = {
+    "whole prompts": lambda row, left: left,
+    "token by token": lambda row, left: 1,
+    "chunks of 3": lambda row, left: min(3, left),
+    "prompts beside decodes": lambda row, left: left if row % 2 else 1,
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_equal_those_of_transformers_however_steps_are_cut(name: str, cut: str) -> None:
+    oracle, model = loaded_pair(**ARCHITECTURES[name])
+    sequences = Sequences(model, tiny_architecture(**ARCHITECTURES[name]), LENGTHS)
+    logits = sequences.run(CUTS[cut])
+    assert logits[0].dtype == torch.float32
+    assert_equals_oracle(oracle, sequences, logits)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_own() -> None:
+    architecture = tiny_architecture(**GQA)
+    oracle = transformers_llama(architecture)
+    rounded = {name: tensor.bfloat16() for name, tensor in oracle.state_dict().items()}
+    model = create_model(config=replace(tiny_config(architecture), dtype="bfloat16"))
+    model.load_weights(checkpoint(oracle, architecture))
+    sequences = Sequences(model, architecture, (40, 33))
+    sequences.kv_caches = [cache.bfloat16() for cache in sequences.kv_caches]
+    logits = sequences.run(CUTS["whole prompts"])
+    ours, theirs = [], []
+    oracle.load_state_dict(rounded)  # float32 arithmetic on the weights that both have
+    exact = [oracle(token_ids[None]).logits[0].detach() for token_ids in sequences.token_ids]
+    oracle.bfloat16()
+    for token_ids, wanted, got in zip(sequences.token_ids, exact, logits, strict=True):
+        ours.append((got.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean())
+        their_logits = oracle(token_ids[None]).logits[0].detach().float()
+        theirs.append((their_logits.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean())
+    assert torch.stack(ours).mean() <= 1.2 * torch.stack(theirs).mean()
+
+
+def test_a_cached_prefix_is_read_and_not_written() -> None:
+    oracle, model = loaded_pair()
+    sequences = Sequences(model, tiny_architecture(), (11,))
+    sequences.step({0: 8})
+    before = [cache.clone() for cache in sequences.kv_caches]
+    # the next sequence shares the two full blocks and computes the rest
+    follower = Sequences(model, tiny_architecture(), (11,))
+    follower.kv_caches, follower.num_computed = sequences.kv_caches, [8]
+    follower.token_ids, follower.block_tables = sequences.token_ids, sequences.block_tables
+    logits = follower.step({0: 3})[0]
+    with torch.no_grad():
+        expected = oracle(sequences.token_ids[0][None]).logits[0, 8:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    shared = sequences.block_tables[0, :2].long()
+    for cache, old in zip(sequences.kv_caches, before, strict=True):
+        assert torch.equal(cache[shared], old[shared])
+
+
+def test_tied_head_and_rotary_frequencies_in_a_checkpoint_are_ignored() -> None:
+    architecture = tiny_architecture()
+    oracle = transformers_llama(architecture)
+    tensors = dict(oracle.state_dict())
+    assert "lm_head.weight" in tensors
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    model = create_model(config=tiny_config(architecture))
+    model.load_weights(tensors.items())
+    assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+
+
+def test_an_untied_head_must_be_there_and_a_bias_must_not() -> None:
+    architecture = tiny_architecture(tie_word_embeddings=False)
+    tensors = dict(transformers_llama(architecture).state_dict())
+    del tensors["lm_head.weight"]
+    tensors["model.layers.1.mlp.up_proj.bias"] = torch.zeros(architecture.intermediate_size)
+    with pytest.raises(ModelError, match=r"missing: lm_head.weight; .* unexpected: model.layers.1.mlp.up_proj.bias"):
+        create_model(config=tiny_config(architecture)).load_weights(tensors.items())
+
+
+def test_a_prefix_moves_every_name() -> None:
+    architecture = tiny_architecture()
+    model = LlamaForCausalLM(config=tiny_config(architecture), prefix="language_model.")
+    tensors = checkpoint(transformers_llama(architecture), architecture)
+    model.load_weights((f"language_model.{name}", tensor) for name, tensor in tensors)
+
+
+@pytest.mark.parametrize(("changes", "rank", "message"), [
+    ({"hidden_act": "gelu"}, RankFacts(), "hidden_act gelu: LlamaForCausalLM is built with silu alone"),
+    ({"rope": RopeParameters(kind="yarn")}, RankFacts(), "rope_type yarn"),
+    ({}, RankFacts(tensor_parallel_size=2), "tensor_parallel_size 2: .* sums over ranks are not built"),
+    ({}, RankFacts(pipeline_parallel_size=2), "pipeline_parallel_size 2"),
+])
+def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], rank: RankFacts, message: str) -> None:
+    with pytest.raises(FeatureDisabled, match=message):
+        create_model(config=replace(tiny_config(tiny_architecture(**changes)), rank=rank))

@@ -1,0 +1,283 @@
+"""Weights come out of every kind of file under Hugging Face's names and in its layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
+from services.worker.loader.random import RandomCheckpoint
+from tests.hub.gguf_files import byte_level_vocabulary, write_gguf
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.config.checkpoint import read_architecture
+from triptych.errors import ModelError
+from triptych.hub import resolve_model
+
+VOCABULARY = byte_level_vocabulary(["a b", "ab c"])
+CONFIG = LlamaConfig(
+    architectures=["LlamaForCausalLM"], vocab_size=len(VOCABULARY["tokens"]), hidden_size=96, intermediate_size=160,
+    num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128,
+    tie_word_embeddings=False, attention_bias=True)
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A tiny model whose every tensor is random, the ones that start as constants included."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    return model
+
+
+def read_all(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: checkpoint.read(name, dtype) for name in checkpoint.tensors}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
+class TestSafetensors:
+    @pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_what_transformers_saves_is_read_back(
+        self, tmp_path: Path, model: LlamaForCausalLM, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        stored = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path, state_dict=dict(stored), max_shard_size=max_shard_size)
+        checkpoint = open_checkpoint(tmp_path)
+        assert (len(checkpoint.file_name_to_size) > 1) == (max_shard_size == "100KB")
+        assert_same(read_all(checkpoint, dtype), stored)
+        assert_same(read_all(checkpoint), {name: tensor.float() for name, tensor in stored.items()})
+        assert checkpoint.tensors["model.norm.weight"].shape == (96,)
+
+    def test_reading_never_changes_the_file(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.chmod(0o444)
+        before = path.read_bytes()
+        open_checkpoint(tmp_path).read("model.norm.weight", torch.float32).zero_()
+        assert path.read_bytes() == before
+
+    def test_a_file_that_is_cut_short_names_both_sizes(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        size = path.stat().st_size
+        os.truncate(path, size - 1)
+        with pytest.raises(ModelError, match=rf"model\.safetensors: weight file has {size - 1} bytes, expected {size}"):
+            open_checkpoint(tmp_path)
+        os.truncate(path, 100)
+        with pytest.raises(ModelError, match=r"model\.safetensors: weight file has 100 bytes, expected \d+ for its"):
+            open_checkpoint(tmp_path)
+        os.truncate(path, 0)
+        with pytest.raises(ModelError, match=r"model\.safetensors: "):
+            open_checkpoint(tmp_path)
+
+    def test_a_missing_shard_is_named(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        name = "model-00002-of-"
+        shard, = tmp_path.glob(f"{name}*")
+        shard.unlink()
+        with pytest.raises(ModelError, match=rf"{name}.*: weight file cannot be read: No such file"):
+            open_checkpoint(tmp_path)
+
+    def test_a_tensor_that_the_index_names_and_no_shard_has_is_named(self, tmp_path: Path) -> None:
+        save_file({"a": torch.zeros(3)}, tmp_path / "one.safetensors")
+        weight_map = {"a": "one.safetensors", "b": "one.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelError, match=r"one\.safetensors: b: is missing"):
+            open_checkpoint(tmp_path)
+
+    def test_a_type_that_no_one_reads_is_refused_with_the_tensor(self, tmp_path: Path) -> None:
+        save_file({"a": torch.zeros(3, dtype=torch.int64)}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match="a: type I64 is not supported"):
+            open_checkpoint(tmp_path).read("a", torch.float32)
+
+    @pytest.mark.parametrize("header", [b"[]", b"{", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [1]}}'])
+    def test_a_damaged_header_is_named(self, tmp_path: Path, header: bytes) -> None:
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(ModelError, match=r"model\.safetensors: header cannot be read"):
+            open_checkpoint(tmp_path)
+
+    def test_offsets_that_do_not_fit_the_shape_are_named(self, tmp_path: Path) -> None:
+        header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        with pytest.raises(ModelError, match=r"a: 8 bytes do not hold F32 \(3,\)"):
+            open_checkpoint(tmp_path)
+
+    def test_a_directory_without_weights_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"no weights: neither model\.safetensors nor"):
+            open_checkpoint(tmp_path)
+
+
+class TestGguf:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+
+    def write(self, path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType) -> Path:
+        """What llama.cpp's converter makes of the model, and the directory that we make of that."""
+        weights = {gguf_name(name): permuted(name, tensor.numpy()) for name, tensor in model.state_dict().items()}
+        write_gguf(path, vocabulary=VOCABULARY, num_layers=2, hidden_size=96, intermediate_size=160, num_heads=6,
+                   num_kv_heads=2, weights=weights, quantization=kind)
+        return resolve_model(str(path), progress=False)
+
+    @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+    def test_names_and_rows_are_those_of_the_original(self, tmp_path: Path, model: LlamaForCausalLM, kind: str) -> None:
+        type_ = GGMLQuantizationType[kind]
+        checkpoint = open_checkpoint(self.write(tmp_path / "model.gguf", model, type_))
+        expected = {name: through(tensor, type_) for name, tensor in model.state_dict().items()}
+        assert_same(read_all(checkpoint), expected)
+
+    def test_a_file_that_is_cut_short_names_both_sizes(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        path = tmp_path / "model.gguf"
+        directory = self.write(path, model, GGMLQuantizationType.Q8_0)
+        size = path.stat().st_size
+        os.truncate(path, size - 1)
+        with pytest.raises(ModelError, match=rf"model\.gguf: weight file has {size - 1} bytes, expected {size}"):
+            open_checkpoint(directory)
+        path.unlink()
+        with pytest.raises(ModelError, match=r"model\.gguf: weight file cannot be read: No such file"):
+            open_checkpoint(directory)
+
+    def test_a_file_that_changed_since_its_conversion_is_refused(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
+        os.utime(tmp_path / "model.gguf", ns=(0, 0))
+        with pytest.raises(ModelError, match="changed since it was converted"):
+            open_checkpoint(directory)
+
+    def test_a_type_that_no_one_reads_is_refused_with_the_tensor(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.F32)
+        index = directory / "gguf_index.json"
+        values = json.loads(index.read_text())
+        values["tensors"][3]["type"] = "IQ2_XXS"
+        index.write_text(json.dumps(values))
+        name = values["tensors"][3]["gguf_name"]
+        with pytest.raises(ModelError, match=rf"{name}: type IQ2_XXS is not supported"):
+            open_checkpoint(directory)
+
+    def test_a_tensor_outside_of_the_file_is_named(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.F32)
+        index = directory / "gguf_index.json"
+        values = json.loads(index.read_text())
+        values["tensors"][0]["offset"] += values["file_size"]
+        index.write_text(json.dumps(values))
+        with pytest.raises(ModelError, match=f"{values['tensors'][0]['gguf_name']}: .* bytes at"):
+            open_checkpoint(directory)
+
+    def test_a_damaged_index_says_what_to_delete(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.F32)
+        (directory / "gguf_index.json").write_text("{}")
+        with pytest.raises(ModelError, match=r"gguf_index\.json: cannot be read: .*; delete "):
+            open_checkpoint(directory)
+
+
+class TestRandom:
+    def test_names_and_shapes_are_those_of_transformers(self, tmp_path: Path) -> None:
+        for tied, biased in ((False, True), (True, False)):
+            config = LlamaConfig(**CONFIG.to_dict() | {
+                "tie_word_embeddings": tied, "attention_bias": biased, "mlp_bias": biased})
+            config.save_pretrained(tmp_path)
+            expected = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()
+                        if not (tied and name == "lm_head.weight")}
+            checkpoint = open_checkpoint(tmp_path, format="random")
+            assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == expected
+            assert {name: tuple(tensor.shape) for name, tensor in read_all(checkpoint).items()} == expected
+
+    def test_a_seed_gives_the_same_weights_in_any_order(self, tmp_path: Path) -> None:
+        CONFIG.save_pretrained(tmp_path)
+        once, again = (open_checkpoint(tmp_path, format="random", seed=7) for _ in range(2))
+        names = list(once.tensors)
+        tensors = {name: again.read(name, torch.float32) for name in reversed(names)}
+        assert_same(read_all(once), tensors)
+        other = open_checkpoint(tmp_path, format="random", seed=8)
+        assert not torch.equal(other.read(names[0], torch.float32), tensors[names[0]])
+        first, second = (tensors[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
+        assert not torch.equal(first, second)
+
+    def test_a_format_that_the_directory_does_not_hold_is_refused(
+        self, tmp_path: Path, model: LlamaForCausalLM
+    ) -> None:
+        model.save_pretrained(tmp_path)
+        assert open_checkpoint(tmp_path, format="safetensors").tensors
+        with pytest.raises(ModelError, match=r"load\.format: gguf, but .* holds no GGUF weights"):
+            open_checkpoint(tmp_path, format="gguf")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_filled_tensor_by_tensor_and_tells_how_far_it_is(tmp_path: Path, dtype: str) -> None:
+    config = replace(tiny_config(tiny_architecture()), dtype=dtype)
+    checkpoint = RandomCheckpoint(config.architecture, seed=3)
+    reports: list[tuple[int, int]] = []
+    model = load_model(config, checkpoint, progress=lambda done, total: reports.append((done, total)))
+    total = sum(tensor.size for tensor in checkpoint.tensors.values())
+    assert len(reports) == len(checkpoint.tensors)
+    assert reports == sorted(reports)
+    assert reports[-1] == (total, total)
+    torch_dtype = getattr(torch, dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch_dtype}
+    expected = checkpoint.read("model.embed_tokens.weight", torch_dtype)
+    assert torch.equal(dict(model.named_parameters())["model.embed_tokens.weight"], expected)
+
+
+def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    model.save_pretrained(tmp_path)
+    checkpoint, architecture = open_checkpoint(tmp_path), read_architecture(tmp_path)
+    base = fingerprint(checkpoint, architecture, "float32", "none")
+    assert len(base) == 64
+    assert base == fingerprint(open_checkpoint(tmp_path), architecture, "float32", "none")
+    others = {
+        fingerprint(checkpoint, architecture, "bfloat16", "none"),
+        fingerprint(checkpoint, architecture, "float32", "q4"),
+        fingerprint(checkpoint, replace(architecture, rms_norm_eps=1e-4), "float32", "none"),
+        fingerprint(open_checkpoint(tmp_path, format="random"), architecture, "float32", "none"),
+        fingerprint(open_checkpoint(tmp_path, format="random", seed=1), architecture, "float32", "none"),
+    }
+    model.save_pretrained(tmp_path, state_dict={name: t.bfloat16() for name, t in model.state_dict().items()})
+    others.add(fingerprint(open_checkpoint(tmp_path), architecture, "float32", "none"))
+    assert len(others - {base}) == 6
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
+    return f"{GGUF_NAMES[stem]}.{kind}"
+
+
+def permuted(name: str, weights: np.ndarray) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    heads = {"q_proj": 6, "k_proj": 2}.get(name.split(".")[-2])
+    if heads is None:
+        return weights
+    return (weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+            .swapaxes(1, 2).reshape(weights.shape))
+
+
+def through(tensor: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
+    """What is left of a tensor that was stored in this form; vectors are never quantized."""
+    if tensor.ndim == 1:
+        return tensor
+    return torch.from_numpy(dequantize(quantize(tensor.numpy(), kind), kind))

@@ -1,0 +1,73 @@
+"""The registry: known names, lazy imports, out-of-tree models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from services.worker.models import registry
+from services.worker.models.llama import LlamaForCausalLM
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.errors import FeatureDisabled
+
+
+class OutOfTreeModel:
+    def __init__(self, *, config: Any, prefix: str = "") -> None:
+        self.config = config
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_name_to_model", dict(registry._name_to_model))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_built_in_architectures_are_found(name: str) -> None:
+    assert registry.find_model(name) is LlamaForCausalLM
+
+
+def test_unknown_architecture_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(FeatureDisabled, match=r"architecture MambaForCausalLM: .* LlamaForCausalLM, Mistral"):
+        registry.create_model(config=tiny_config(tiny_architecture(name="MambaForCausalLM")))
+
+
+def test_a_model_can_be_registered_by_class_or_by_path() -> None:
+    registry.register_model("AForCausalLM", OutOfTreeModel)
+    registry.register_model("BForCausalLM", "collections:OrderedDict")
+    config = tiny_config(tiny_architecture(name="AForCausalLM"))
+    assert registry.create_model(config=config).config is config
+    assert registry.find_model("BForCausalLM").__name__ == "OrderedDict"
+
+
+def test_a_name_belongs_to_one_model() -> None:
+    registry.register_model("AForCausalLM", OutOfTreeModel)
+    registry.register_model("AForCausalLM", OutOfTreeModel)
+    with pytest.raises(ValueError, match="LlamaForCausalLM: is registered already"):
+        registry.register_model("LlamaForCausalLM", OutOfTreeModel)
+
+
+def test_a_path_without_a_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="'collections' must be 'module:Class'"):
+        registry.register_model("AForCausalLM", "collections")
+
+
+def test_models_of_installed_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        return [EntryPoint("CForCausalLM", "collections:Counter", group)] if group == "triptych.models" else []
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    assert registry.find_model("CForCausalLM").__name__ == "Counter"
+    with pytest.raises(FeatureDisabled, match="there are CForCausalLM, LlamaForCausalLM"):
+        registry.find_model("DForCausalLM")
+
+
+def test_the_registry_imports_no_model_until_one_is_asked_for() -> None:
+    code = ("import sys; from services.worker.models import registry; "
+            "assert 'services.worker.models.llama' not in sys.modules; "
+            "registry.find_model('LlamaForCausalLM'); assert 'services.worker.models.llama' in sys.modules; "
+            "assert 'grpc' not in sys.modules and 'google.protobuf' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,287 @@
+"""The sampler's rules, request by request, against arithmetic written out here."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.sampling.columns import SamplingColumns, TokenHistory
+from services.worker.sampling.sampler import SampledTokens, Sampler
+from triptych.types.sampling import SamplingParams
+from triptych_kernels import ops
+
+VOCAB, EOS, NUM_SLOTS = 53, 2, 8
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Bench:
+    """A sampler over slots that a test fills one by one."""
+
+    def __init__(self) -> None:
+        self.columns = SamplingColumns(max_num_seqs=NUM_SLOTS, vocab_size=VOCAB, eos_token_ids=(EOS,))
+        self.history = TokenHistory(
+            np.zeros((NUM_SLOTS, 64), np.int32), np.zeros(NUM_SLOTS, np.int64), np.zeros(NUM_SLOTS, np.int64)
+        )
+        self.sampler = Sampler(self.columns, self.history)
+
+    def enter(self, slot, params, prompt=(5, 6, 7), output=(), seed=1) -> None:
+        assert self.columns.enter(slot, params, seed) is None
+        self.history.num_prompt[slot] = len(prompt)
+        self.history.num_known[slot] = 0
+        self.extend(slot, *prompt, *output)
+
+    def extend(self, slot, *token_ids) -> None:
+        known = self.history.num_known[slot]
+        self.history.token_ids[slot, known : known + len(token_ids)] = token_ids
+        self.history.num_known[slot] += len(token_ids)
+
+    def sample(self, logits, slots) -> SampledTokens:
+        return self.sampler.sample(logits.clone(), np.array(slots, np.int64))
+
+    def sample_one(self, params, logits, **arguments) -> int:
+        self.enter(0, params, **arguments)
+        return int(self.sample(logits, [0]).token_ids[0])
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((num_rows, VOCAB), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def peaked(*token_ids: int) -> torch.Tensor:
+    """One row whose best tokens are these, in this order."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, list(token_ids)] = torch.arange(len(token_ids), 0, -1, dtype=torch.float32)
+    return logits
+
+
+def column(value, dtype) -> torch.Tensor:
+    return torch.tensor([value], dtype=dtype)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_greedy_takes_the_best_and_of_equals_the_lowest(bench, temperature):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [9, 30]] = 4.0
+    assert bench.sample_one(SamplingParams(temperature=temperature), logits) == 9
+
+
+def test_a_sample_depends_on_its_own_seed_and_position_and_not_on_the_batch(bench):
+    logits = random_logits(3)
+    slots, seeds, lengths = [1, 4, 6], [3, 1 << 63, (1 << 64) - 1], [3, 4, 9]
+    for slot, seed, length in zip(slots, seeds, lengths, strict=True):
+        bench.enter(slot, SamplingParams(temperature=1.3), prompt=range(length), seed=seed)
+    together = bench.sample(logits, slots).token_ids
+    for row, (slot, seed, length) in enumerate(zip(slots, seeds, lengths, strict=True)):
+        alone = bench.sample(logits[row : row + 1], [slot]).token_ids[0]
+        signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+        keyed = ops.sample(
+            logits[row : row + 1],
+            temperature=column(1.3, torch.float32),
+            top_k=column(0, torch.int32),
+            top_p=column(1.0, torch.float32),
+            min_p=column(0.0, torch.float32),
+            seeds=column(signed, torch.int64),
+            positions=column(length, torch.int64),
+        )
+        assert together[row] == alone == keyed.item()
+
+
+def test_the_noise_of_a_position_is_the_same_whether_its_past_is_prompt_or_output(bench):
+    logits, params = random_logits(1), SamplingParams(temperature=1.0)
+    fresh = bench.sample_one(params, logits, prompt=(5, 6, 7, 8, 9))
+    assert bench.sample_one(params, logits, prompt=(5, 6), output=(7, 8, 9)) == fresh
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(temperature=2.0, top_k=2), {10, 11}),
+        (SamplingParams(temperature=2.0, top_p=0.01), {10}),
+        (SamplingParams(temperature=2.0, min_p=1.0), {10}),
+        (SamplingParams(temperature=2.0, top_k=-1), None),
+    ],
+)
+def test_filters_keep_what_they_say(bench, params, kept):
+    logits = peaked(10, 11, 12)
+    seen = {bench.sample_one(params, logits, seed=seed) for seed in range(200)}
+    assert len(seen) > 20 if kept is None else seen == kept
+
+
+def test_greedy_and_sampled_rows_share_a_batch(bench):
+    bench.enter(0, GREEDY)
+    bench.enter(1, SamplingParams(temperature=1.0, allowed_token_ids=(4,)))
+    assert bench.sample(torch.cat((peaked(10), peaked(11))), [0, 1]).token_ids.tolist() == [10, 4]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_tokens_are_masked_until_min_tokens_are_out(bench, ignore_eos):
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(20,), ignore_eos=ignore_eos)
+    logits = peaked(EOS, 20, 30)
+    bench.enter(0, params)
+    chosen = []
+    for _ in range(3):
+        chosen.append(int(bench.sample(logits, [0]).token_ids[0]))
+        bench.extend(0, chosen[-1])
+    assert chosen == [30, 30, EOS]
+
+
+def test_min_tokens_counts_what_was_said_before_a_preemption(bench):
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    assert bench.sample_one(params, peaked(EOS, 30), prompt=(5,), output=(6, 7)) == EOS
+
+
+def test_without_min_tokens_end_tokens_are_free(bench):
+    assert bench.sample_one(SamplingParams(temperature=0.0, stop_token_ids=(20,)), peaked(20, EOS)) == 20
+
+
+def test_a_bias_moves_one_token_of_one_row(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, logit_bias=((40, 5.0), (10, -1.0))))
+    bench.enter(1, GREEDY)
+    assert bench.sample(torch.cat((peaked(10), peaked(10))), [0, 1]).token_ids.tolist() == [40, 10]
+
+
+def test_allowed_ids_exclude_all_others_of_their_row(bench):
+    bench.enter(3, GREEDY)
+    bench.enter(5, SamplingParams(temperature=0.0, allowed_token_ids=(33, 31, 33)))
+    assert bench.sample(torch.cat((peaked(10), peaked(10, 33, 31))), [3, 5]).token_ids.tolist() == [10, 33]
+
+
+def test_a_row_with_no_token_left_fails_alone(bench):
+    bench.enter(0, SamplingParams(temperature=1.0, min_tokens=1, allowed_token_ids=(EOS,), logprobs=1))
+    bench.enter(1, SamplingParams(temperature=0.0, logprobs=0))
+    sampled = bench.sample(torch.cat((peaked(10), peaked(11))), [0, 1])
+    assert sampled.token_ids.tolist() == [0, 11]
+    ((row, why),) = sampled.failures
+    assert row == 0
+    assert "min_tokens" in why
+    assert sampled.logprobs.rows.tolist() == [1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=1.0, logprobs=2, frequency_penalty=1.0)]
+)
+def test_a_row_with_a_bad_logit_fails_alone(bench, bad, params):
+    for slot in (2, 3, 4):
+        bench.enter(slot, params)
+    logits = random_logits(3)
+    expected = bench.sample(logits, [2, 3, 4])
+    assert expected.failures == ()
+    poisoned = logits.clone()
+    poisoned[1, 17] = bad
+    sampled = bench.sample(poisoned, [2, 3, 4])
+    assert [row for row, _ in sampled.failures] == [1]
+    assert sampled.token_ids.tolist() == [expected.token_ids[0], 0, expected.token_ids[2]]
+    if params.logprobs is not None:
+        assert sampled.logprobs.rows.tolist() == [0, 2]
+
+
+def penalized(logits: torch.Tensor, params: SamplingParams, prompt, output) -> torch.Tensor:
+    """The penalties, token by token."""
+    logits = logits.clone()
+    spoken = Counter(output)
+    for token_id in {*prompt, *output}:
+        value = logits[token_id]
+        value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        if token_id in spoken:
+            value = value - params.frequency_penalty * spoken[token_id] - params.presence_penalty
+        logits[token_id] = value
+    return logits
+
+
+def test_penalties_follow_prompt_and_output_as_they_grow(bench):
+    params = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.8),
+        SamplingParams(temperature=0.0, frequency_penalty=0.7, presence_penalty=-0.4),
+        GREEDY,
+        SamplingParams(temperature=0.0, repetition_penalty=0.6, presence_penalty=2.0),
+    ]
+    texts = [[list(range(slot, slot + 9)), [3, 4] * slot] for slot in range(4)]
+    for slot, (prompt, output) in enumerate(texts):
+        bench.enter(slot, params[slot], prompt=prompt, output=output)
+    for step in range(12):
+        logits = random_logits(4, seed=step) * 0.4
+        sampled = bench.sample(logits, range(4)).token_ids
+        for slot, (prompt, output) in enumerate(texts):
+            assert sampled[slot] == penalized(logits[slot], params[slot], prompt, output).argmax()
+            output.append(int(sampled[slot]))
+            bench.extend(slot, output[-1])
+
+
+def test_a_reused_slot_keeps_nothing_of_the_one_before(bench):
+    asking = SamplingParams(
+        temperature=0.0,
+        frequency_penalty=2.0,
+        min_tokens=9,
+        logit_bias=((9, -50.0),),
+        allowed_token_ids=(9, EOS),
+        logprobs=3,
+    )
+    bench.enter(0, asking, prompt=(5,), output=(10, 10))
+    bench.sample(peaked(10), [0])
+    bench.columns.leave(0)
+    bench.enter(0, SamplingParams(temperature=0.0, presence_penalty=0.5), prompt=(7,), output=(8,))
+    sampled = bench.sample(peaked(EOS, 10, 9), [0])
+    assert sampled.token_ids.tolist() == [EOS]
+    assert sampled.logprobs is None
+    columns = bench.columns
+    assert [columns.slot_to_bias, columns.slot_to_allowed_ids, columns.slot_to_end_ids] == [{}, {}, {}]
+
+
+def test_logprobs_are_those_before_any_change_for_the_rows_that_asked(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, logprobs=3, allowed_token_ids=(44,)))
+    bench.enter(1, GREEDY)
+    bench.enter(2, SamplingParams(temperature=1.7, logprobs=0, frequency_penalty=1.0))
+    bench.enter(3, SamplingParams(temperature=0.0, logprobs=1))
+    logits = random_logits(4)
+    sampled = bench.sample(logits, range(4))
+    expected = logits.double().log_softmax(-1)
+    columns = sampled.logprobs
+    assert columns.rows.tolist() == [0, 2, 3]
+    assert columns.offsets.tolist() == [0, 4, 5, 7]
+    assert sampled.token_ids[0] == 44
+    for place, (row, num_top) in enumerate(((0, 3), (2, 0), (3, 1))):
+        entries = slice(columns.offsets[place], columns.offsets[place + 1])
+        chosen = int(sampled.token_ids[row])
+        best = expected[row].topk(num_top).indices.tolist()
+        assert columns.token_ids[entries].tolist() == [chosen, *best]
+        torch.testing.assert_close(
+            torch.from_numpy(columns.logprobs[entries]).double(),
+            expected[row, [chosen, *best]],
+            atol=1e-5,
+            rtol=0,
+        )
+        assert columns.ranks[place] == 1 + int((expected[row] > expected[row, chosen]).sum())
+
+
+def test_more_logprobs_than_the_vocabulary_holds_are_all_of_it(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, logprobs=VOCAB + 5))
+    columns = bench.sample(random_logits(1), [0]).logprobs
+    assert sorted(columns.token_ids[1:].tolist()) == list(range(VOCAB))
+
+
+def test_no_rows_give_no_tokens(bench):
+    sampled = bench.sample(torch.empty(0, VOCAB), [])
+    assert (sampled.token_ids.size, sampled.logprobs, sampled.failures) == (0, None, ())
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        (SamplingParams(bad_words=("x",)), "sampling.bad_words"),
+        (SamplingParams(prompt_logprobs=0), "sampling.prompt_logprobs"),
+        (SamplingParams(logit_bias=((VOCAB, 1.0),)), f"sampling.logit_bias: token id {VOCAB}"),
+        (SamplingParams(stop_token_ids=(-1,)), "sampling.stop_token_ids: token id -1"),
+    ],
+)
+def test_what_cannot_be_served_is_named_and_the_slot_stays_usable(bench, params, names):
+    assert names in bench.columns.enter(0, params, seed=0)
+    assert bench.sample(peaked(8), [0]).token_ids.tolist() == [8]

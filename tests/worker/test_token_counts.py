@@ -1,0 +1,31 @@
+"""Counting a growing sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.sampling.token_counts import TokenCounts
+
+
+@given(
+    st.lists(st.integers(0, 120), min_size=1, max_size=200),
+    st.lists(st.integers(0, 120), max_size=40),
+    st.lists(st.integers(1, 12), max_size=8),
+)
+def test_counts_in_steps_equal_counts_of_the_whole(prompt, output, growth):
+    sequence = np.array(prompt + output, np.int32)
+    counts = TokenCounts()
+    length = len(prompt)
+    for grown in (0, *growth):
+        length = min(length + grown, sequence.size)
+        counts.count(sequence[:length], len(prompt))
+    counts.count(sequence, len(prompt))
+    spoken = Counter(output)
+    assert len(set(counts.token_ids.tolist())) == counts.token_ids.size
+    assert dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist(), strict=True)) == {
+        token_id: spoken[token_id] for token_id in prompt + output
+    }
