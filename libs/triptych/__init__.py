@@ -1,0 +1,48 @@
+"""Triptych: distributed LLM inference as three gRPC services; this is its face for Python programs.
+
+    from triptych import LLM, SamplingParams
+    with LLM() as llm:
+        print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text)
+
+The names load on first use, so that `import triptych` costs nothing and drags in no grpc.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triptych.client.async_llm import AsyncLLM
+    from triptych.client.llm import LLM
+    from triptych.types.outputs import CompletionOutput, RequestOutput
+    from triptych.types.sampling import SamplingParams
+
+    __version__: str
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_NAME_TO_MODULE = {
+    "LLM": "triptych.client.llm",
+    "AsyncLLM": "triptych.client.async_llm",
+    "SamplingParams": "triptych.types.sampling",
+    "CompletionOutput": "triptych.types.outputs",
+    "RequestOutput": "triptych.types.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("triptych")
+    elif name in _NAME_TO_MODULE:
+        value = getattr(importlib.import_module(_NAME_TO_MODULE[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

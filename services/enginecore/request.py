@@ -89,16 +89,6 @@ class Request:
         )
 
     @property
-    def was_admitted(self) -> bool:
-        """Whether any step was ever planned for it."""
-        return self.planned_at is not None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Exact whenever the request does not run."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def timings(self) -> StageTimings:
         """Time by stage of a request that has ended; 0 for stages that it did not reach."""
         planned = self.ended_at if self.planned_at is None else self.planned_at

@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import time
+from typing import Any
 
 from services.worker.door import SERVICE, WorkerDoor
 from services.worker.info import InfoBoard
@@ -67,8 +68,8 @@ async def run(arguments: ServiceArguments) -> int:
     log.info("listening on %s:%d, loading %s", config.worker.host, port, config.model.model)
     thread.start()
 
-    waiters: list[asyncio.Future[bool]] = [asyncio.create_task(event.wait()) for event in (ready, stop)]
-    ended: asyncio.Future[None] = thread.ended
+    waiters: list[asyncio.Future[Any]] = [asyncio.create_task(event.wait()) for event in (ready, stop)]
+    ended: asyncio.Future[Any] = thread.ended
     await asyncio.wait([*waiters, ended], return_when=asyncio.FIRST_COMPLETED)
     if ready.is_set() and board.state.facts is not None:
         facts = board.state.facts

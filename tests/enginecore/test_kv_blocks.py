@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+
 from services.enginecore.kv import BlockManager, BlockTable
 from services.enginecore.kv.free_queue import FreeQueue
 from services.enginecore.kv.hashing import extend_hashes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from services.enginecore.scheduler import Finished
 from services.enginecore.scheduler.pace import EndingPace
-
 from tests.helpers.scheduling import (
     Clock,
     Engine,
@@ -92,8 +92,8 @@ def test_the_longest_prompt_gets_one_token() -> None:
     engine = Engine(make_scheduler(max_model_len=64, num_blocks=5))
     engine.add(make_request(0, make_prompt(63), max_tokens=9))
     engine.run()
-    assert len(engine.tokens[0, 0]) == 1
-    assert engine.outcomes[0, 0].reason is FinishReason.LENGTH  # type: ignore[union-attr]
+    tokens, reason, _ = engine.end_of(0)
+    assert (len(tokens), reason) == (1, FinishReason.LENGTH)
 
 
 def test_a_name_in_use_is_refused_until_its_holder_has_ended() -> None:

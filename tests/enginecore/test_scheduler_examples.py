@@ -9,9 +9,7 @@ from triptych.types.outputs import FinishReason
 
 
 def plan_counts(engine: Engine) -> dict[int, int]:
-    plan = engine.plan()
-    assert plan is not None
-    return counts_by_number(engine.scheduler, plan)
+    return counts_by_number(engine.scheduler, engine.plan())
 
 
 def test_long_prompts_are_split_at_the_threshold_and_at_the_budget() -> None:
@@ -77,8 +75,9 @@ def test_overlap_schedules_exactly_the_tokens_that_are_needed(window: int) -> No
     expected = sum(20 + number + count - 1 for number, count in enumerate(max_tokens))
     assert engine.scheduler.counters.num_scheduled_tokens == expected
     assert engine.worker.num_tokens_computed == expected
-    assert [len(engine.tokens[0, number]) for number in range(4)] == list(max_tokens)
-    assert {outcome.reason for outcome in engine.outcomes.values()} == {FinishReason.LENGTH}
+    for number, count in enumerate(max_tokens):
+        tokens, reason, _ = engine.end_of(number)
+        assert (len(tokens), reason) == (count, FinishReason.LENGTH)
 
 
 def test_a_shared_prefix_is_read_from_the_blocks_of_the_first() -> None:

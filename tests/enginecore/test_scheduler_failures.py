@@ -7,6 +7,7 @@ import pytest
 from tests.helpers.scheduling import (
     EOS,
     Engine,
+    NaiveWorker,
     counts_by_number,
     make_prompt,
     make_request,
@@ -78,9 +79,77 @@ def test_a_failed_row_takes_back_no_block_that_an_earlier_step_completed() -> No
     engine.plan()
     engine.finish_step(failing_slots=[0])
     engine.add(make_request(1, prompt, max_tokens=8))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 4}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 4}
     engine.run()
     expect_oracle(engine, 1, prompt, 8)
+
+
+def test_what_was_computed_from_a_failed_block_is_found_by_nobody() -> None:
+    engine = Engine(make_scheduler())
+    prompt = make_prompt(128)
+    engine.add(make_request(0, prompt[:100], max_tokens=8))
+    engine.plan()
+    engine.add(make_request(1, prompt, max_tokens=8))  # reads six blocks of the first, fills two more
+    plan = engine.plan()
+    assert plan is not None
+    assert plan.new_rows[0].num_computed_tokens == 96
+    engine.finish_step(failing_slots=[0])
+    engine.run()
+    engine.add(make_request(2, prompt, max_tokens=8))
+    engine.run()
+    expect_oracle(engine, 1, prompt, 8)
+    expect_oracle(engine, 2, prompt, 8)
+
+
+def test_a_block_that_a_failed_step_was_to_fill_is_found_by_nobody() -> None:
+    engine = Engine(make_scheduler())
+    prompt = make_prompt(15)
+    engine.add(make_request(0, prompt, max_tokens=8))
+    engine.plan()
+    engine.plan()  # computes position 15, the block's last
+    engine.finish_step()
+    longer = [*prompt, *engine.tokens[0, 0], 1]
+    assert len(longer) == 17
+    engine.finish_step(failing_slots=[0])
+    engine.add(make_request(1, longer, max_tokens=8))
+    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 17}
+    engine.run()
+    expect_oracle(engine, 1, longer, 8)
+
+
+def test_a_request_that_relied_on_a_failed_row_starts_over_without_passing_the_garbage_on() -> None:
+    scheduler = make_scheduler(block_size=4, long_prefill_token_threshold=3)
+    engine = Engine(scheduler, NaiveWorker(block_size=4))
+    prompt = make_prompt(30)
+    engine.add(make_request(0, prompt[:20], max_tokens=8))
+    engine.plan()
+    engine.add(make_request(1, prompt, max_tokens=8))
+    for _ in range(4):  # the first fills its first block, the second reads it and gets to position 16
+        engine.plan()
+    assert scheduler._rows.computed[:2].tolist() == [15, 16]
+    engine.finish_step()
+    engine.finish_step(failing_slots=[0])
+    assert scheduler.num_running == 0
+    engine.run()
+    engine.add(make_request(2, prompt, max_tokens=8))
+    engine.run()
+    expect_oracle(engine, 1, prompt, 8)
+    expect_oracle(engine, 2, prompt, 8)
+
+
+def test_a_parked_request_that_relied_on_a_failed_row_keeps_no_token_of_it() -> None:
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"))
+    prompt = make_prompt(48)
+    engine.add(make_request(0, prompt, max_tokens=8))
+    engine.add(make_request(1, [*prompt, 1, 2], max_tokens=8))
+    engine.plan()
+    engine.plan()  # the first needs a fourth block, the second has the last one
+    (parked,) = engine.scheduler._roster.parked.values()
+    assert (parked.number, parked.num_in_flight) == (1, 1)
+    engine.finish_step(failing_slots=[0])
+    assert engine.tokens[0, 1] == []
+    engine.run()
+    expect_oracle(engine, 1, [*prompt, 1, 2], 8)
 
 
 def test_a_parked_request_may_fail() -> None:
@@ -170,4 +239,39 @@ def test_a_reset_of_the_prefix_cache_is_refused_while_anything_runs() -> None:
     assert engine.scheduler.reset_prefix_cache()
     assert engine.scheduler.num_cached_blocks == 0
     engine.add(make_request(1, prompt, max_tokens=2))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 64}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 64}
+
+
+def test_a_new_worker_with_fewer_blocks_takes_over_all_that_still_fit() -> None:
+    engine = Engine(make_scheduler(max_model_len=200, max_num_seqs=3))
+    prompts = [make_prompt(length, seed=length) for length in (20, 90, 30, 40)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(number, prompt, deadline=1e6, max_tokens=12))
+    for _ in range(3):
+        engine.plan()
+        engine.finish_step()
+    previous = engine.scheduler
+    engine.scheduler, engine.worker = make_scheduler(num_blocks=5, max_model_len=64), NaiveWorker()
+    (failed,) = engine.scheduler.adopt(previous)
+    engine.note(failed)
+    engine.scheduler.check_integrity()
+    assert failed.request.number == 1
+    assert isinstance(failed.error, EngineFailure)
+    assert engine.scheduler.counters.num_steps == 3, "counts go on"
+    engine.run()
+    for number in (0, 2, 3):
+        expect_oracle(engine, number, prompts[number], 12)
+
+
+def test_all_that_a_lost_worker_computed_can_be_failed_and_the_waiting_go_on() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=2))
+    for number in range(3):
+        engine.add(make_request(number, make_prompt(20, seed=number), max_tokens=8))
+    engine.plan()
+    failed = engine.scheduler.fail_running(EngineFailure("the worker was lost"))
+    assert [outcome.request.number for outcome in failed] == [0, 1]
+    for outcome in failed:
+        engine.note(outcome)
+    engine.lose_worker()
+    engine.run()
+    expect_oracle(engine, 2, make_prompt(20, seed=2), 8)

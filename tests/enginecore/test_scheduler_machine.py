@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from services.enginecore.scheduler import Failed, Finished
 
+from services.enginecore.scheduler import Failed, Finished
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -156,6 +156,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def update(self) -> None:
         self.engine.finish_step()
+
+    @rule(num_steps=st.integers(1, 9), window=st.integers(1, MOST_IN_FLIGHT))
+    def run_for_a_while(self, num_steps: int, window: int) -> None:
+        for _ in range(num_steps):
+            while len(self.engine.plans) < window:
+                num_planned = len(self.engine.plans)
+                self.schedule()
+                if len(self.engine.plans) == num_planned:
+                    break
+            if self.engine.plans:
+                self.engine.finish_step()
 
     @precondition(lambda self: self.engine.plans)
     @rule(slot=st.integers(0, 4))

@@ -14,6 +14,7 @@ from tests.helpers.scheduling import (
     naive_generation,
 )
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
@@ -53,8 +54,7 @@ def test_few_blocks_yield_the_same_tokens_as_many(
     assert scheduler.counters.num_preemptions > 0
     for number, (prompt, sampling) in cases.items():
         expected = naive_generation(prompt, number, sampling, (EOS,), 200)
-        outcome = engine.outcomes[0, number]
-        assert (engine.tokens[0, number], outcome.reason, outcome.stop_token_id) == expected
+        assert engine.end_of(number) == expected
     assert scheduler.num_used_blocks == 0
 
 
@@ -78,7 +78,7 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
 ) -> None:
     engine = crowded(policy, priorities)
     engine.add(make_request(9, make_prompt(1)))
-    victims_slot = engine.scheduler._roster.by_number(0, victim).slot  # type: ignore[union-attr]
+    (victims_slot,) = (r.slot for r in engine.scheduler._roster.running if r.number == victim)
     plan = engine.plan()
     assert plan is not None
     others = {0, 1, 2} - {victim}
@@ -86,6 +86,24 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
     assert plan.removed_slots.tolist() == [victims_slot]
     assert plan.new_rows == ()
     assert engine.scheduler.counters.num_preemptions == 1
+    engine.run()
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted_though_there_is_room() -> None:
+    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96), window=1)
+    engine.add(make_request(0, make_prompt(31, seed=0), priority=0, max_tokens=9))
+    engine.add(make_request(1, make_prompt(62, seed=1), priority=5, max_tokens=9))
+    for _ in range(2):
+        engine.plan()
+        engine.finish_step()
+    engine.add(make_request(2, make_prompt(1), priority=1, max_tokens=9))
+    steps = []
+    for _ in range(2):
+        plan = engine.plan()
+        assert plan is not None
+        steps.append(counts_by_number(engine.scheduler, plan))
+        engine.finish_step()
+    assert steps == [{0: 1}, {0: 1, 2: 1}]
     engine.run()
 
 
@@ -126,7 +144,7 @@ def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps
         engine.finish_step()
     assert len(engine.tokens[0, 1]) == num_known + expected
     assert engine.scheduler._roster.waiting.peek() is parked
-    assert parked.num_output_tokens == len(engine.tokens[0, 1])
+    assert list(parked.token_ids) == make_prompt(30, seed=1) + engine.tokens[0, 1]
     engine.run()
     outputs, _, _ = naive_generation(make_prompt(30, seed=1), 1, SamplingParams(max_tokens=20), (), 64)
     assert engine.tokens[0, 1] == outputs
@@ -141,7 +159,7 @@ def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
             engine.finish_step()
         engine.plan()
     (parked,) = engine.scheduler._roster.parked.values()
-    assert parked.num_output_tokens == 1
+    assert len(parked.token_ids) == 30 + 1
     engine.finish_step()
     assert engine.outcomes[0, 1].request is parked
     assert engine.scheduler.num_waiting == 0
@@ -154,7 +172,7 @@ def test_a_preempted_request_finds_its_prefix_again_and_reports_the_hits_of_its_
     engine = Engine(scheduler, window=1)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=18))
     engine.add(make_request(1, make_prompt(62, seed=1), max_tokens=20))
-    rows = []
+    rows: list[NewRow] = []
     while engine.plan() is not None:
         rows += engine.plans[-1].new_rows
         engine.finish_step()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.enginecore.scheduler.stopping import WatchedTokens
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -23,8 +24,6 @@ from triptych.errors import ProtocolViolation
 from triptych.types.outputs import FinishReason, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-
-QUIET = np.array([], np.uint32)
 
 
 def result(step_id: int, *token_ids: int) -> StepResult:
@@ -132,12 +131,12 @@ def test_a_budget_below_the_number_of_rows_skips_the_last() -> None:
     engine = Engine(make_scheduler(max_num_batched_tokens=4), window=1)
     for number in range(3):
         engine.add(make_request(number, make_prompt(2, seed=number), max_tokens=5))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 2, 1: 2}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 2, 1: 2}
     engine.finish_step()
-    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 1, 1: 1, 2: 2}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 1, 1: 1, 2: 2}
     engine.finish_step()
     engine.add(make_request(3, make_prompt(9), max_tokens=5), make_request(4, make_prompt(9), max_tokens=5))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 1, 1: 1, 2: 1, 3: 1}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 1, 1: 1, 2: 1, 3: 1}
     engine.finish_step()
     plan = engine.plan()
     assert plan is not None
@@ -176,7 +175,7 @@ def test_logprobs_of_a_prompt_read_no_cache_but_fill_it() -> None:
     prompt = make_prompt(50)
     engine.add(make_request(0, prompt, prompt_logprobs=1), make_request(1, prompt, prompt_logprobs=1))
     engine.add(make_request(2, prompt))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 50, 1: 50, 2: 2}  # type: ignore[arg-type]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {0: 50, 1: 50, 2: 2}
     assert engine.scheduler.counters.prefix_queries == 50
 
 
@@ -206,8 +205,7 @@ def test_every_way_to_stop_ends_at_the_right_token_and_leaks_none_beyond(window:
         sampling = SamplingParams(**CASES[number % len(CASES)])
         prompt = make_prompt(1 + number % 37, seed=number)
         expected = naive_generation(prompt, number, sampling, (EOS, 11), 90)
-        outcome = engine.outcomes[0, number]
-        assert (engine.tokens[0, number], outcome.reason, outcome.stop_token_id) == expected
+        assert engine.end_of(number) == expected
         reasons.append(expected[1:])
     assert {(reason, stop is None) for reason, stop in reasons} == {
         (FinishReason.LENGTH, True),
@@ -333,3 +331,24 @@ def test_block_sizes_other_than_powers_of_two_work() -> None:
     for number in range(4):
         expected = naive_generation(prompt, number, SamplingParams(max_tokens=30), (), 200)
         assert engine.tokens[0, number] == expected[0]
+
+
+def test_watched_tokens_are_those_of_the_living() -> None:
+    watched = WatchedTokens([EOS])
+    probe = np.array([0, EOS, 5, 9, 0xFFFFFFFE], np.uint32)
+    watched.add((5, 9))
+    watched.add((9,))
+    assert watched.among(probe).tolist() == [False, True, True, True, False]
+    watched.discard((5, 9))
+    assert watched.among(probe).tolist() == [False, True, False, True, False]
+    watched.discard((9,))
+    assert watched.among(probe).tolist() == [False, True, False, False, False]
+    assert watched.among(probe[:0]).tolist() == []
+
+
+def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
+    engine = Engine(make_scheduler())
+    before = dict(engine.scheduler._watched._watchers)
+    engine.add(make_request(0, [1], stop_token_ids=(5, 6), max_tokens=3))
+    engine.run()
+    assert engine.scheduler._watched._watchers == before

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Failed, Finished, Scheduler, StepOutput
-
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
@@ -60,7 +60,7 @@ def make_scheduler(
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+    return [int(token_id) for token_id in np.random.default_rng(seed).integers(0, VOCAB_SIZE, length)]
 
 
 def make_request(
@@ -263,14 +263,22 @@ class Engine:
         for session, number, token_id, _ in zip(*(column.tolist() for column in columns), strict=True):
             assert (session, number) not in self.outcomes, "a token after the end"
             self.tokens[session, number].append(token_id)
-        for outcome in (*output.finished, *output.failed):
-            self.note(outcome)
+        for finished in output.finished:
+            self.note(finished)
+        for failed in output.failed:
+            self.note(failed)
         return output
 
     def note(self, outcome: Finished | Failed) -> None:
         key = outcome.request.session, outcome.request.number
         assert key not in self.outcomes, "a second end"
         self.outcomes[key] = outcome
+
+    def end_of(self, number: int, session: int = 0) -> tuple[list[int], FinishReason, int | None]:
+        """Tokens, reason and stop id of a request that ended well: as `naive_generation` gives them."""
+        outcome = self.outcomes[session, number]
+        assert isinstance(outcome, Finished), f"request {number} failed"
+        return self.tokens[session, number], outcome.reason, outcome.stop_token_id
 
     def lose_worker(self) -> None:
         self.plans.clear()
@@ -290,8 +298,9 @@ class Engine:
         raise AssertionError(f"not done after {max_steps} steps")
 
 
-def counts_by_number(scheduler: Scheduler, plan: StepPlan) -> dict[int, int]:
-    """How many tokens each running request computes in `plan`, by its number; absent: none."""
+def counts_by_number(scheduler: Scheduler, plan: StepPlan | None) -> dict[int, int]:
+    """How many tokens each running request computes in `plan`, just made, by its number; absent: none."""
+    assert plan is not None, "nothing was planned"
     rows = scheduler._rows
     counts = dict.fromkeys(rows.slot_to_request, 1)
     counts.update(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True))

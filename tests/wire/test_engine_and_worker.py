@@ -134,7 +134,7 @@ async def test_a_deadline_ends_a_request_that_waits_and_one_that_runs() -> None:
 
 
 async def test_a_lost_worker_costs_no_token_and_changes_none() -> None:
-    async with running_stack(num_blocks=2000) as (worker, engine, frontend):
+    async with running_stack(num_blocks=2000) as (worker, _, frontend):
         sampling = {"max_tokens": 200, "ignore_eos": True}
         prompts = {number: make_prompt(20 + number, seed=number) for number in range(1, 21)}
         for number, prompt in prompts.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from triptych.config.fields import LogConfig
 
 _FIELDS = "fields"
+_TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")
 _LEVELS = {"WARNING": "WARN"}
 
 
@@ -28,6 +30,17 @@ def configure(config: LogConfig, service: str) -> None:
 def with_fields(**values: Any) -> dict[str, Any]:
     """`extra=` of a log call: values that print as key=value, or as JSON members."""
     return {_FIELDS: values}
+
+
+def message_of(line: str) -> str:
+    """What a log line of either format says, without time, level and service; any other line as it is."""
+    if line.startswith("{"):
+        try:
+            return str(json.loads(line)["message"])
+        except (ValueError, KeyError):
+            return line
+    match = _TEXT_LINE.fullmatch(line)
+    return match[1] if match else line
 
 
 class _TextFormatter(logging.Formatter):

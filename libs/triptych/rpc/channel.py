@@ -18,6 +18,9 @@ KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
+# gRPC would send even loopback traffic through $http_proxy; an address of ours is meant as it stands.
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+
 
 def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
     """The options that bound one message in both directions."""
@@ -33,6 +36,7 @@ def open_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> gr
     options = (
         *message_limits(limit_bytes),
         *KEEPALIVE,
+        *NO_PROXY,
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 50),

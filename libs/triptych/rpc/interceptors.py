@@ -71,6 +71,9 @@ def _guard_stream(inner: Any, method: str) -> Any:
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
+    if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
+        # The generated base class answers for a method that a door does not have.
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
     if isinstance(error, TriptychError):
         status = to_status(error)
         if status.code is grpc.StatusCode.INTERNAL:

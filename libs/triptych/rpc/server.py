@@ -14,17 +14,15 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from triptych.errors import ConfigError
 from triptych.rpc.channel import KEEPALIVE, message_limits
+from triptych.rpc.health import NOT_SERVING, SERVING, Health
 from triptych.rpc.interceptors import ErrorInterceptor
 
 log = logging.getLogger(__name__)
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _HEALTH_SET_TIMEOUT_S = 1.0  # a watcher that does not read holds health's lock; nobody waits for it longer
 
 
@@ -41,7 +39,7 @@ class RpcServer:
             options=(*message_limits(limit_bytes), *KEEPALIVE, ("grpc.so_reuseport", 0)),
         )
         self._services = tuple(services)
-        self._health = HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (
             *services,
@@ -92,7 +90,7 @@ class RpcServer:
     async def _set_health(self, name: str, is_serving: bool) -> None:
         try:
             async with asyncio.timeout(_HEALTH_SET_TIMEOUT_S):
-                await self._health.set(name, _SERVING if is_serving else _NOT_SERVING)
+                await self._health.set(name, SERVING if is_serving else NOT_SERVING)
         except TimeoutError:
             log.warning("a health watcher of %r does not read; it may have missed a change", name)
 

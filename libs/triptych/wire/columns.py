@@ -51,6 +51,17 @@ def check_equal_lengths(**columns: NDArray[np.generic]) -> None:
         raise ProtocolViolation(f"columns of one table differ in length: {lengths}")
 
 
+def check_offsets(offsets: U32, num_entries: int) -> None:
+    """Raise ProtocolViolation unless `offsets` rise from 0 to `num_entries`."""
+    if (
+        not len(offsets)
+        or offsets[0] != 0
+        or offsets[-1] != num_entries
+        or (offsets[1:] < offsets[:-1]).any()
+    ):
+        raise ProtocolViolation(f"offsets must rise from 0 to {num_entries}: {offsets.tolist()}")
+
+
 def _from_bytes(data: bytes, dtype: np.dtype) -> NDArray:
     if len(data) % dtype.itemsize:
         raise ProtocolViolation(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2
 from triptych.types.outputs import (
     FinishedRequest,
@@ -129,6 +130,10 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
     )
     if len(batch.token_counts):
         check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)
+        if int(batch.token_counts.sum()) != len(batch.token_ids):
+            raise ProtocolViolation(
+                f"token_counts sum up to {batch.token_counts.sum()}, but there are {len(batch.token_ids)} token_ids"
+            )
     else:
         check_equal_lengths(numbers=batch.numbers, token_ids=batch.token_ids)
     return batch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
 from triptych.wire.columns import (
     check_equal_lengths,
+    check_offsets,
     f32_from_bytes,
     f32_to_bytes,
     u32_from_bytes,
@@ -69,6 +71,9 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
 
 
 def result_from_proto(message: worker_pb2.Result) -> StepResult:
+    """Raises ProtocolViolation for more than one token per row, which no engine plans yet."""
+    if message.token_counts:
+        raise ProtocolViolation("Result.token_counts: several tokens per row and step are not served yet")
     return StepResult(
         step_id=message.step_id,
         token_ids=u32_from_bytes(message.token_ids),
@@ -98,6 +103,7 @@ def logprobs_from_proto(message: worker_pb2.LogprobColumns) -> LogprobColumns:
     )
     check_equal_lengths(rows=columns.rows, ranks=columns.ranks, offsets_less_one=columns.offsets[1:])
     check_equal_lengths(token_ids=columns.token_ids, logprobs=columns.logprobs)
+    check_offsets(columns.offsets, len(columns.token_ids))
     return columns
 
 

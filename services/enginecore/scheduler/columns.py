@@ -22,10 +22,10 @@ class RowColumns:
 
         position   0  1  2  3  4  5  6  7  8  9
         token      p  p  p  p  o  o  ?  ?
-                                     |     |     |
-                           known = 6 ┘     |     last = 9, the position of the last token it may have
-                              horizon = 8 ─┘
-        computed = 7: a sent step computes the KV of every position below
+                                     |     |  |
+                           known = 6 ┘     |  └ last = 9, where the last token that it may have stands
+                               horizon = 8 ┘
+        computed = 7: steps that are sent compute the KV of every position below
 
     A step computes min(horizon, last) - computed tokens of it. The last token's KV is never needed, so a
     request whose remaining output is all in flight wants 0.

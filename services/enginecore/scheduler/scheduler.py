@@ -156,6 +156,7 @@ class Scheduler:
 
         For a worker that came back with another number of blocks: those that no longer fit fail.
         """
+        assert previous._blocks.block_size == self._blocks.block_size, "block hashes depend on it"
         previous.requeue_all()
         self.counters, self._num_arrivals = previous.counters, previous._num_arrivals
         self._admission.pace = previous._admission.pace
@@ -172,7 +173,9 @@ class Scheduler:
 
     def fail_running(self, error: EngineFailure) -> tuple[Failed, ...]:
         """End everything that has a row, or results still to come."""
-        return tuple(self._fail(request, error) for request in (*self._roster.running, *self._roster.parked.values()))
+        return tuple(
+            self._fail(request, error) for request in (*self._roster.running, *self._roster.parked.values())
+        )
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""

@@ -1,0 +1,142 @@
+# Triptych. `make` alone lists the targets; README.md has the tour.
+#
+# Set-up is a dependency of everything that needs it: .venv from pyproject.toml and constraints.txt, redone when
+# one of them changes or when it was interrupted (tools/setup.py), and the embedded model, which lies in
+# $TRIPTYCH_HOME (default ~/.cache/triptych) and outlives `make clean`.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+# What a caller may set. PROMPT and MODEL may hold any character: they reach the shell through the environment
+# alone, unexpanded. ARGS is split into words and added to the command.
+PROMPT ?= What is the capital of France?
+MODEL ?= embedded
+ARGS ?=
+export TRIPTYCH_MAKE_PROMPT := $(value PROMPT)
+export TRIPTYCH_MAKE_MODEL := $(value MODEL)
+unexport PROMPT MODEL ARGS
+
+BIN := .venv/bin
+RUNTIME := .venv/.installed-runtime
+DEV := .venv/.installed-dev
+
+# The first Python that the project supports and that can make a virtual environment.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+##@ Run
+
+.PHONY: serve
+serve: $(RUNTIME) $(if $(filter embedded,$(value MODEL)),model) ## Serve MODEL (embedded, a path or a hub id) until Ctrl-C; ARGS="--frontend.port=50051 …"
+	@exec $(BIN)/triptych serve "$$TRIPTYCH_MAKE_MODEL" $(ARGS)
+
+.PHONY: demo
+demo: $(RUNTIME) model ## Start the stack, stream the answer to PROMPT, stop
+	@exec $(BIN)/triptych demo --prompt "$$TRIPTYCH_MAKE_PROMPT" $(ARGS)
+
+.PHONY: bench
+bench: $(RUNTIME) model ## Measure: ARGS="throughput --help"
+	@exec $(BIN)/triptych bench $(or $(ARGS),throughput)
+
+##@ Set up
+
+.PHONY: setup
+setup: $(RUNTIME) model ## What serving needs: .venv and the embedded model (serve and demo do it by themselves)
+
+.PHONY: setup-dev
+setup-dev: $(DEV) model ## What testing and checking need on top
+
+.PHONY: model
+model: $(RUNTIME) ## Fetch and convert the embedded model, unless it is there
+	@$(BIN)/python -m triptych.hub embedded > /dev/null
+
+$(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml constraints.txt tools/setup.py
+	@test -n "$(PYTHON)" || { \
+	  echo "set-up: found no Python 3.11 to 3.13 with venv; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) tools/setup.py $*
+
+##@ Test and check
+
+.PHONY: test
+test: $(DEV) model ## Run the tests; ARGS="tests/rpc -k health"
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(DEV) model ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+.PHONY: ci
+ci: verify test ## Everything that must hold before a merge
+
+.PHONY: verify
+verify: verify-lint verify-sizes verify-rooms verify-config verify-types verify-protos ## All checks but the tests
+
+.PHONY: verify-lint
+verify-lint: $(DEV) ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+.PHONY: verify-types
+verify-types: $(DEV) ## mypy, strict
+	$(BIN)/mypy libs services kernels tools
+
+.PHONY: verify-rooms
+verify-rooms: $(DEV) ## import-linter: who may import whom
+	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
+
+.PHONY: verify-sizes
+verify-sizes: $(DEV) ## Hand-written sources stay within 400 lines
+	$(BIN)/python tools/verify_sizes.py
+
+.PHONY: verify-protos
+verify-protos: $(DEV) ## buf: lint and breaking changes; stubs: fresh, and importable with protobuf 6 and 7
+	$(BIN)/python tools/protos.py verify
+
+.PHONY: verify-config
+verify-config: $(DEV) ## config/example.yaml says what the code says
+	$(BIN)/python tools/example_config.py --check
+
+##@ Fix
+
+.PHONY: fix
+fix: fix-lint fix-protos fix-config ## Everything that a verify target can mend
+
+.PHONY: fix-lint
+fix-lint: $(DEV) ## ruff: mend and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: fix-protos protos
+fix-protos: protos
+protos: $(DEV) ## Regenerate the stubs from protos/
+	$(BIN)/python tools/protos.py generate
+
+.PHONY: protos-release
+protos-release: $(DEV) ## Take the public protos of now as those that later ones must not break
+	$(BIN)/python tools/protos.py release
+
+.PHONY: fix-config
+fix-config: $(DEV) ## Rewrite config/example.yaml
+	$(BIN)/python tools/example_config.py
+
+.PHONY: oracle
+oracle: $(DEV) model ## Record anew the answers that the tests compare with (minutes)
+	$(BIN)/python tests/oracle/record.py $(ARGS)
+
+##@ Clean
+
+.PHONY: clean
+clean: ## Remove what was built; .venv and the model cache stay
+	rm -rf build dist triptych.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
+
+.PHONY: distclean
+distclean: clean ## The same, and .venv
+	rm -rf .venv
+
+.PHONY: help
+help:
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+( [a-z-]+)*:.*## / { split($$1, names, " "); printf "  %-16s %s\n", names[1], $$2 }' $(MAKEFILE_LIST)

@@ -1,0 +1,91 @@
+"""Print what matters in a bug report: versions, CPU, memory, GPU, options in the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = (
+    "triptych", "torch", "grpcio", "protobuf", "numpy", "tokenizers", "safetensors", "gguf",
+    "huggingface_hub", "fastapi", "uvicorn", "transformers",
+)  # fmt: skip
+# What the kernels may use: vector width, half precision, int8 dot products, matrix units.
+_CPU_FLAGS = (
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for name, value in (*_versions(), *_machine(), *_gpus(), *_options()):
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({platform.platform()})"
+    for package in _PACKAGES:
+        try:
+            yield package, metadata.version(package)  # reads a file: importing torch would take seconds
+        except metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    cpu = _key_values("/proc/cpuinfo")
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
+    yield "cpu", cpu.get("model name") or platform.machine()
+    yield "cpu flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
+    yield (
+        "cores",
+        f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}, quota {_read_limit('cpu.max')}",
+    )
+    memory = _key_values("/proc/meminfo")
+    total, available = (int(memory[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    yield "memory", f"{available:.1f} of {total:.1f} GiB available, limit {_read_limit('memory.max')}"
+
+
+def _gpus() -> Iterator[tuple[str, str]]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        yield "gpu", "none (no nvidia-smi)"
+        return
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except subprocess.TimeoutExpired:
+        yield "gpu", "nvidia-smi does not answer"
+        return
+    said = ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr
+    for line in said.strip().splitlines() or [f"nvidia-smi exited with code {ended.returncode}"]:
+        yield "gpu", line.strip()
+
+
+def _options() -> Iterator[tuple[str, str]]:
+    for name in sorted(name for name in os.environ if name.startswith("TRIPTYCH_")):
+        yield name, os.environ[name]
+
+
+def _key_values(path: str) -> dict[str, str]:
+    """`key: value` lines of a kernel file, the first of each key; empty where there is no such file."""
+    values: dict[str, str] = {}
+    file = Path(path)
+    for line in file.read_text().splitlines() if file.exists() else ():
+        key, _, value = line.partition(":")
+        values.setdefault(key.strip(), value.strip())
+    return values
+
+
+def _read_limit(name: str) -> str:
+    """A limit of the control group, as the kernel writes it."""
+    file = Path("/sys/fs/cgroup") / name
+    return file.read_text().strip() if file.exists() else "none"

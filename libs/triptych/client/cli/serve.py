@@ -1,0 +1,105 @@
+"""Serve a model on this machine: worker, engine core and frontend, watched and restarted if they die.
+
+  triptych serve                              the embedded model, SmolLM2-135M-Instruct
+  triptych serve HuggingFaceTB/SmolLM2-360M-Instruct --scheduler.max-num-seqs 16
+  triptych serve /models/x.gguf --model.quantization q8 --frontend.http-port 8080
+
+Ctrl-C lets running requests finish and leaves; a second one ends everything at once.
+Every option can also stand in a yaml file (--config) or in the environment; flags win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from types import FrameType
+
+from triptych.client.cli.stack import given_options
+from triptych.client.cli.streaming import DEFAULT_ADDRESS
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.launch import launch
+from triptych.client.local import LocalCluster
+from triptych.config.fields import EngineConfig
+from triptych.config.loader import add_config_flags, load_config
+from triptych.errors import ConfigError
+from triptych.observe import logging as observe_logging
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory, .gguf file, hub id or `embedded`; the same as --model.model",
+    )
+    parser.usage = f"{parser.prog} [MODEL] [--config FILE] [--SECTION.OPTION VALUE ...]"
+    add_config_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    observe_logging.configure(config.log, "cluster")
+    interrupts = _Interrupts()
+    started_s = time.monotonic()
+    cluster: LocalCluster | None = None
+    try:
+        cluster = interrupts.cluster = launch(config)
+        print(_banner(cluster, time.monotonic() - started_s), flush=True)
+        cluster.wait()
+    except KeyboardInterrupt:
+        if cluster is not None:
+            print("stopping; Ctrl-C again ends it at once", file=sys.stderr)
+            cluster.stop()
+    return 0
+
+
+class _Interrupts:
+    """The first SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt in the main thread, each later one kills."""
+
+    def __init__(self) -> None:
+        self.cluster: LocalCluster | None = None
+        self._is_first = True
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_first:
+            self._is_first = False
+            raise KeyboardInterrupt
+        if self.cluster is not None:
+            self.cluster.kill()
+
+
+def _load(arguments: argparse.Namespace) -> EngineConfig:
+    flags = given_options(arguments)
+    if arguments.model is not None and flags.setdefault("model.model", arguments.model) != arguments.model:
+        raise ConfigError(f"MODEL {arguments.model!r} and --model.model {flags['model.model']!r} disagree")
+    return load_config(file=arguments.config, flags=flags)
+
+
+def _banner(cluster: LocalCluster, elapsed_s: float) -> str:
+    name = asyncio.run(_model_name(cluster.address))
+    to_chat = "triptych chat"
+    if cluster.address != DEFAULT_ADDRESS:
+        to_chat += f" --address {cluster.address}"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    return f"""
+Triptych serves {name}, ready after {elapsed_s:.1f} s.
+
+  gRPC   {cluster.address}
+  HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; try it at http://{cluster.http_address}/docs)
+
+  Try    {to_chat}
+         curl http://{cluster.http_address}/v1/chat/completions -H 'Content-Type: application/json' \\
+           -d '{body}'
+
+  Ctrl-C stops it.
+"""
+
+
+async def _model_name(address: str) -> str:
+    async with GenerationClient(address) as client:
+        return (await client.list_models())[0].name

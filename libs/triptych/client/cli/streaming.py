@@ -1,0 +1,42 @@
+"""What the commands that print an answer share: where to send it, and printing as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.request import Prompt, RequestOptions, Sampling
+from triptych.client.stream_stats import StreamStats
+from triptych.types.events import DeltaEvent
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def add_address_argument(parser: argparse.ArgumentParser, *, default: str | None = DEFAULT_ADDRESS) -> None:
+    parser.add_argument(
+        "--address",
+        default=default,
+        metavar="HOST:PORT",
+        help=f"gRPC door of the frontend (default: {default or 'a stack of its own'})",
+    )
+
+
+async def print_answer(
+    client: GenerationClient,
+    prompt: Prompt,
+    sampling: Sampling,
+    options: RequestOptions,
+) -> StreamStats:
+    """Write the answer to stdout as it comes."""
+    stats = StreamStats()
+    async for event in client.generate(prompt, sampling, options):
+        stats.add(event)
+        if isinstance(event, DeltaEvent):
+            write_now(event.text)
+    return stats
+
+
+def write_now(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

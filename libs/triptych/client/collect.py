@@ -1,0 +1,78 @@
+"""From the events of one generation to the outputs that a Python program sees."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+
+
+class OutputCollector:
+    """Adds up the deltas of one request; `output` is what there is so far."""
+
+    def __init__(self, prompt: str | None) -> None:
+        self.output = RequestOutput(request_id="", prompt=prompt, prompt_token_ids=[], outputs=[])
+
+    def add(self, event: Event) -> None:
+        output = self.output
+        match event:
+            case DeltaEvent():
+                while len(output.outputs) <= event.index:
+                    output.outputs.append(CompletionOutput(index=len(output.outputs)))
+                _append(output.outputs[event.index], event)
+            case AdmittedEvent():
+                output.request_id = event.request_id
+                output.prompt_token_ids = list(event.prompt_token_ids)
+            case FinishedEvent():
+                output.finished, output.usage, output.timings = True, event.usage, event.timings
+
+
+async def delta_outputs(events: AsyncIterator[Event], prompt: str | None) -> AsyncIterator[RequestOutput]:
+    """One RequestOutput per delta, holding what is new; the last one has `finished`, usage and timings.
+
+    A choice's last delta waits for the event after it (which follows at once), so that the last output
+    carries text and totals together.
+    """
+    admitted = AdmittedEvent("", "", 0, ())
+    held: RequestOutput | None = None
+    async for event in events:
+        if isinstance(event, AdmittedEvent):
+            admitted = event
+            continue
+        if isinstance(event, FinishedEvent):
+            last = held or _delta_output(admitted, prompt, [])
+            last.finished, last.usage, last.timings = True, event.usage, event.timings
+            yield last
+            return
+        if held is not None:
+            yield held
+            held = None
+        choice = CompletionOutput(index=event.index)
+        _append(choice, event)
+        output = _delta_output(admitted, prompt, [choice])
+        if event.finish_reason is not None:
+            held = output
+        else:
+            yield output
+
+
+def _delta_output(
+    admitted: AdmittedEvent, prompt: str | None, choices: list[CompletionOutput]
+) -> RequestOutput:
+    return RequestOutput(admitted.request_id, prompt, list(admitted.prompt_token_ids), choices)
+
+
+def _append(choice: CompletionOutput, delta: DeltaEvent) -> None:
+    choice.text += delta.text
+    choice.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+        choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + _sum_chosen(delta.logprobs)
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason.word
+        choice.stop_reason = delta.stop_reason
+
+
+def _sum_chosen(logprobs: Iterable[TokenLogprobs]) -> float:
+    return sum(entry.chosen.logprob for entry in logprobs)

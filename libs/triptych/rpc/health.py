@@ -1,0 +1,26 @@
+"""health.v1 whole: grpc's own asyncio servicer has Check and Watch, but not List."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpc_health.v1 import health, health_pb2
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health(health.aio.HealthServicer):
+    """The state of each service by name; `""` is the process itself, alive from the start."""
+
+    async def set(self, service: str, status: int) -> None:
+        """Set and tell watchers. Checks see it at once: only watchers wait for one that does not read."""
+        self._server_status[service] = status
+        await super().set(service, status)
+
+    async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=status)
+            for service, status in self._server_status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)

@@ -1,0 +1,1 @@
+"""The tokenizing gateway: text in, text out; public gRPC and OpenAI-compatible HTTP."""

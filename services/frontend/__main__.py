@@ -1,0 +1,27 @@
+"""`python -m services.frontend`: the tokenizing gateway's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from services.frontend.app import EXIT_MISCONFIGURED, run
+from triptych.config.loader import parse_service_arguments
+from triptych.errors import ConfigError
+
+
+def main() -> int:
+    arguments = parse_service_arguments("frontend", __doc__ or "", sys.argv[1:])
+    try:
+        return asyncio.run(run(arguments))
+    except ConfigError as error:
+        print(f"services.frontend: {error}", file=sys.stderr)
+        return EXIT_MISCONFIGURED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that still fetches a model must not keep a stopped process alive

@@ -1,0 +1,84 @@
+"""What is written down of each request: one log line, and the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from types import TracebackType
+
+from triptych.errors import TriptychError
+from triptych.observe.logging import with_fields
+from triptych.observe.metrics import FrontendMetrics
+from triptych.types.outputs import Usage
+
+log = logging.getLogger(__name__)
+
+_CANCELLED = "cancelled"  # the client left before the end
+_INTERNAL = "INTERNAL"
+
+
+class RequestRecord:
+    """One request from arrival to end. A context manager: leaving it writes the line, whatever happened."""
+
+    def __init__(self, metrics: FrontendMetrics, door: str, request_id: str) -> None:
+        self._metrics = metrics
+        self._door = door
+        self._request_id = request_id
+        self._arrived = time.monotonic()
+        self._first_output: float | None = None
+        self.model = ""
+        self.usage = Usage()
+        """Kept up to date by the generator."""
+        self.finish = ""
+        """How it ended well; empty until it has."""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._arrived
+
+    def note_output(self) -> None:
+        """Output is about to go to the client; the first time counts."""
+        if self._first_output is None:
+            self._first_output = time.monotonic()
+            self._metrics.time_to_first_token.observe(self._first_output - self._arrived)
+
+    def __enter__(self) -> RequestRecord:
+        self._metrics.active.inc()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        outcome = self.finish or _outcome(error)
+        total_s = self.elapsed_s
+        metrics, usage = self._metrics, self.usage
+        metrics.active.dec()
+        metrics.requests.labels(self._door, outcome).inc()
+        metrics.request_seconds.observe(total_s)
+        metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+        metrics.output_tokens.inc(usage.num_output_tokens)
+        fields = {
+            "request_id": self._request_id,
+            "door": self._door,
+            "model": self.model,
+            "prompt_tokens": usage.num_prompt_tokens,
+            "output_tokens": usage.num_output_tokens,
+            "cached_tokens": usage.num_cached_tokens,
+            "total_ms": total_s * 1000,
+            "finish": outcome,
+        }
+        if self._first_output is not None:
+            fields["ttft_ms"] = (self._first_output - self._arrived) * 1000
+        if not self.finish and isinstance(error, TriptychError):
+            fields["error"] = error.message
+        log.info("request", extra=with_fields(**fields))
+
+
+def _outcome(error: BaseException | None) -> str:
+    match error:
+        case TriptychError():
+            return error.code
+        case None | GeneratorExit() | asyncio.CancelledError():
+            return _CANCELLED
+    return _INTERNAL

@@ -1,0 +1,321 @@
+"""THE path of a request: parse, template, tokenize, submit, outputs, events."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from services.frontend.accounting import RequestRecord
+from services.frontend.identity import choice_request_id, choice_seed, draw_seed, new_request_id
+from services.frontend.outputs import RequestOutputs
+from services.frontend.requests import (
+    RawChat,
+    RawRequest,
+    check_chat,
+    fit_to_context,
+    is_request_id,
+    parse,
+)
+from services.frontend.router import Router
+from services.frontend.sampling_fields import find_bad_token_id, why_not_text
+from services.frontend.text_model import TextModel
+from triptych.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineUnavailable,
+    FieldViolation,
+    InvalidRequest,
+)
+from triptych.observe.metrics import FrontendMetrics
+from triptych.types.events import AdmittedEvent, Event, FinishedEvent
+from triptych.types.outputs import Usage
+from triptych.types.sampling import SamplingParams
+from triptych.types.submit import EngineWelcome, SubmitRequest
+
+MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
+_SUBMITS_PER_TURN = 256  # of one request's choices, before the loop serves others
+
+
+class ServedModel(NamedTuple):
+    """One name that requests may use."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    created_unix_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request ready to be submitted."""
+
+    raw: RawRequest
+    request_id: str
+    engine: EngineWelcome
+    """The facts that it was checked against."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """`max_tokens` is filled in."""
+    seed: int
+    echo: str
+    tokenize_ns: int
+
+
+class Generator:
+    """Everything that a door may ask of the frontend. Bound to one event loop."""
+
+    def __init__(self, router: Router, metrics: FrontendMetrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._text: TextModel | None = None
+        self._alive: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._started_unix_s = int(time.time())
+
+    def set_text_model(self, text: TextModel) -> None:
+        """Called once, when tokenizer and template are loaded; until then nothing is ready."""
+        self._text = text
+        self._router.on_change()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._text is not None and not self._is_draining and self._router.is_ready
+
+    @property
+    def why_not_ready(self) -> str:
+        """Empty if it is."""
+        if self._is_draining:
+            return "this frontend is stopping; try another"
+        if self._text is None:
+            return "the tokenizer is being loaded"
+        return "" if self._router.is_ready else self._router.why_not_ready
+
+    @property
+    def num_active(self) -> int:
+        """Requests between their first look-up and their last event."""
+        return len(self._alive)
+
+    def models(self) -> list[ServedModel]:
+        """What can be named now: the models of the ready engines."""
+        return [
+            ServedModel(facts.name, facts.max_model_len, facts.vocab_size, self._started_unix_s)
+            for facts in self._router.models
+        ]
+
+    def find_model(self, name: str) -> ServedModel:
+        """The model that `name` means; empty: the only one.
+
+        Raises:
+            ModelNotFound, EngineUnavailable, InvalidRequest: as `Router.find`.
+        """
+        found = self._router.find(name).model
+        assert found is not None, "a ready engine has told its model"
+        return ServedModel(found.name, found.max_model_len, found.vocab_size, self._started_unix_s)
+
+    async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+        """AdmittedEvent first, then DeltaEvents of each choice, FinishedEvent last.
+
+        Closing the iterator aborts the request at once: use `contextlib.aclosing`. A client that reads
+        slowly gets fewer and larger deltas.
+
+        Raises:
+            TriptychError: whatever ends the request; before the first event, or after all output so far.
+        """
+        if self._is_draining:
+            raise EngineUnavailable(self.why_not_ready)
+        # A request whose id is no good is refused under a drawn one: ids stand in logs and headers.
+        request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
+        with RequestRecord(self._metrics, raw.door, request_id) as record, self._claim(request_id):
+            request = await self._prepare(raw, request_id, record)
+            outputs = RequestOutputs(request_id)
+            alarm = self._set_alarm(raw, record, outputs)
+            try:
+                await self._submit(request, outputs, record)
+                await outputs.wait_admitted()
+                yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids)
+                while (delta := await outputs.next_delta()) is not None:
+                    record.note_output()
+                    yield delta
+                record.usage = _usage(request, outputs)
+                record.finish = outputs.finish_words
+                yield FinishedEvent(record.usage, outputs.timings, request.tokenize_ns)
+            finally:
+                outputs.close()
+                record.usage = _usage(request, outputs)
+                if alarm is not None:
+                    alarm.cancel()
+
+    async def tokenize(
+        self,
+        prompt: str | RawChat,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        path: str = "prompt",
+    ) -> list[int]:
+        """Token ids of a text or a conversation.
+
+        Args:
+            add_special_tokens: None: for a text, yes; a chat template has written its own.
+            path: of the prompt in the client's words.
+
+        Raises:
+            InvalidRequest, ModelNotFound, EngineUnavailable
+        """
+        text = self._require_text()
+        self._router.find(model)
+        if isinstance(prompt, RawChat):
+            violations = check_chat(prompt, path, "template_kwargs")
+        else:
+            violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
+        if violations:
+            raise InvalidRequest(violations)
+        return await text.encode(prompt, path, add_special_tokens=add_special_tokens)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        path: str = "token_ids",
+    ) -> str:
+        """The text of token ids.
+
+        Raises:
+            InvalidRequest, ModelNotFound, EngineUnavailable
+        """
+        text = self._require_text()
+        served = self.find_model(model)
+        if len(token_ids) > MAX_DETOKENIZE:
+            raise InvalidRequest(
+                path, f"{len(token_ids)} tokens are above the limit {MAX_DETOKENIZE}; split them"
+            )
+        bad = find_bad_token_id(token_ids, served.vocab_size)
+        if bad is not None:
+            raise InvalidRequest(f"{path}[{bad[0]}]", bad[1])
+        return await text.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def drain(self, drain_s: float) -> int:
+        """Refuse new requests and wait for the running ones; returns how many did not finish in time."""
+        self._is_draining = True
+        self._router.on_change()
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return self.num_active
+
+    async def _prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
+        """Everything before the engine. Raises InvalidRequest and its like."""
+        text = self._require_text()
+        engine = self._router.find(raw.model, raw.path("model"))
+        assert engine.model is not None, "a ready engine has told its model"
+        record.model = engine.model.name
+        valid = parse(raw, engine, text.defaults)
+        started_ns = time.perf_counter_ns()
+        if isinstance(valid.prompt, (str, RawChat)):
+            token_ids = await text.encode(valid.prompt, raw.path("prompt"))
+        else:
+            token_ids = list(valid.prompt)
+        if raw.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-raw.truncate_prompt_tokens :]
+        sampling = fit_to_context(valid, len(token_ids), engine.model.max_model_len)
+        if (largest := max(token_ids)) >= engine.model.vocab_size:  # no prompt of ids gets here with one
+            raise InvalidRequest(
+                raw.path("prompt"),
+                f"has the token {largest}, but the model's vocabulary ends at {engine.model.vocab_size - 1}",
+            )
+        echo = ""
+        if raw.echo:
+            echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        return PreparedRequest(
+            raw=raw,
+            request_id=request_id,
+            engine=engine,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            seed=draw_seed() if sampling.seed is None else sampling.seed,
+            echo=echo,
+            tokenize_ns=time.perf_counter_ns() - started_ns,
+        )
+
+    async def _submit(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:
+        """Hand all choices to the least loaded engine."""
+        text = self._require_text()
+        raw, sampling = request.raw, request.sampling
+        engine = self._router.choose(request.engine)
+        prompt = np.array(request.prompt_token_ids, dtype=np.uint32)
+        for index in range(sampling.n):
+            if index and index % _SUBMITS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            number = engine.take_number()
+            choice = outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
+            choice.stop_upstream = functools.partial(engine.stop, number, choice)
+            choice.abort_upstream = functools.partial(engine.abort, number, choice)
+            submit = SubmitRequest(
+                number=number,
+                request_id=choice_request_id(request.request_id, index, sampling.n),
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                seed=choice_seed(request.seed, index, sampling.n),
+                priority=raw.priority,
+                tenant=raw.tenant,
+                cache_salt=raw.cache_salt,
+                deadline_remaining_ms=_remaining_ms(raw, record),
+            )
+            engine.submit(submit, choice)
+
+    def _set_alarm(
+        self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
+    ) -> asyncio.TimerHandle | None:
+        """End the request at its deadline, wherever it stands."""
+        if raw.deadline_s is None:
+            return None
+        error = DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")
+        if record.elapsed_s >= raw.deadline_s:
+            raise error
+        loop = asyncio.get_running_loop()
+        return loop.call_later(raw.deadline_s - record.elapsed_s, outputs.fail, error)
+
+    def _require_text(self) -> TextModel:
+        if self._text is None:
+            raise EngineUnavailable(self.why_not_ready)
+        return self._text
+
+    @contextmanager
+    def _claim(self, request_id: str) -> Iterator[None]:
+        """Hold the id while the request is alive."""
+        if request_id in self._alive:
+            raise DuplicateRequest(
+                f"request_id: a request {request_id!r} is alive; choose another id, or wait"
+            )
+        self._alive.add(request_id)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._alive.discard(request_id)
+            if not self._alive:
+                self._idle.set()
+
+
+def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:
+    return Usage(len(request.prompt_token_ids), outputs.num_tokens, outputs.num_cached_tokens)
+
+
+def _remaining_ms(raw: RawRequest, record: RequestRecord) -> int | None:
+    if raw.deadline_s is None:
+        return None
+    return max(1, round((raw.deadline_s - record.elapsed_s) * 1000))

@@ -1,0 +1,46 @@
+"""Names and seeds that the frontend draws for requests."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import uuid
+
+_MASK_64 = (1 << 64) - 1
+
+
+def new_request_id() -> str:
+    """A UUIDv7: sorts by time of birth (RFC 9562, section 5.7)."""
+    unix_ms = time.time_ns() // 1_000_000
+    random_bits = int.from_bytes(os.urandom(10), "big")
+    number = (unix_ms & ((1 << 48) - 1)) << 80 | random_bits
+    number = number & ~(0xF << 76) | 0x7 << 76  # version
+    number = number & ~(0x3 << 62) | 0x2 << 62  # variant
+    return str(uuid.UUID(int=number))
+
+
+def draw_seed() -> int:
+    """A seed for a request that brought none: any u64."""
+    return secrets.randbits(64)
+
+
+def choice_seed(seed: int, index: int, num_choices: int) -> int:
+    """The seed of one choice: a lone choice takes the request's own, several are spread by splitmix64."""
+    return seed if num_choices == 1 else splitmix64((seed + index) & _MASK_64)
+
+
+def choice_request_id(request_id: str, index: int, num_choices: int) -> str:
+    """A choice's name in the engine, where each is a request of its own."""
+    return request_id if num_choices == 1 else f"{request_id}#{index}"
+
+
+def splitmix64(state: int) -> int:
+    """The output of Steele, Lea and Flood's generator for this state: a bijection of u64 that mixes well.
+
+    Source: "Fast splittable pseudorandom number generators", OOPSLA 2014, doi:10.1145/2714064.2660195.
+    """
+    z = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK_64
+    return z ^ (z >> 31)

@@ -1,0 +1,153 @@
+"""What clients receive, as /openapi.json describes it. `objects` writes these without building them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """A JSON object that the server sends."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
+class UsageAnswer(Answer):
+    """Counts in tokens, over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Answer):
+    """One entry per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    """-9999 stands for minus infinity."""
+    top_logprobs: list[dict[str, float]]
+    """The chosen token and its best rivals, by text."""
+    text_offset: list[int]
+    """Characters of the tokens before."""
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it."""
+
+
+class CompletionAnswer(Answer):
+    """A completion; the chunks of a stream look alike, with `usage` in the last one if asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+
+
+class Candidate(Answer):
+    token: str
+    logprob: float
+    """-9999 stands for minus infinity."""
+    bytes: list[int] | None
+    """UTF-8; null for a token that is no text by itself."""
+
+
+class ChatToken(Candidate):
+    top_logprobs: list[Candidate]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatToken]
+    refusal: None
+
+
+class AssistantMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it."""
+
+
+class ChatCompletionAnswer(Answer):
+    """A chat completion."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+
+
+class ModelAnswer(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    """Unix seconds."""
+    owned_by: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+
+
+class ModelListAnswer(Answer):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class TokenizeAnswer(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(Answer):
+    prompt: str
+
+
+class HealthAnswer(Answer):
+    status: Literal["ready"]
+
+
+class VersionAnswer(Answer):
+    version: str
+
+
+class ErrorFields(Answer):
+    message: str
+    """For people: names field, value and limit, everything that is wrong at once."""
+    type: str
+    param: str | None
+    """Path of the first field that is wrong."""
+    code: str | None
+    """For machines; stable."""
+
+
+class ErrorAnswer(Answer):
+    """Any answer that is not 2xx."""
+
+    error: ErrorFields

@@ -1,0 +1,207 @@
+"""OpenAI's requests -> raw requests: names mapped, what is not served listed, ranges left to the parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from services.frontend.openai.body import unserved_fields
+from services.frontend.openai.schema import (
+    ChatCompletionRequest,
+    ChatFields,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    SamplingBody,
+    TokenizeRequest,
+)
+from services.frontend.requests import RawChat, RawRequest
+from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+
+REQUEST_ID_HEADER = "X-Request-Id"
+TIMEOUT_HEADER = "X-Request-Timeout-S"
+
+_HEADER_PATHS = {"request_id": REQUEST_ID_HEADER, "deadline_s": TIMEOUT_HEADER}
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+# Stands in for a prompt that `violations` refuse already, so that it is not reported missing as well.
+_REFUSED_PROMPT = "-"
+
+
+def completion_requests(
+    body: CompletionRequest, *, request_id: str, deadline_s: float | None
+) -> list[RawRequest]:
+    """One raw request per prompt, in their order; request ids are numbered where there are several."""
+    base = _common(body, request_id, deadline_s)
+    unserved = base.unserved
+    if body.echo and body.logprobs is not None:
+        unserved += ("logprobs (together with echo)",)
+    base = replace(
+        base,
+        sampling={**base.sampling, "max_tokens": body.max_tokens, "logprobs": body.logprobs},
+        echo=bool(body.echo),
+        unserved=unserved,
+    )
+    prompt = body.prompt
+    if prompt is None:
+        return [replace(base, prompt=_REFUSED_PROMPT if _is_refused(body, "prompt") else None)]
+    if isinstance(prompt, str):
+        return [replace(base, prompt=prompt)]
+    if not prompt:
+        empty = FieldViolation("prompt", "the list is empty; at least 1 token or 1 prompt is needed")
+        return [replace(base, prompt=_REFUSED_PROMPT, violations=(*base.violations, empty))]
+    if isinstance(prompt[0], int):
+        return [replace(base, prompt=prompt)]
+    return [
+        replace(
+            base,
+            prompt=each,
+            request_id=request_id if len(prompt) == 1 else f"{request_id}-{number}",
+            paths={**base.paths, "prompt": f"prompt[{number}]"},
+        )
+        for number, each in enumerate(cast(list[str | list[int]], prompt))
+    ]
+
+
+def chat_request(body: ChatCompletionRequest, *, request_id: str, deadline_s: float | None) -> RawRequest:
+    """The conversation as one raw request."""
+    base = _common(body, request_id, deadline_s)
+    violations = list(base.violations)
+    paths = {**base.paths, "prompt": "messages", "template_kwargs": "chat_template_kwargs"}
+    max_tokens, logprobs = body.max_tokens, None
+    if body.max_completion_tokens is not None:
+        if max_tokens not in (None, body.max_completion_tokens):
+            description = (
+                f"{max_tokens} contradicts max_completion_tokens {body.max_completion_tokens}; send one"
+            )
+            violations.append(FieldViolation("max_tokens", description))
+        max_tokens = body.max_completion_tokens
+        paths["max_tokens"] = "max_completion_tokens"
+    if body.logprobs:
+        logprobs = body.top_logprobs or 0
+        paths["logprobs"] = "top_logprobs"
+    elif body.top_logprobs:
+        violations.append(FieldViolation("top_logprobs", f"{body.top_logprobs} needs logprobs to be true"))
+    prompt: RawChat | str | None = to_chat(body)
+    if body.messages is None:
+        prompt = _REFUSED_PROMPT if _is_refused(body, "messages") else None
+    return replace(
+        base,
+        prompt=prompt,
+        sampling={**base.sampling, "max_tokens": max_tokens, "logprobs": logprobs},
+        paths=paths,
+        violations=tuple(violations),
+    )
+
+
+def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
+    """What is to be tokenized.
+
+    Raises:
+        InvalidRequest, FeatureDisabled: all that is wrong with the body.
+    """
+    violations = list(body.violations)
+    if not violations and (body.prompt is None) == (body.messages is None):
+        given = "neither is" if body.prompt is None else "both are"
+        violations.append(FieldViolation("prompt", f"give either prompt or messages; {given} given"))
+    if violations:
+        raise InvalidRequest(violations)
+    if unserved := _unserved_messages(body):
+        raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
+    return to_chat(body) if body.prompt is None else body.prompt
+
+
+def to_chat(body: ChatFields) -> RawChat:
+    """The conversation as the chat template sees it: each content one text, absent names left out."""
+    return RawChat(
+        messages=[_to_message(message) for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+
+
+def num_choices(body: SamplingBody) -> int:
+    """Choices per prompt; a bad `n` is refused before anything is made of it."""
+    return body.n if body.n is not None else 1
+
+
+def _common(body: SamplingBody, request_id: str, deadline_s: float | None) -> RawRequest:
+    """All but the prompt and what the two kinds of completion name differently."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    return RawRequest(
+        door="http",
+        prompt=None,
+        request_id=request_id,
+        model=body.model or "",
+        sampling={"stop": stop, **{name: getattr(body, name) for name in _SAMPLING_FIELDS}},
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        deadline_s=deadline_s,
+        paths=_HEADER_PATHS,
+        violations=(*body.violations, *_misuse_of_stream(body)),
+        unserved=tuple(_unserved(body)),
+    )
+
+
+def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
+    if body.stream_options is None or body.stream:
+        return []
+    return [FieldViolation("stream_options", "only a stream has options; set stream to true")]
+
+
+def _unserved(body: SamplingBody) -> list[str]:
+    paths = unserved_fields(body)
+    if body.stream_options is not None:
+        paths += unserved_fields(body.stream_options, "stream_options.")
+    if isinstance(body, ChatFields):
+        paths += _unserved_messages(body)
+    return paths
+
+
+def _unserved_messages(body: ChatFields) -> list[str]:
+    paths = []
+    for index, message in enumerate(body.messages or ()):
+        path = f"messages[{index}]."
+        paths += unserved_fields(message, path)
+        if isinstance(message.content, list):
+            paths += [
+                f"{path}content[{number}].{part.type[:80]}"
+                for number, part in enumerate(message.content)
+                if part.type != "text"
+            ]
+    return paths
+
+
+def _to_message(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = _joined(content)
+    named = {"role": message.role, "content": content}
+    return named if message.name is None else {**named, "name": message.name}
+
+
+def _joined(parts: Sequence[ContentPart]) -> str:
+    return "\n".join(part.text for part in parts if part.text is not None)
+
+
+def _is_refused(body: SamplingBody, name: str) -> bool:
+    return any(violation.field.partition("[")[0] == name for violation in body.violations)

@@ -1,0 +1,161 @@
+"""Errors in OpenAI's shape, through the one error table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.frontend.openai.body import to_violations
+from services.frontend.openai.in_flight import ClientGone
+from services.frontend.openai.objects import to_json
+from triptych.errors import (
+    FeatureDisabled,
+    FieldViolation,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    TriptychError,
+)
+from triptych.observe.logging import with_fields
+from triptych.rpc.status import row_of
+
+log = logging.getLogger(__name__)
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; never seen by the client, which has left
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """What a client is told."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}"""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every error that a route raises; bugs go on to the middleware."""
+    for kind in (TriptychError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(ClientGone, _answer_nobody)
+
+
+def error_response(error: Exception, request_id: str) -> Response:
+    """The answer to a request that failed before any of its answer was sent."""
+    told = tell(error, request_id)
+    return json_response(told.body, status=told.status, headers=told.headers)
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(value), status_code=status, headers=headers, media_type="application/json")
+
+
+def tell(error: Exception, request_id: str) -> HttpError:
+    """What a client is told of this error; one that is our fault is logged, here and once."""
+    match error:
+        case RequestValidationError():
+            return _tell_triptych(_to_invalid_request(error))
+        case HTTPException():
+            return _tell_http(error)
+        case TriptychError() if row_of(error).http_status != HTTPStatus.INTERNAL_SERVER_ERROR:
+            return _tell_triptych(error)
+        case TriptychError():
+            log.error("request failed: %s", error, extra=with_fields(request_id=request_id), exc_info=error)
+            return _tell_triptych(error)
+    log.error("request failed by a bug: %r", error, extra=with_fields(request_id=request_id), exc_info=error)
+    message = f"internal error (request {request_id}); the server's log has the details"
+    return HttpError(500, "server_error", "internal", message)
+
+
+def _tell_triptych(error: TriptychError) -> HttpError:
+    row = row_of(error)
+    param, headers = None, {}
+    match error:
+        case InvalidRequest():
+            param = error.violations[0].field if error.violations else None
+        case FeatureDisabled():
+            param = error.feature.partition(", ")[0].partition(" ")[0]
+        case ModelNotFound():
+            param = "model"
+        case QueueFull():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    return HttpError(
+        row.http_status, row.openai_type, error.code.lower(), error.message, param or None, headers
+    )
+
+
+def _tell_http(error: HTTPException) -> HttpError:
+    """Errors of the HTTP layer itself: no such route, a method that it does not take, a body too large."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    code = _HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal")
+    return HttpError(error.status_code, kind, code, str(error.detail), headers=error.headers or {})
+
+
+def _to_invalid_request(error: RequestValidationError) -> InvalidRequest:
+    details = error.errors()
+    violations = []
+    for detail in details:
+        where, *loc = detail["loc"]
+        if detail["type"] == "json_invalid":
+            violations.append(_malformed(detail, error.body))
+        elif where == "body" and not loc:
+            violations.append(FieldViolation("", f"the body {_why_no_body(detail)}"))
+        else:
+            violations += to_violations([{**detail, "loc": loc}])
+    return InvalidRequest(violations)
+
+
+def _malformed(detail: Mapping[str, Any], text: Any) -> FieldViolation:
+    why = detail["ctx"]["error"]
+    at = json.JSONDecodeError(why, text if isinstance(text, str) else "", int(detail["loc"][-1]))
+    return FieldViolation("", f"the body is not valid JSON: {why} at line {at.lineno}, column {at.colno}")
+
+
+def _why_no_body(detail: Mapping[str, Any]) -> str:
+    match detail["type"]:
+        case "heap":
+            return f"has too many fields: {detail['msg']}"
+        case "missing":
+            return "is missing; send a JSON object"
+    return "must be a JSON object, sent with Content-Type: application/json"
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = _explained(error, request)
+    return error_response(error, request.state.request_id)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+def _explained(error: HTTPException, request: Request) -> HTTPException:
+    """The framework's own errors say little: no such route, a body that is no UTF-8."""
+    detail = str(error.detail)
+    if detail == HTTPStatus(error.status_code).phrase:
+        detail += f": {request.method} {request.url.path}; GET /docs lists what there is"
+    elif error.__cause__ is not None:
+        detail += f": {error.__cause__}"
+    return HTTPException(error.status_code, detail, error.headers)

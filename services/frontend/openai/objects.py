@@ -1,0 +1,196 @@
+"""Events -> OpenAI's JSON objects: choices, log-probabilities, usage, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell; as OpenAI does
+
+
+def to_json(value: Any) -> str:
+    """Compact and pure ASCII, so that no character that a client sent can fail to be sent back."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice; grows by deltas."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: DeltaEvent) -> None:
+        self.texts.append(delta.text)
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class AnswerFormat(Protocol):
+    """How one endpoint spells its answers. One object per HTTP request."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def opening(self, index: int) -> str | None:
+        """JSON of the choice in the chunk that opens it, if it is opened by one."""
+
+    def delta(self, delta: DeltaEvent) -> str:
+        """JSON of the choice in a later chunk."""
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """The choice in an answer that is not streamed."""
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, *, wants_logprobs: bool) -> None:
+        self._wants_logprobs = wants_logprobs
+        self._text_offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+
+    def opening(self, index: int) -> str | None:
+        return None
+
+    def delta(self, delta: DeltaEvent) -> str:
+        logprobs = self._logprobs(delta.index, delta.logprobs) if self._wants_logprobs else None
+        return (
+            f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
+            f'"logprobs":{to_json(logprobs) if logprobs else "null"},{_ending(delta)}}}'
+        )
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": "".join(choice.texts),
+            "logprobs": self._logprobs(choice.index, choice.logprobs) if self._wants_logprobs else None,
+            "finish_reason": choice.finish_reason and choice.finish_reason.word,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        offsets, offset = [], self._text_offsets.get(index, 0)
+        for entry in entries:
+            offsets.append(offset)
+            offset += len(entry.chosen.text)
+        self._text_offsets[index] = offset
+        return {
+            "tokens": [entry.chosen.text for entry in entries],
+            "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
+            "top_logprobs": [
+                {candidate.text: _finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, *, wants_logprobs: bool) -> None:
+        self._wants_logprobs = wants_logprobs
+
+    def opening(self, index: int) -> str | None:
+        return (
+            f'{{"index":{index},"delta":{{"role":"assistant","content":""}},'
+            '"logprobs":null,"finish_reason":null}'
+        )
+
+    def delta(self, delta: DeltaEvent) -> str:
+        content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
+        logprobs = to_json(_chat_logprobs(delta.logprobs)) if self._wants_logprobs else "null"
+        return f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs},{_ending(delta)}}}'
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "logprobs": _chat_logprobs(choice.logprobs) if self._wants_logprobs else None,
+            "finish_reason": choice.finish_reason and choice.finish_reason.word,
+            "stop_reason": choice.stop_reason,
+        }
+
+
+async def whole_answer(
+    events: AsyncGenerator[Event], format: AnswerFormat, *, answer_id: str, created_unix_s: int
+) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    model, usage = "", Usage()
+    choices: dict[int, Choice] = {}
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case DeltaEvent():
+                    if event.index not in choices:
+                        choices[event.index] = Choice(event.index)
+                    choices[event.index].add(event)
+                case AdmittedEvent():
+                    model = event.model
+                case _:
+                    usage = event.usage
+    return {
+        "id": answer_id,
+        "object": format.object_name,
+        "created": created_unix_s,
+        "model": model,
+        "choices": [format.whole(choice) for _, choice in sorted(choices.items())],
+        "usage": usage_object(usage),
+    }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def _ending(delta: DeltaEvent) -> str:
+    if delta.finish_reason is None:
+        return '"finish_reason":null'
+    return f'"finish_reason":"{delta.finish_reason.word}","stop_reason":{to_json(delta.stop_reason)}'
+
+
+def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                **_candidate(entry.chosen.text, entry.chosen.logprob),
+                "top_logprobs": [_candidate(top.text, top.logprob) for top in entry.top],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _candidate(text: str, logprob: float) -> dict[str, Any]:
+    # U+FFFD stands for bytes that are no character by themselves, and which ones is not told.
+    encoded = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

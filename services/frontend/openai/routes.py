@@ -1,0 +1,193 @@
+"""The routes of the HTTP door and the app that serves them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Header, Request
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from starlette.responses import HTMLResponse, Response
+
+from services.frontend.generate import Generator, ServedModel
+from services.frontend.openai import answers, convert
+from services.frontend.openai.errors import install_handlers, json_response
+from services.frontend.openai.guard import RequestGuard
+from services.frontend.openai.in_flight import InFlight
+from services.frontend.openai.merge import merge
+from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
+from services.frontend.openai.page import render_page
+from services.frontend.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingBody,
+    TokenizeRequest,
+)
+from services.frontend.openai.sse import EventStream, chunks
+from services.frontend.requests import RawRequest
+from triptych.errors import EngineUnavailable, InvalidRequest
+from triptych.types.events import Event
+
+VERSION = importlib.metadata.version("triptych")
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": answers.ErrorAnswer, "description": "The request cannot be served as it stands."},
+    "5XX": {"model": answers.ErrorAnswer, "description": "The server failed or cannot serve now."},
+}
+_TimeoutS = Annotated[
+    float | None,
+    Header(alias=convert.TIMEOUT_HEADER, description="Seconds that all of it may take; more is a 504."),
+]
+
+router = APIRouter(responses=_ERRORS)
+
+
+def _streamable(answer: type[answers.Answer]) -> dict[str, Any]:
+    return {"model": answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+def create_app(generator: Generator) -> FastAPI:
+    """The app, bound to nothing yet. `app.state.in_flight` is for whoever stops it."""
+    app = FastAPI(
+        title="Triptych",
+        version=VERSION,
+        description="OpenAI-compatible completions and chat completions, and a few routes for operators.",
+        docs_url=None,  # the framework's pages load their scripts from a CDN; ours works offline
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.generator = generator
+    app.state.in_flight = InFlight()
+    app.include_router(router)
+    install_handlers(app)
+    app.add_middleware(RequestGuard)
+    return app
+
+
+@router.post("/v1/completions", responses={200: _streamable(answers.CompletionAnswer)}, tags=["generate"])
+async def create_completion(
+    request: Request, body: CompletionRequest, timeout_s: _TimeoutS = None
+) -> Response:
+    """Complete one prompt or several."""
+    raws = convert.completion_requests(body, request_id=request.state.request_id, deadline_s=timeout_s)
+    return await _generate(request, body, raws, CompletionFormat(wants_logprobs=body.logprobs is not None))
+
+
+@router.post(
+    "/v1/chat/completions", responses={200: _streamable(answers.ChatCompletionAnswer)}, tags=["generate"]
+)
+async def create_chat_completion(
+    request: Request, body: ChatCompletionRequest, timeout_s: _TimeoutS = None
+) -> Response:
+    """Answer a conversation."""
+    raw = convert.chat_request(body, request_id=request.state.request_id, deadline_s=timeout_s)
+    return await _generate(request, body, [raw], ChatFormat(wants_logprobs=bool(body.logprobs)))
+
+
+@router.get("/v1/models", responses={200: {"model": answers.ModelListAnswer}}, tags=["models"])
+async def list_models(request: Request) -> Response:
+    """The models that requests may name."""
+    models = [_model_object(model) for model in _generator(request).models()]
+    return json_response({"object": "list", "data": models})
+
+
+@router.get("/v1/models/{model:path}", responses={200: {"model": answers.ModelAnswer}}, tags=["models"])
+async def get_model(request: Request, model: str) -> Response:
+    """One of them."""
+    return json_response(_model_object(_generator(request).find_model(model)))
+
+
+@router.post("/tokenize", responses={200: {"model": answers.TokenizeAnswer}}, tags=["tokens"])
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Text or a conversation -> token ids."""
+    generator, model = _generator(request), body.model or ""
+    token_ids = await generator.tokenize(
+        convert.tokenize_prompt(body),
+        model=model,
+        add_special_tokens=body.add_special_tokens,
+        path="prompt" if body.messages is None else "messages",
+    )
+    max_model_len = generator.find_model(model).max_model_len
+    return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+
+
+@router.post("/detokenize", responses={200: {"model": answers.DetokenizeAnswer}}, tags=["tokens"])
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """Token ids -> text."""
+    if body.violations:
+        raise InvalidRequest(body.violations)
+    text = await _generator(request).detokenize(
+        body.tokens,
+        model=body.model or "",
+        skip_special_tokens=body.skip_special_tokens is not False,
+        path="tokens",
+    )
+    return json_response({"prompt": text})
+
+
+@router.get("/health", responses={200: {"model": answers.HealthAnswer}}, tags=["operate"])
+async def health(request: Request) -> Response:
+    """200 when requests can be served, 503 with the reason when not."""
+    generator = _generator(request)
+    if not generator.is_ready:
+        raise EngineUnavailable(generator.why_not_ready)
+    return json_response({"status": "ready"})
+
+
+@router.get("/version", responses={200: {"model": answers.VersionAnswer}}, tags=["operate"])
+async def version() -> Response:
+    """The version of this server."""
+    return json_response({"version": VERSION})
+
+
+@router.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, tags=["operate"])
+async def metrics() -> Response:
+    """This process's Prometheus metrics."""
+    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    """This API for people to read, made from /openapi.json."""
+    return HTMLResponse(render_page(request.app.openapi()))
+
+
+async def _generate(
+    request: Request, body: SamplingBody, raws: Sequence[RawRequest], format: AnswerFormat
+) -> Response:
+    generator, in_flight = _generator(request), request.app.state.in_flight
+    request_id: str = request.state.request_id
+    answer_id, created_unix_s = f"{format.id_prefix}{request_id}", int(time.time())
+    num_choices = convert.num_choices(body)
+    streams = [generator.generate(raw) for raw in raws]
+    events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
+    if not body.stream:
+        answer = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
+        return json_response(await in_flight.run(request.receive, answer))
+    pieces = chunks(
+        events,
+        format,
+        answer_id=answer_id,
+        created_unix_s=created_unix_s,
+        num_choices=num_choices,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+    )
+    return EventStream(pieces, in_flight=in_flight, request_id=request_id)
+
+
+def _generator(request: Request) -> Generator:
+    generator: Generator = request.app.state.generator
+    return generator
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_unix_s,
+        "owned_by": "triptych",
+        "max_model_len": model.max_model_len,
+    }

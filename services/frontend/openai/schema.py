@@ -1,0 +1,226 @@
+"""What clients may send: OpenAI's fields, the sampling fields beyond them, and which are not served yet.
+
+Types are checked here, ranges in `services.frontend.requests`. Everything optional may also be null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from annotated_types import MaxLen
+from pydantic import FailFast, Field, model_validator
+
+from services.frontend.openai.body import Body, Part, either, ignored, not_served
+
+MAX_PROMPTS = 1024  # of one request; each is a request of its own behind this door
+MAX_MESSAGES = 16384
+
+
+class FirstOnly(FailFast):
+    """A list stops at its first wrong entry: a million wrong ones must not become a million errors."""
+
+    __hash__ = object.__hash__  # pydantic's own has none, and unions of types need one
+
+
+TokenIds = Annotated[list[int], FirstOnly()]
+Strings = Annotated[list[str], FirstOnly()]
+
+
+class StreamOptions(Part):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+    """One more chunk before the end, with no choices and the token counts."""
+    include_obfuscation: bool | None = not_served(False)
+
+
+class SamplingBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    """Name of the model; null: the one served."""
+    n: int | None = None
+    """Choices per prompt, 1..16384; greedy sampling needs 1. Null: 1."""
+    temperature: float | None = None
+    """0..2; below 1e-5 is greedy. Null: the model's own default, else 1."""
+    top_p: float | None = None
+    """(0, 1]. Null: the model's own default, else 1, which is off."""
+    top_k: int | None = None
+    """Keep the k best tokens alone; 0 and -1 are off."""
+    min_p: float | None = None
+    """[0, 1]: drop tokens less likely than min_p times the best; 0 is off."""
+    presence_penalty: float | None = None
+    """[-2, 2], once per token already in the output."""
+    frequency_penalty: float | None = None
+    """[-2, 2], once per occurrence in the output."""
+    repetition_penalty: float | None = None
+    """> 0, over prompt and output; 1 is off."""
+    seed: int | None = None
+    """0..2^64-1: the same seed gives the same output. Null: drawn."""
+    stop: Annotated[str | Strings | None, either("a string or a list of strings")] = None
+    """Text that ends the output."""
+    stop_token_ids: TokenIds | None = None
+    """Token ids that end the output."""
+    include_stop_str_in_output: bool | None = None
+    """Leave the stop string in the text."""
+    ignore_eos: bool | None = None
+    """Go on past the end-of-sequence token."""
+    min_tokens: int | None = None
+    """End tokens are masked until this many are out."""
+    logit_bias: dict[str, Any] | None = None
+    """Token id to a number that is added to its logit, clamped to [-100, 100]."""
+    allowed_token_ids: TokenIds | None = None
+    """Only these may be sampled."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Null: true."""
+    spaces_between_special_tokens: bool | None = None
+    """Null: true."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
+    priority: int | None = None
+    """Lower runs first. Null: 0."""
+    cache_salt: str | None = None
+    """Prefixes are shared only between requests of equal salt."""
+    stream: bool | None = None
+    """Send the output as server-sent events while it grows, and `data: [DONE]` at the end."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+
+    response_format: Any = not_served({"type": "text"})
+    bad_words: Any = not_served([])
+    structured_outputs: Any = not_served()
+    prompt_logprobs: Any = not_served()
+    metadata: Any = ignored()
+    prompt_cache_key: Any = ignored()
+    prompt_cache_retention: Any = ignored()
+    safety_identifier: Any = ignored()
+    service_tier: Any = ignored()
+    store: Any = ignored()
+    user: Any = ignored()
+
+
+Prompt = (
+    str
+    | Annotated[list[str], FirstOnly(), MaxLen(MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], FirstOnly(), MaxLen(MAX_PROMPTS)]
+)
+
+
+class CompletionRequest(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Prompt | None,
+        either(
+            "a string, a list of token ids, or a list of strings or of lists of token ids, "
+            f"at most {MAX_PROMPTS} of them"
+        ),
+    ] = None
+    """At least one token each. Choice j of prompt i has the index i * n + j."""
+    max_tokens: int | None = None
+    """New tokens at most, >= 1. Null: 16."""
+    echo: bool | None = None
+    """Repeat the prompt at the head of the text."""
+    logprobs: int | None = None
+    """Report the log-probability of each token and of its so many best rivals, 0..20. Null: none."""
+
+    best_of: Any = not_served(1)
+    suffix: Any = not_served("")
+
+
+class ContentPart(Part):
+    """One piece of a message's content; `text` is the only type served."""
+
+    model_config = Part.model_config | {"extra": "allow"}
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_has_text(self) -> ContentPart:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of type text has a text")
+        return self
+
+
+class Message(Part):
+    """One turn of a conversation."""
+
+    role: str
+    """system, user, assistant, or what the model's chat template knows."""
+    content: Annotated[
+        str | Annotated[list[ContentPart], FirstOnly()] | None,
+        either('text, or a list of parts like {"type": "text", "text": "…"}'),
+    ] = None
+    """Text; the texts of several parts are joined by line breaks."""
+    name: str | None = None
+    """The speaker's name, where the template uses it."""
+
+    audio: Any = not_served()
+    function_call: Any = not_served()
+    tool_calls: Any = not_served([])
+    tool_call_id: Any = not_served()
+    # What the `message` of an answer carries, so that it can be sent back as it came.
+    annotations: Any = ignored()
+    refusal: Any = ignored()
+
+
+class ChatFields(Body):
+    """What says how a conversation becomes a prompt."""
+
+    messages: Annotated[list[Message], MaxLen(MAX_MESSAGES)] | None = None
+    """The conversation so far, at least one message."""
+    add_generation_prompt: bool | None = None
+    """Open the assistant's turn. Null: true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extra variables for the model's chat template."""
+
+
+class ChatCompletionRequest(SamplingBody, ChatFields):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    """New tokens at most, >= 1. Null: all that the context leaves."""
+    max_tokens: int | None = None
+    """The older name of max_completion_tokens."""
+    logprobs: bool | None = None
+    """Report the log-probability of each token."""
+    top_logprobs: int | None = None
+    """And those of its so many best rivals, 0..20."""
+
+    audio: Any = not_served()
+    function_call: Any = not_served("none")
+    functions: Any = not_served([])
+    modalities: Any = not_served(["text"])
+    moderation: Any = not_served()
+    parallel_tool_calls: Any = ignored()
+    prediction: Any = not_served()
+    prompt_cache_options: Any = ignored()
+    reasoning_effort: Any = not_served("none")
+    tool_choice: Any = not_served("none")
+    tools: Any = not_served([])
+    verbosity: Any = not_served()
+    web_search_options: Any = not_served()
+
+
+class TokenizeRequest(ChatFields):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: str | None = None
+    """Name of the model; null: the one served."""
+    prompt: str | None = None
+    """Plain text."""
+    add_special_tokens: bool | None = None
+    """Begin and end as the model's prompts do. Null: true for a prompt; a chat template brings its own."""
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    """Name of the model; null: the one served."""
+    tokens: TokenIds = Field(default_factory=list)
+    """Token ids."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Null: true."""

@@ -1,0 +1,290 @@
+"""A request's outputs: tokens become text as they arrive; what the client has not taken waits, merged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from services.frontend.logprobs import BatchLogprobs
+from triptych.errors import EngineUnavailable, GenerationLost
+from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.stop import StopChecker
+from triptych.text.tokenizer import Tokenizer
+from triptych.types.events import DeltaEvent
+from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
+from triptych.types.sampling import OutputKind, SamplingParams
+
+# After a stop string the engine is told, and answers within a turn of its loop with the counts that only it
+# knows. The text is out by then; an engine that hangs must not keep the end of the stream for longer.
+ACCOUNT_WAIT_S = 1.0
+
+
+class RequestOutputs:
+    """All choices of one request. Filled by the engine's batches, emptied by the one client that waits.
+
+    A client that lags costs nothing but the memory of its own output: each choice holds one pending
+    delta, into which everything new is merged.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.choices: list[Choice] = []
+        self._num_admitted = 0
+        self._num_open = 0
+        self._error: Exception | None = None
+        self._ready: deque[Choice] = deque()  # choices with something to take, in order of arrival
+        self._news = asyncio.Event()
+
+    def add_choice(
+        self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], echo: str
+    ) -> Choice:
+        """The next choice, to be submitted now. `echo` stands at the head of its text."""
+        choice = Choice(self, len(self.choices), sampling, tokenizer, prompt_token_ids, echo)
+        self.choices.append(choice)
+        self._num_open += 1
+        return choice
+
+    async def wait_admitted(self) -> None:
+        """Until the engine has every choice; raises what has ended the request instead."""
+        while self._num_admitted < len(self.choices):
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def next_delta(self) -> DeltaEvent | None:
+        """What one choice has that the client has not seen; None once all have ended and all is taken.
+
+        Raises:
+            what has ended the request, after everything that came before it.
+        """
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._num_open == 0:
+                return None
+            await self._wait()
+        return self._ready.popleft().take()
+
+    def fail(self, error: Exception) -> None:
+        """End the request; the first error counts, and none after the last choice is complete."""
+        if self._error is None and any(choice.finish_reason is None for choice in self.choices):
+            self._error = error
+            self.close()
+            self._news.set()
+
+    def fail_by_loss(self, why: str) -> None:
+        """End the request because its engine is gone."""
+        is_admitted = self._num_admitted == len(self.choices)  # before, the client has seen nothing
+        if not is_admitted or not self.num_tokens:
+            self.fail(EngineUnavailable(f"{why} before any output of request {self.request_id}; try again"))
+            return
+        counts = ", ".join(f"{choice.num_tokens} of choice {choice.index}" for choice in self.choices)
+        self.fail(
+            GenerationLost(
+                f"{why} after these output tokens of request {self.request_id}: {counts}; to go on from there, "
+                "send prompt and output together as a new prompt"
+            )
+        )
+
+    def close(self) -> None:
+        """Nobody waits any more: abort upstream whatever still runs. Safe at any time, and twice."""
+        for choice in self.choices:
+            choice.abort()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """What the prompt found in the cache: the least of all choices, for the later ones find the first's."""
+        return min((c.num_cached_tokens for c in self.choices if c.num_cached_tokens is not None), default=0)
+
+    @property
+    def timings(self) -> StageTimings:
+        """Of the slowest choice."""
+        return max(
+            (choice.timings for choice in self.choices),
+            key=lambda t: t.queued_ns + t.prefill_ns + t.decode_ns,
+            default=StageTimings(),
+        )
+
+    @property
+    def finish_words(self) -> str:
+        """How the choices ended, for logs and metrics: `stop`, or `length+stop`."""
+        return "+".join(sorted({c.finish_reason.word for c in self.choices if c.finish_reason is not None}))
+
+    def note_admitted(self) -> None:
+        self._num_admitted += 1
+        self._news.set()
+
+    def note_ready(self, choice: Choice) -> None:
+        self._ready.append(choice)
+        self._news.set()
+
+    def note_settled(self) -> None:
+        self._num_open -= 1
+        self._news.set()
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+
+class Choice:
+    """One choice's output; the sink of one submission (`engine_client.OutputSink`)."""
+
+    def __init__(
+        self,
+        outputs: RequestOutputs,
+        index: int,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        echo: str,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        """Output tokens so far; up to the one that completed a stop string."""
+        self.num_cached_tokens: int | None = None
+        self.timings = StageTimings()
+        self.finish_reason: FinishReason | None = None
+        self.stop_upstream: Callable[[], None] = lambda: None
+        """End it at the engine, which then tells how it ended. Set at submission, like the next."""
+        self.abort_upstream: Callable[[], None] = lambda: None
+        """End it at the engine and hear no more of it."""
+        self._outputs = outputs
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids=prompt_token_ids,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+            if sampling.detokenize
+            else None
+        )
+        self._stop_checker = StopChecker(
+            sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
+        )
+        self._stop_reason: int | str | None = None
+        self._is_admitted = False
+        self._is_queued = False
+        self._is_settled = False  # the engine has accounted for it, or will not
+        # What the next event carries: new output, or all of it, as the client chose.
+        self._text = [echo] if echo else []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def on_admitted(self) -> None:
+        if not self._is_admitted:
+            self._is_admitted = True
+            self._outputs.note_admitted()
+
+    def on_tokens(
+        self,
+        token_ids: list[int],
+        logprobs: BatchLogprobs | None,
+        first_row: int,
+        finish: FinishedRequest | None,
+    ) -> None:
+        self.on_admitted()  # an engine that answers has the request
+        if self.finish_reason is None:
+            self._add(token_ids, logprobs, first_row, finish)
+        if finish is not None:
+            self.num_cached_tokens, self.timings = finish.num_cached_tokens, finish.timings
+            self._settle()
+
+    def on_error(self, error: Exception) -> None:
+        self._outputs.fail(error)
+        self._settle()
+
+    def on_engine_lost(self, why: str) -> None:
+        self._outputs.fail_by_loss(why)
+        self._settle()
+
+    def abort(self) -> None:
+        """Tell the engine that nobody waits; does nothing once it has accounted for the choice."""
+        self.abort_upstream()
+
+    def take(self) -> DeltaEvent:
+        """The pending delta; called by the one client."""
+        self._is_queued = False
+        event = DeltaEvent(
+            index=self.index,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=tuple(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        if self._sampling.output_kind is OutputKind.CUMULATIVE:
+            self._text = [event.text]
+            self._token_ids = self._token_ids.copy()  # the event keeps the list it was given
+        else:
+            self._text, self._token_ids, self._logprobs = [], [], []
+        return event
+
+    def _add(
+        self,
+        token_ids: list[int],
+        logprobs: BatchLogprobs | None,
+        first_row: int,
+        finish: FinishedRequest | None,
+    ) -> None:
+        """Merge new tokens into the pending delta."""
+        num_kept = self._add_text(token_ids, finish)
+        self.num_tokens += num_kept
+        self._token_ids += token_ids[:num_kept]
+        if self._sampling.logprobs is not None and num_kept:
+            if logprobs is None:
+                raise LookupError(f"the engine sent no log-probabilities for {num_kept} tokens")
+            text_of = self._tokenizer.token_text
+            self._logprobs += [logprobs.at(first_row + i, text_of) for i in range(num_kept)]
+        if finish is not None and self.finish_reason is None:
+            self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
+        is_due = self._sampling.output_kind is not OutputKind.FINAL_ONLY or self.finish_reason is not None
+        if is_due and not self._is_queued:
+            self._is_queued = True
+            self._outputs.note_ready(self)
+
+    def _add_text(self, token_ids: list[int], finish: FinishedRequest | None) -> int:
+        """Add the tokens' text; return how many of them belong to the output.
+
+        All do, unless a stop string is complete before the last: then it has ended here and now, whatever
+        the engine thinks, and the engine is told.
+        """
+        if self._detokenizer is None:
+            return len(token_ids)
+        pieces = self._detokenizer.pieces(_visible(token_ids, finish, self._sampling))
+        if finish is not None:
+            pieces.append(self._detokenizer.flush())
+        # Stop strings do not count within the first min_tokens tokens.
+        num_exempt = min(len(pieces), max(0, self._sampling.min_tokens - self.num_tokens))
+        self._text += pieces[:num_exempt]
+        text, match = self._stop_checker.push(pieces[num_exempt:])
+        self._text.append(text)
+        if match is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, match.stop
+            if finish is None:
+                self.stop_upstream()
+                asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self._settle)
+            return min(len(token_ids), num_exempt + match.num_pieces)
+        if finish is not None:
+            self._text.append(self._stop_checker.flush())
+        return len(token_ids)
+
+    def _settle(self) -> None:
+        if not self._is_settled:
+            self._is_settled = True
+            self._outputs.note_settled()
+
+
+def _visible(token_ids: list[int], finish: FinishedRequest | None, sampling: SamplingParams) -> list[int]:
+    """The tokens that have text: a stop token has none, unless the client wants what ended the output."""
+    is_stopped = finish is not None and finish.stop_token_id is not None
+    if is_stopped and token_ids and not sampling.include_stop_str_in_output:
+        return token_ids[:-1]
+    return token_ids

@@ -1,0 +1,152 @@
+"""The typed client against a GenerationService of twenty lines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
+from triptych.client.grpc_client import GenerationClient
+from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, ModelNotFound, QueueFull
+from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
+from triptych.types.sampling import SamplingParams
+
+
+@pytest.fixture
+def frontend():
+    with FakeFrontend() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(frontend):
+    async with GenerationClient(frontend.address) as made:
+        yield made
+
+
+async def wait_until(condition, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_events_come_typed_and_in_order(client):
+    events = [event async for event in client.generate("a b c")]
+    assert [type(event) for event in events] == [
+        AdmittedEvent,
+        DeltaEvent,
+        DeltaEvent,
+        DeltaEvent,
+        FinishedEvent,
+    ]
+    assert "".join(event.text for event in events[1:-1]) == " a b c"
+    assert events[-1].usage.num_output_tokens == 3
+
+
+async def test_a_refusal_is_the_error_that_the_server_raised(client, frontend):
+    with pytest.raises(InvalidRequest) as invalid:
+        await anext(client.generate(""))
+    assert invalid.value.violations[0].field == "prompt"
+    frontend.capacity = 0
+    with pytest.raises(QueueFull) as full:
+        await anext(client.generate("a"))
+    assert full.value.retry_after_s == pytest.approx(frontend.retry_after_s)
+
+
+async def test_nobody_at_the_address_is_engine_unavailable_and_names_it():
+    address = f"127.0.0.1:{free_port()}"
+    async with GenerationClient(address) as client:
+        with pytest.raises(EngineUnavailable, match=address):
+            await anext(client.generate("a"))
+
+
+async def test_a_connection_that_breaks_after_output_is_generation_lost(client, frontend):
+    frontend.breaks_mid_answer = True
+    with pytest.raises(GenerationLost):
+        async for _ in client.generate("a b c"):
+            pass
+
+
+async def test_closing_the_iterator_aborts_the_request(client, frontend):
+    stream = client.generate("hang")
+    assert isinstance(await anext(stream), AdmittedEvent)
+    await stream.aclose()
+    await wait_until(lambda: frontend.num_cancelled == 1)
+
+
+async def test_cancelling_the_reader_aborts_the_request(client, frontend):
+    async def read():
+        async for _ in client.generate("hang"):
+            pass
+
+    reader = asyncio.create_task(read())
+    await wait_until(lambda: frontend.num_running == 1)
+    reader.cancel()
+    await wait_until(lambda: frontend.num_cancelled == 1)
+
+
+async def test_open_max_tokens_takes_the_rest_of_the_context(client, frontend):
+    for prompt in ("a b c", [5, 6, 7]):
+        _ = [event async for event in client.generate(prompt, SamplingParams(max_tokens=None))]
+        sent = frontend.requests[-1]
+        assert len(sent.token_ids.ids) == 3
+        assert sent.sampling.max_tokens == MAX_MODEL_LEN - 3
+    chat = [{"role": "user", "content": "a"}]
+    _ = [event async for event in client.generate(chat, SamplingParams(max_tokens=None))]
+    assert not frontend.requests[-1].sampling.HasField("max_tokens")  # absence means that for a chat
+
+
+async def test_unary_calls(client):
+    tokenized = await client.tokenize("a b")
+    assert (tokenized.token_ids, tokenized.max_model_len) == ([1, 2], MAX_MODEL_LEN)
+    assert await client.detokenize([4, 5]) == "4 5"
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        await client.detokenize([-1])
+    assert [model.name for model in await client.list_models()] == ["fake"]
+    with pytest.raises(InvalidRequest, match="token ids already"):
+        await client.tokenize([1])
+
+
+async def test_open_max_tokens_of_an_unknown_model_is_refused(client):
+    from triptych.client.request import RequestOptions
+
+    with pytest.raises(ModelNotFound, match="other"):
+        await anext(client.generate([1], SamplingParams(max_tokens=None), RequestOptions(model="other")))
+
+
+async def test_wait_ready_returns_when_the_frontend_turns_ready(client, frontend):
+    await asyncio.to_thread(frontend.set_ready, False)
+    waiting = asyncio.create_task(client.wait_ready(10.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.to_thread(frontend.set_ready, True)
+    await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_wait_ready_finds_a_server_that_comes_later():
+    port = free_port()
+    async with GenerationClient(f"127.0.0.1:{port}") as client:
+        waiting = asyncio.create_task(client.wait_ready(10.0))
+        await asyncio.sleep(0.05)
+        fake = await asyncio.to_thread(FakeFrontend(port=port).__enter__)
+        try:
+            await asyncio.wait_for(waiting, 5.0)
+        finally:
+            await asyncio.to_thread(fake.__exit__, None, None, None)
+
+
+async def test_wait_ready_gives_up_at_its_deadline_and_says_why(client, frontend):
+    await asyncio.to_thread(frontend.set_ready, False)
+    started = time.monotonic()
+    with pytest.raises(EngineUnavailable, match="no engine is ready"):
+        await client.wait_ready(0.2)
+    assert time.monotonic() - started < 2.0

@@ -1,0 +1,181 @@
+"""LLM against a GenerationService of twenty lines: window, retries, order, cancelling."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.helpers.fake_frontend import FakeFrontend
+from triptych import LLM, SamplingParams
+from triptych.client import batch
+from triptych.client.local import EngineUnavailable
+from triptych.errors import ConfigError, EngineFailure, EngineUnavailable, InvalidRequest, QueueFull
+
+HELLO = [{"role": "user", "content": "a b"}]
+
+
+@pytest.fixture
+def frontend():
+    with FakeFrontend() as fake:
+        yield fake
+
+
+@pytest.fixture
+def llm(frontend):
+    with LLM(address=frontend.address) as made:
+        yield made
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+def test_the_classic_example_prints_prompt_and_text(llm):
+    outputs = llm.generate(["a b", "c"], SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
+    assert [(output.prompt, output.outputs[0].text) for output in outputs] == [("a b", " a b"), ("c", " c")]
+    assert all(output.finished and output.request_id for output in outputs)
+    assert outputs[0].prompt_token_ids == [0, 1]
+    choice = outputs[0].outputs[0]
+    assert (choice.token_ids, choice.finish_reason, choice.stop_reason) == ([1, 2], "stop", ".")
+    assert choice.cumulative_logprob == pytest.approx(-1.0)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm, frontend):
+    frontend.token_delay_s = 0.002
+    prompts = [f"p{i} " + "x " * (i * 7 % 5) for i in range(40)]  # short ones overtake long ones
+    outputs = llm.generate(prompts, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.outputs[0].text.split()[0] for output in outputs] == [f"p{i}" for i in range(40)]
+
+
+def test_one_prompt_in_any_form(llm):
+    assert llm.generate("a", use_tqdm=False)[0].outputs[0].text == " a"
+    assert llm.generate([4, 5], use_tqdm=False)[0].outputs[0].text == " 4 5"
+    assert llm.generate(HELLO, use_tqdm=False)[0].outputs[0].text == " a b"
+    assert llm.chat(HELLO, use_tqdm=False)[0].prompt is None
+    assert len(llm.chat([HELLO, HELLO], use_tqdm=False)) == 2
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_all_choices_of_a_prompt_come_back(llm):
+    [output] = llm.generate("a b", SamplingParams(n=3), use_tqdm=False)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert output.usage.num_output_tokens == 6
+
+
+def test_parallel_sampling_params_go_with_their_prompts(llm, frontend):
+    llm.generate(["a", "b"], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)], use_tqdm=False)
+    assert {r.text: r.sampling.max_tokens for r in frontend.requests} == {"a": 3, "b": 4}
+    with pytest.raises(InvalidRequest, match="sampling_params: 1 of them for 2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
+
+
+def test_a_thousand_prompts_keep_within_the_window(llm, frontend):
+    frontend.token_delay_s = 0.2
+    assert len(llm.generate(["a"] * 1000, use_tqdm=False)) == 1000
+    assert frontend.max_running == batch.MAX_IN_FLIGHT
+    assert frontend.num_refused == 0
+
+
+def test_a_thousand_prompts_simply_work_on_a_server_that_refuses_beyond_eighty(llm, frontend):
+    frontend.capacity, frontend.token_delay_s = 80, 0.1
+    outputs = llm.generate([f"p{i}" for i in range(1000)], use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [f" p{i}" for i in range(1000)]
+    assert 0 < frontend.num_refused < 400  # 130 to 200; 550 to 1400 if the window did not learn
+
+
+def test_retry_info_is_obeyed(llm, frontend):
+    frontend.errors = [QueueFull("full", retry_after_s=0.3)]
+    started = time.monotonic()
+    llm.generate("a", use_tqdm=False)
+    assert time.monotonic() - started >= 0.3
+    assert len(frontend.requests) == 2
+
+
+def test_a_server_that_is_away_for_a_moment_is_asked_again(llm, frontend, monkeypatch):
+    monkeypatch.setattr(batch, "_REDIAL_PAUSE_S", 0.05)
+    frontend.errors = [EngineUnavailable("restarting")] * 3
+    assert len(llm.generate(["a", "b"], use_tqdm=False)) == 2
+
+
+def test_a_stack_of_our_own_that_has_failed_is_not_asked_again(llm, frontend, monkeypatch):
+    def fail():
+        raise EngineUnavailable("the worker died 6 times")
+
+    monkeypatch.setattr(llm._session, "check", fail)
+    frontend.errors = [EngineUnavailable("gone")]
+    with pytest.raises(EngineUnavailable, match="died 6 times"):
+        llm.generate(["a"], use_tqdm=False)
+
+
+def test_a_server_that_stays_full_is_given_up(frontend, monkeypatch):
+    monkeypatch.setattr(batch.Batch.__init__, "__kwdefaults__", {"max_in_flight": 4, "stall_limit_s": 0.2})
+    frontend.capacity = 0
+    with LLM(address=frontend.address) as llm, pytest.raises(QueueFull, match="0 may"):
+        llm.generate(["a", "b"], use_tqdm=False)
+
+
+def test_a_bad_prompt_raises_its_error_naming_it_and_cancels_the_rest(llm, frontend):
+    with pytest.raises(InvalidRequest, match=r"prompts\[2\].prompt: is empty"):
+        llm.generate(["hang", "hang", "", "hang"], use_tqdm=False)
+    wait_until(lambda: frontend.num_running == 0)
+    assert llm.generate("a", use_tqdm=False)[0].finished
+
+
+def test_an_error_of_the_engine_is_not_retried(llm, frontend):
+    frontend.errors = [EngineFailure("broken")]
+    with pytest.raises(EngineFailure, match="broken"):
+        llm.generate("a", use_tqdm=False)
+    assert len(frontend.requests) == 1
+
+
+def test_keyboard_interrupt_cancels_what_runs(llm, frontend):
+    def interrupt():
+        wait_until(lambda: frontend.num_running == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hang", "hang"], use_tqdm=False)
+    wait_until(lambda: frontend.num_cancelled == 2)
+    assert llm.generate("a", use_tqdm=False)[0].finished
+
+
+def test_the_progress_bar_tells_tokens_per_second_and_can_be_turned_off(llm, capsys):
+    llm.generate(["a", "b"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"])
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "tok/s out" in shown
+
+
+def test_a_closed_llm_says_so(frontend):
+    llm = LLM(address=frontend.address)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a")
+
+
+def test_options_of_a_stack_are_refused_for_one_that_runs(frontend):
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(address=frontend.address, max_num_seqs=4)
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(frontend):
+    program = f"from triptych import LLM\nllm = LLM(address={frontend.address!r})\n"
+    program += "print(llm.generate('a b', use_tqdm=False)[0].outputs[0].text)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, " a b\n", "")

@@ -1,0 +1,103 @@
+"""The files in config/, and what the options declare about their readers, say what the code does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.example_config import EXAMPLE, render
+from triptych.config import EngineConfig
+from triptych.config.loader import Option, iter_options, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = list(iter_options())
+KEYS = [option.key for option in OPTIONS]
+SERVICES = ("frontend", "enginecore", "worker")
+SHARED = {
+    "log.level": "libs/triptych/observe/logging.py",
+    "log.format": "libs/triptych/observe/logging.py",
+}
+"""Options that libs read on behalf of every service that calls them."""
+
+
+def test_the_example_is_what_the_code_says():
+    assert EXAMPLE.read_text() == render()
+
+
+def test_the_example_holds_every_option_at_its_default():
+    document = yaml.safe_load(EXAMPLE.read_text())
+    assert document == dataclasses.asdict(EngineConfig())
+    assert load_config(file=EXAMPLE, env={}) == EngineConfig()
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=KEYS)
+def test_the_example_tells_meaning_range_and_readers_above_each_key(option):
+    section = EXAMPLE.read_text().split(f"\n{option.leaf}:\n")[1]
+    comment = section.split(f"\n  {option.name}: ")[0].split("\n")
+    above = []
+    while comment and comment[-1].startswith("  # "):
+        above.insert(0, comment.pop().removeprefix("  # "))
+    text = " ".join(above)
+    assert text.startswith(option.limits.help)
+    assert option.limits.describe().lower() in text.lower()
+    assert text.endswith(f"Read by {', '.join(option.limits.read_by)}.")
+
+
+def test_cpu_tiny_overrides_a_few_options_and_is_small():
+    file = ROOT / "config/cpu-tiny.yaml"
+    tiny, usual = load_config(file=file, env={}), EngineConfig()
+    assert tiny.scheduler.max_num_seqs < usual.scheduler.max_num_seqs
+    assert tiny.scheduler.max_num_batched_tokens < usual.scheduler.max_num_batched_tokens
+    assert tiny.cache.memory_fraction < usual.cache.memory_fraction
+    document = yaml.safe_load(file.read_text())
+    for leaf, section in document.items():
+        for name, value in section.items():
+            assert value != getattr(getattr(usual, leaf), name), f"{leaf}.{name} is the default anyway"
+
+
+# Readers
+
+
+def attribute_reads(root: Path) -> set[str]:
+    """`y.z` and `x.y.z` for each attribute access `….x.y.z` in the sources under `root`."""
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                names = [name.lstrip("_") for name in ast.unparse(node).split(".")]
+                found |= {".".join(names[-2:]), ".".join(names[-3:])}
+    return found
+
+
+READS = {service: attribute_reads(ROOT / "services" / service) for service in SERVICES}
+HANDSHAKE = attribute_reads(ROOT / "libs/triptych/config") & set(KEYS)
+"""What shared_config() reads, for the engine core and the worker to compare."""
+
+
+def is_read(option: Option, service: str) -> bool:
+    """By `config.leaf.name` or by `leaf.name`, or `config.name` where a leaf is passed as its part's config."""
+    return bool(
+        {option.key, f"config.{option.name}"} & READS[service]
+        or (option.key in HANDSHAKE and service in ("enginecore", "worker"))
+        or option.key in SHARED
+    )
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=KEYS)
+def test_an_option_is_read_by_the_services_that_it_names(option):
+    assert option.limits.read_by
+    assert set(option.limits.read_by) <= set(SERVICES)
+    for service in option.limits.read_by:
+        assert is_read(option, service), f"{option.key}: services/{service} does not read it"
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=KEYS)
+def test_an_option_is_read_by_no_other_service(option):
+    for service in set(SERVICES) - set(option.limits.read_by):
+        assert f"config.{option.key}" not in READS[service], (
+            f"{option.key}: services/{service} reads it, undeclared"
+        )

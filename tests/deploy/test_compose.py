@@ -1,0 +1,191 @@
+"""docker-compose.yml and what it mounts: valid by the Compose specification, true to the code."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.deploy.facts import (
+    OPTION_BY_ENV,
+    READY_NAME,
+    ROOT,
+    SERVICES,
+    assert_env_is_known,
+    default,
+    module_exists,
+    ports,
+)
+from triptych.config.loader import load_config
+
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+CONTAINERS: dict[str, dict[str, Any]] = COMPOSE["services"]
+TIER = {"frontend": "frontend", "enginecore": "enginecore", "worker": "worker", "worker-gpu": "worker"}
+"""container -> the service that runs in it"""
+DOT_ENV = dict(
+    line.split("=", 1)
+    for line in (ROOT / ".env").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def interpolate(value: str) -> str:
+    """`${NAME:-default}` with nothing set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+
+def seconds(duration: str) -> int:
+    assert duration.endswith("s")
+    return int(duration[:-1])
+
+
+def test_it_is_valid_by_the_compose_specification():
+    schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas/vendor"
+    schema = json.loads((schemas / "compose-spec.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
+    validator(schema).validate(COMPOSE)
+    with pytest.raises(jsonschema.ValidationError):
+        validator(schema).validate({"services": {"x": {"image": "x", "helthcheck": {}}}})
+
+
+def test_extensions_are_the_only_other_keys_at_the_top():
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {
+        "name", "services", "configs", "volumes", "networks",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_a_container_refers_to_is_declared(name):
+    container = CONTAINERS[name]
+    assert set(container["networks"]) <= set(COMPOSE["networks"])
+    assert set(container.get("depends_on", ())) <= set(CONTAINERS)
+    assert {config["source"] for config in container.get("configs", ())} <= set(COMPOSE["configs"])
+    for volume in container.get("volumes", ()):
+        assert volume.split(":")[0] in COMPOSE["volumes"]
+    if "build" in container:
+        assert (ROOT / container["build"]["context"] / container["build"]["dockerfile"]).is_file()
+    else:
+        assert re.search(r":v?\d", container["image"]), "an image from elsewhere has a version"
+
+
+@pytest.mark.parametrize("name", COMPOSE["configs"])
+def test_config_files_are_there(name):
+    assert (ROOT / interpolate(COMPOSE["configs"][name]["file"])).is_file()
+
+
+def test_the_config_that_is_mounted_is_one():
+    file = ROOT / interpolate(COMPOSE["configs"]["triptych"]["file"])
+    load_config(file=file, env={})
+    for name in TIER:
+        (mounted,) = CONTAINERS[name]["configs"]
+        assert CONTAINERS[name]["environment"]["TRIPTYCH_CONFIG"] == mounted["target"]
+
+
+@pytest.mark.parametrize("name", TIER)
+def test_variables_are_options_with_values_in_range(name):
+    env = {key: interpolate(value) for key, value in CONTAINERS[name]["environment"].items()}
+    assert_env_is_known(env)
+    load_config(env={key: value for key, value in env.items() if key in OPTION_BY_ENV})
+
+
+@pytest.mark.parametrize(("name", "service"), TIER.items())
+def test_a_tier_is_healthy_when_its_service_is_ready(name, service):
+    assert CONTAINERS[name]["build"]["dockerfile"] == f"services/{service}/Dockerfile"
+    assert CONTAINERS[name]["healthcheck"]["test"] == [
+        "CMD", "triptych", "health", f"127.0.0.1:{ports(service)['grpc']}", READY_NAME[service],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIER)
+def test_a_container_has_time_to_drain(name):
+    drain_s = max(default(f"{leaf}.drain_s") for leaf in ("frontend", "engine"))
+    assert seconds(CONTAINERS[name]["stop_grace_period"]) > drain_s
+
+
+@pytest.mark.parametrize("name", [*TIER, "model"])
+def test_containers_may_do_next_to_nothing(name):
+    container = CONTAINERS[name]
+    assert container["read_only"] is True
+    assert container["cap_drop"] == ["ALL"]
+    assert container["security_opt"] == ["no-new-privileges:true"]
+    assert "/tmp" in container["tmpfs"]
+    assert "user" not in container  # the image's own, which is not root
+
+
+def test_the_doors_and_nothing_else_are_published_on_loopback():
+    published = {name: container["ports"] for name, container in CONTAINERS.items() if "ports" in container}
+    doors = [ports("frontend")["grpc"], ports("frontend")["http"]]
+    assert published == {
+        "frontend": [f"127.0.0.1:{port}:{port}" for port in doors],
+        "prometheus": ["127.0.0.1:9090:9090"],
+    }
+
+
+def test_tiers_behind_the_frontend_have_no_way_out():
+    assert COMPOSE["networks"]["tiers"] == {"internal": True}
+    for name, service in TIER.items():
+        assert ("outside" in CONTAINERS[name]["networks"]) == (service == "frontend")
+
+
+def test_each_tier_waits_for_the_one_behind_it():
+    assert CONTAINERS["frontend"]["depends_on"]["enginecore"] == {"condition": "service_healthy"}
+    assert CONTAINERS["enginecore"]["depends_on"] == {
+        name: {"condition": "service_healthy", "required": False} for name in ("worker", "worker-gpu")
+    }
+    for name in ("frontend", "worker", "worker-gpu"):
+        assert CONTAINERS[name]["depends_on"]["model"] == {"condition": "service_completed_successfully"}
+
+
+def test_tiers_find_each_other():
+    engine, port = CONTAINERS["frontend"]["environment"]["TRIPTYCH_FRONTEND_ENGINE_ADDRESSES"].split(":")
+    assert (engine, int(port)) == ("enginecore", ports("enginecore")["grpc"])
+    worker, port = CONTAINERS["enginecore"]["environment"]["TRIPTYCH_ENGINE_WORKER_ADDRESS"].split(":")
+    assert int(port) == ports("worker")["grpc"]
+    for name in ("worker", "worker-gpu"):
+        assert CONTAINERS[name]["networks"]["tiers"]["aliases"] == [worker]
+
+
+def test_the_cpu_is_the_default_and_the_gpu_a_profile():
+    profiles = {
+        name: container["profiles"] for name, container in CONTAINERS.items() if "profiles" in container
+    }
+    assert profiles == {"worker": ["cpu"], "worker-gpu": ["gpu"], "prometheus": ["observe"]}
+    assert DOT_ENV == {"COMPOSE_PROFILES": "cpu"}
+    (device,) = CONTAINERS["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert CONTAINERS["worker-gpu"]["environment"]["TRIPTYCH_WORKER_DEVICE"] == "cuda"
+    assert CONTAINERS["worker"]["environment"]["TRIPTYCH_WORKER_DEVICE"] == "cpu"
+    assert CONTAINERS["worker"]["image"] != CONTAINERS["worker-gpu"]["image"]
+
+
+def test_the_gpu_image_is_built_with_an_argument_that_its_dockerfile_has():
+    arguments = CONTAINERS["worker-gpu"]["build"]["args"]
+    dockerfile = (ROOT / "services/worker/Dockerfile").read_text()
+    for name in arguments:
+        assert re.search(rf"^ARG {name}=", dockerfile, re.MULTILINE)
+
+
+def test_the_model_is_fetched_by_the_hub_into_the_volume_that_the_tiers_read():
+    model = CONTAINERS["model"]
+    assert model["entrypoint"] == ["python", "-m", "triptych.hub"]
+    assert module_exists("triptych.hub.__main__")
+    assert model["volumes"] == ["models:/var/cache/triptych"]
+    assert "outside" in model["networks"]
+    for name, service in TIER.items():
+        if service != "enginecore":
+            assert CONTAINERS[name]["volumes"] == ["models:/var/cache/triptych:ro"]
+            assert CONTAINERS[name]["environment"]["TRIPTYCH_MODEL_MODEL"] == model["command"][0]
+
+
+def test_prometheus_scrapes_the_metrics_port_of_every_tier():
+    scrapes = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scrapes for static in job["static_configs"] for target in static["targets"]]
+    names = ["frontend", "enginecore", CONTAINERS["worker"]["networks"]["tiers"]["aliases"][0]]
+    expected = [f"{name}:{ports(service)['metrics']}" for name, service in zip(names, SERVICES, strict=True)]
+    assert targets == expected

@@ -1,0 +1,34 @@
+"""One real stack for the whole folder: three processes, the embedded model, few rows and a short queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from triptych.client.local import LocalCluster
+from triptych.config.loader import load_config
+
+MAX_NUM_SEQS = 16
+MAX_NUM_WAITING = 64
+READY_S = 180.0
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    flags = {
+        "scheduler.max_num_seqs": str(MAX_NUM_SEQS),
+        "scheduler.max_num_waiting": str(MAX_NUM_WAITING),
+        "model.dtype": "float32",
+        "model.max_model_len": "2048",
+        **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
+        **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
+        "frontend.http_port": "0",
+    }
+    lines: list[str] = []
+    with LocalCluster(load_config(env={}, flags=flags), on_log_line=lines.append) as stack:
+        try:
+            stack.wait_ready(READY_S)
+            yield stack
+        finally:
+            print("\n".join(lines[-40:]))

@@ -1,0 +1,263 @@
+"""The stream to one engine: dialled, redialled, dispatched; one request's trouble is no other's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.frontend import engine_client as engine_client_module
+from services.frontend import outbox as outbox_module
+from services.frontend.engine_client import EngineClient
+from services.frontend.outbox import Outbox
+from tests.helpers.fake_engine import FakeEngine, eventually, u32
+from tests.helpers.frontend import answer, collect, frontend_core, raw_request
+from triptych.errors import (
+    EngineFailure,
+    EngineUnavailable,
+    GenerationLost,
+    InvalidRequest,
+    QueueFull,
+)
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
+from triptych.types.sampling import SamplingParams
+from triptych.types.submit import SubmitRequest
+
+
+def hello_reply(request: SubmitRequest) -> list[int]:
+    return [65 + i for i in range(20)]
+
+
+async def test_the_hello_names_this_frontend() -> None:
+    async with FakeEngine() as engine, frontend_core(engine):
+        assert (engine.hellos[0].frontend_id, engine.hellos[0].boot_id) == ("test", "boot")
+
+
+async def test_a_lost_engine_is_redialled_and_serves_again() -> None:
+    async with FakeEngine(hello_reply) as engine, frontend_core(engine) as core:
+        client = core.router.engines[0]
+        await engine.die()
+        await eventually(lambda: not client.is_ready)
+        assert "engine-0" in core.generator.why_not_ready
+        await engine.start()
+        await eventually(lambda: client.is_ready)
+        assert (await answer(core.generator, raw_request())).token_ids() == hello_reply(None)[:16]  # type: ignore[arg-type]
+
+
+async def test_an_engine_that_comes_later_is_found() -> None:
+    engine = FakeEngine(hello_reply)
+    await engine.start()
+    await engine.die()
+    async with frontend_core(engine, waits=False) as core:
+        await eventually(lambda: core.router.engines[0].why_not_ready != "not connected yet")
+        await engine.start()
+        await eventually(lambda: core.generator.is_ready)
+        await engine.die()
+
+
+async def test_redials_back_off_from_50_ms_to_1_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+    enough = asyncio.Event()
+
+    async def sleep(delay_s: float) -> None:
+        delays.append(delay_s)
+        if len(delays) == 7:
+            enough.set()
+            await asyncio.Event().wait()
+
+    async def end_at_once(self: EngineClient) -> str:
+        return "refused"
+
+    monkeypatch.setattr(engine_client_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(EngineClient, "_run_session", end_at_once)
+    task = asyncio.create_task(EngineClient("127.0.0.1:1", frontend_id="f", boot_id="b").run())
+    await asyncio.wait_for(enough.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert delays == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+async def test_readiness_follows_the_welcomes() -> None:
+    async with FakeEngine(is_ready=False) as engine, frontend_core(engine, waits=False) as core:
+        await eventually(lambda: "loading" in core.generator.why_not_ready)
+        with pytest.raises(EngineUnavailable, match="engine-0: loading"):
+            await collect(core.generator, raw_request())
+        engine.set_ready(True)
+        await eventually(lambda: core.generator.is_ready)
+        engine.set_ready(False, "worker lost")
+        await eventually(lambda: not core.generator.is_ready)
+        assert "worker lost" in core.generator.why_not_ready
+
+
+async def test_loss_before_any_token_is_unavailable() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        waiting = asyncio.create_task(collect(core.generator, raw_request()))
+        await engine.next_submit()
+        await engine.die()
+        with pytest.raises(EngineUnavailable, match="engine-0 was lost"):
+            await waiting
+        assert core.count("ENGINE_UNAVAILABLE") == 1
+
+
+async def test_loss_after_tokens_names_the_resume_point() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        events = core.generator.generate(raw_request())
+        await_first = asyncio.ensure_future(anext(events))
+        request = await engine.next_submit()
+        engine.emit(request, [65, 66, 67])
+        await await_first
+        assert list((await anext(events)).token_ids) == [65, 66, 67]  # type: ignore[union-attr]
+        engine.close_streams()
+        with pytest.raises(GenerationLost, match=r"3 of choice 0; to go on from there"):
+            await anext(events)
+
+
+async def test_tokens_of_several_steps_in_one_batch_all_arrive_before_the_end() -> None:
+    """The engine may send several steps at once: the same number stands in the columns more than once."""
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        both = [asyncio.create_task(answer(core.generator, raw_request())) for _ in range(2)]
+        first, second = await engine.next_submit(0), await engine.next_submit(1)
+        ends = tuple(
+            FinishedRequest(r.number, FinishReason.LENGTH, None, 0, StageTimings()) for r in (first, second)
+        )
+        batch = OutputBatch(
+            0,
+            numbers=u32([first.number, second.number, first.number, second.number]),
+            token_ids=u32([65, 75, 66, 76]),
+            finished=ends,
+        )
+        engine.send(first, batch)
+        assert [(await task).token_ids() for task in both] == [[65, 66], [75, 76]]
+
+
+@pytest.mark.parametrize("retry_after_ms", [1500])
+async def test_a_refusal_of_the_engine_arrives_as_its_error(retry_after_ms: int) -> None:
+    async with FakeEngine(is_mute=True) as engine, frontend_core(engine) as core:
+        tasks = [asyncio.create_task(collect(core.generator, raw_request())) for _ in range(3)]
+        requests = [await engine.next_submit(index) for index in range(3)]
+        engine.fail(requests[0], "QUEUE_FULL", "64 requests wait", retry_after_ms=retry_after_ms)
+        engine.fail(requests[1], "INVALID_REQUEST", "too long", field="prompt")
+        engine.fail(requests[2], "ENGINE_FAILURE", "row 3 exploded")
+        with pytest.raises(QueueFull) as full:
+            await tasks[0]
+        assert full.value.retry_after_s == 1.5
+        with pytest.raises(InvalidRequest, match=r"^prompt: too long$"):
+            await tasks[1]
+        with pytest.raises(EngineFailure, match="row 3 exploded"):
+            await tasks[2]
+
+
+async def test_an_error_in_one_request_s_tokens_ends_that_request_alone() -> None:
+    """This one asked for log-probabilities, which the engine forgot: a bug, and only its own."""
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        broken = asyncio.create_task(collect(core.generator, raw_request(sampling={"logprobs": 1})))
+        healthy = asyncio.create_task(answer(core.generator, raw_request()))
+        first, second = await engine.next_submit(0), await engine.next_submit(1)
+        batch = OutputBatch(0, numbers=u32([first.number, second.number]), token_ids=u32([65, 66]))
+        engine.send(first, batch)
+        with pytest.raises(LookupError):
+            await broken
+        await eventually(lambda: engine.aborted == [first.request_id])
+        engine.emit(second, [67], finish=FinishReason.LENGTH)
+        assert (await healthy).token_ids() == [66, 67]
+        assert core.count("INTERNAL") == 1
+
+
+async def test_a_batch_that_breaks_the_protocol_costs_the_stream_and_not_the_frontend() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        waiting = asyncio.create_task(collect(core.generator, raw_request()))
+        request = await engine.next_submit()
+        engine.send(request, OutputBatch(0, numbers=u32([1, 2]), token_ids=u32([1])))
+        with pytest.raises(EngineUnavailable, match="differ in length"):
+            await waiting
+        await eventually(lambda: core.router.engines[0].is_ready and len(engine.hellos) == 2)
+
+
+async def test_a_silent_peer_is_given_up_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client_module, "_WELCOME_TIMEOUT_S", 0.02)
+
+    async def say_nothing(self: FakeEngine, requests: Any, context: Any) -> Any:
+        self.hellos.append((await anext(requests)).hello)
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(FakeEngine, "Connect", say_nothing)
+    async with FakeEngine() as engine, frontend_core(engine, waits=False) as core:
+        await eventually(lambda: len(engine.hellos) >= 2)
+        assert "no welcome within 0.02 s" in core.generator.why_not_ready
+
+
+async def test_used_up_numbers_renew_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client_module, "_MAX_NUMBER", 2)
+    async with FakeEngine(hello_reply) as engine, frontend_core(engine) as core:
+        for _ in range(2):
+            await answer(core.generator, raw_request())
+        with pytest.raises(EngineUnavailable, match="try again"):
+            await answer(core.generator, raw_request())
+        await eventually(lambda: len(engine.hellos) == 2 and core.generator.is_ready)
+        await answer(core.generator, raw_request())
+        assert [request.number for request in engine.submitted] == [1, 2, 1]
+
+
+class RecordingCall:
+    """The writing half of a stream; `gate` holds writes back."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+        self.gate = asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        await self.gate.wait()
+        self.written.append(message)
+
+
+def submission(number: int, num_tokens: int = 1, **sampling: Any) -> SubmitRequest:
+    token_ids = np.ones(num_tokens, dtype=np.uint32)
+    return SubmitRequest(number, f"r{number}", token_ids, num_tokens, SamplingParams(**sampling), 0)
+
+
+async def written_by(outbox: Outbox, call: RecordingCall) -> list[Any]:
+    writer = asyncio.create_task(outbox.write_to(call))  # type: ignore[arg-type]
+    call.gate.set()
+    await eventually(lambda: not outbox._unsent and not outbox._aborts)
+    await asyncio.sleep(0)
+    writer.cancel()
+    return call.written
+
+
+async def test_submissions_that_gather_go_out_in_one_message() -> None:
+    outbox, call = Outbox(lambda number, error: None), RecordingCall()
+    for number in range(1, 6):
+        outbox.submit(submission(number))
+    outbox.abort(3)  # never sent: the engine need not know
+    (message,) = await written_by(outbox, call)
+    assert [request.number for request in message.submit.requests] == [1, 2, 4, 5]
+
+
+async def test_large_submissions_are_spread_over_messages() -> None:
+    outbox, call = Outbox(lambda number, error: None), RecordingCall()
+    for number in range(1, 5):
+        outbox.submit(submission(number, num_tokens=200_000))
+    sizes = [len(message.submit.requests) for message in await written_by(outbox, call)]
+    assert sizes == [2, 2]
+
+
+async def test_an_unsendable_submission_harms_no_other() -> None:
+    unsendable: list[int] = []
+    outbox, call = Outbox(lambda number, error: unsendable.append(number)), RecordingCall()
+    outbox.submit(submission(1, max_tokens=-1))
+    outbox.submit(submission(2))
+    (message,) = await written_by(outbox, call)
+    assert (unsendable, [request.number for request in message.submit.requests]) == ([1], [2])
+
+
+async def test_an_engine_that_stopped_reading_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_UNSENT", 2)
+    outbox = Outbox(lambda number, error: None)
+    for number in (1, 2):
+        outbox.check_room()
+        outbox.submit(submission(number))
+    with pytest.raises(QueueFull, match=r"2 requests wait to be sent .* limit is 2"):
+        outbox.check_room()

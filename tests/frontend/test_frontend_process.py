@@ -1,0 +1,164 @@
+"""`python -m services.frontend` as an operator starts and stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.helpers.byte_tokenizer import byte_tokenizer, write_model_directory
+from tests.helpers.fake_engine import FakeEngine
+from triptych.rpc.channel import open_channel
+from triptych.types.outputs import FinishReason
+from triptych.v1 import generation_pb2, generation_pb2_grpc
+
+TOKENIZER = byte_tokenizer()
+START_S = 30.0  # a cold start on a busy machine
+FREE_PORTS = {"frontend.port": "0", "frontend.http-port": "0", "frontend.metrics-port": "0"}
+
+
+@dataclass
+class Process:
+    """One frontend and what it said on stderr."""
+
+    process: asyncio.subprocess.Process
+    ready_file: Path
+
+    async def ports(self) -> dict[str, int]:
+        async with asyncio.timeout(START_S):
+            while not self.ready_file.exists():
+                assert self.process.returncode is None, await self.rest_of_stderr()
+                await asyncio.sleep(0.02)
+        return json.loads(self.ready_file.read_text())
+
+    async def rest_of_stderr(self) -> str:
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode()
+
+    async def end(self) -> tuple[int, str]:
+        """Exit code and the rest of stderr."""
+        async with asyncio.timeout(START_S):
+            text = await self.rest_of_stderr()
+            return await self.process.wait(), text
+
+
+@asynccontextmanager
+async def start(tmp_path: Path, model: str, **flags: str) -> AsyncIterator[Process]:
+    ready_file = tmp_path / "ready.json"
+    options = (
+        FREE_PORTS | {"model.model": model} | {name.replace("__", "."): text for name, text in flags.items()}
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.frontend",
+        f"--ready-file={ready_file}",
+        *(f"--{name.replace('_', '-')}={text}" for name, text in options.items()),
+        stderr=asyncio.subprocess.PIPE,
+        env={key: text for key, text in os.environ.items() if not key.startswith("TRIPTYCH_")},
+    )
+    try:
+        yield Process(process, ready_file)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def until_ready(channel: grpc.aio.Channel) -> None:
+    request = health_pb2.HealthCheckRequest(service="triptych.v1.GenerationService")
+    async with asyncio.timeout(START_S):
+        async for response in health_pb2_grpc.HealthStub(channel).Watch(request):
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path)
+    async with (
+        FakeEngine() as engine,
+        start(tmp_path, str(model), frontend__engine_addresses=engine.address) as frontend,
+    ):
+        ports = await frontend.ports()
+        assert ports["pid"] == frontend.process.pid
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, httpx.AsyncClient() as http:
+            await until_ready(channel)
+            base = f"http://127.0.0.1:{ports['http_port']}"
+            assert (await http.get(f"{base}/health")).status_code == 200
+            assert (await http.get(f"{base}/v1/models")).json()["data"][0]["id"] == "tiny"
+
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(generation_pb2.GenerateRequest(text="Hello", request_id="last"))
+            request = await engine.next_submit()
+            assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 40)
+            engine.emit(request, TOKENIZER.encode("x"))
+            responses: list[Any] = [await call.read(), await call.read()]
+
+            frontend.process.send_signal(signal.SIGTERM)
+            engine_sees_nothing = engine.aborted == []
+            engine.emit(request, TOKENIZER.encode("yz"), finish=FinishReason.LENGTH)
+            while (response := await call.read()) is not grpc.aio.EOF:
+                responses.append(response)
+        assert engine_sees_nothing
+        assert "".join(response.delta.text for response in responses) == "xyz"
+        code, stderr = await frontend.end()
+    assert code == 0, stderr
+    assert "sampling defaults of the checkpoint temperature=0.5 top_k=40" in stderr
+    assert stderr.count("request_id=last") == 1
+    assert "Traceback" not in stderr
+
+
+async def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path)
+    flags = {"frontend__drain_s": "0.05"}
+    async with (
+        FakeEngine() as engine,
+        start(tmp_path, str(model), frontend__engine_addresses=engine.address, **flags) as frontend,
+    ):
+        ports = await frontend.ports()
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
+            await until_ready(channel)
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(generation_pb2.GenerateRequest(text="Hello"))
+            await engine.next_submit()
+            frontend.process.send_signal(signal.SIGTERM)
+            code, stderr = await frontend.end()
+            assert code == 0, stderr
+            assert "1 requests did not finish within frontend.drain_s = 0.05" in stderr
+            call.cancel()
+
+
+async def test_a_taken_port_stops_the_boot_by_name(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for option in ("frontend.port", "frontend.http_port"):
+            async with start(tmp_path, str(model), **{option.replace(".", "__"): port}) as frontend:
+                code, stderr = await frontend.end()
+                assert code == 2
+                assert option in stderr
+                assert port in stderr
+                assert "Traceback" not in stderr
+
+
+async def test_a_model_that_cannot_be_had_ends_the_process_in_one_line(tmp_path: Path) -> None:
+    async with start(tmp_path, str(tmp_path / "nowhere.gguf")) as frontend:
+        code, stderr = await frontend.end()
+    assert code == 2
+    assert "cannot serve: model: " in stderr
+    assert "nowhere.gguf" in stderr
+    assert "Traceback" not in stderr

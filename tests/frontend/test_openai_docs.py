@@ -1,0 +1,139 @@
+"""/openapi.json says what the routes do, and /docs shows it without the network."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from html.parser import HTMLParser
+from typing import Any
+
+import jsonschema
+import pytest
+import pytest_asyncio
+
+from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
+from tests.helpers.http_door import Door, open_door
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "n": 2, "stop": "time"}),
+    ("post", "/v1/completions", {"prompt": [1], "max_tokens": 1}),
+    ("post", "/v1/completions", {"prompt": ""}),
+    ("post", "/v1/chat/completions", CHAT),
+    ("post", "/v1/chat/completions", {"messages": []}),
+    ("get", "/v1/models", None),
+    ("get", "/v1/models/{model}", None),
+    ("post", "/tokenize", {"prompt": "a"}),
+    ("post", "/detokenize", {"tokens": [97]}),
+    ("get", "/health", None),
+    ("get", "/version", None),
+]
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_door() -> AsyncIterator[Door]:
+    async with open_door() as door:
+        yield door
+
+
+@pytest.fixture
+def door(shared_door: Door) -> Door:
+    shared_door.generator.reset()
+    return shared_door
+
+
+async def openapi(door: Door) -> dict[str, Any]:
+    document: dict[str, Any] = (await door.http.get("/openapi.json")).json()
+    return document
+
+
+def check(value: Any, schema: dict[str, Any], document: dict[str, Any]) -> None:
+    """By jsonschema, which knows nothing of pydantic."""
+    root = schema | {"components": document["components"]}
+    jsonschema.Draft202012Validator(root).validate(value)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CALLS)
+async def test_requests_and_answers_are_as_described(
+    door: Door, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    document = await openapi(door)
+    operation = document["paths"][path][method]
+    if body is not None:
+        check(body, operation["requestBody"]["content"]["application/json"]["schema"], document)
+    response = await door.http.request(method, path.replace("{model}", "tiny/fake"), json=body)
+    key = "200" if response.status_code == 200 else f"{response.status_code // 100}XX"
+    check(response.json(), operation["responses"][key]["content"]["application/json"]["schema"], document)
+
+
+async def test_the_description_tells_a_bad_request_too(door: Door) -> None:
+    document = await openapi(door)
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    bodies: list[dict[str, Any]] = [
+        {"prompt": {}},
+        {"prompt": "a", "typo": 1},
+        {"prompt": "a", "stream": "yes"},
+    ]
+    for body in bodies:
+        with pytest.raises(jsonschema.ValidationError):
+            check(body, schema, document)
+
+
+async def test_every_route_is_described_with_its_errors_and_header(door: Door) -> None:
+    document = await openapi(door)
+    assert set(document["paths"]) == {path for _, path, _ in CALLS} | {"/metrics"}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert set(operation["responses"]) == {"200", "4XX", "5XX"}
+            assert operation["description"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        (header,) = document["paths"][path]["post"]["parameters"]
+        assert (header["name"], header["in"]) == ("X-Request-Timeout-S", "header")
+
+
+@pytest.mark.parametrize("body", [CompletionRequest, ChatCompletionRequest])
+async def test_every_field_says_what_it_means(body: type[CompletionRequest | ChatCompletionRequest]) -> None:
+    assert [name for name, field in body.model_fields.items() if not field.description] == []
+
+
+class Links(HTMLParser):
+    """What a page would load or lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.targets: list[str] = []
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attributes:
+            if name in ("href", "src"):
+                self.targets.append(value or "")
+            if name == "id":
+                self.ids.add(value or "")
+
+
+async def test_the_page_shows_all_of_it_and_loads_nothing(door: Door) -> None:
+    response = await door.http.get("/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    document, page = await openapi(door), response.text
+    for path in document["paths"]:
+        assert path in page
+    for name in ChatCompletionRequest.model_fields:
+        assert f"<code>{name}</code>" in page
+    links = Links()
+    links.feed(page)
+    assert not links.tags & {"script", "link", "img", "iframe"}
+    assert {target for target in links.targets if not target.startswith("#")} == {"openapi.json"}
+    assert {target[1:] for target in links.targets if target.startswith("#")} <= links.ids
+
+
+async def test_metrics_are_in_prometheus_form(door: Door) -> None:
+    response = await door.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE python_info gauge" in response.text

@@ -1,0 +1,120 @@
+"""The HTTP door over the real generator, down to the wire of a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import FakeEngine, eventually
+from tests.helpers.frontend import frontend_core
+from tests.helpers.http_door import open_door
+from triptych.types.submit import SubmitRequest
+
+TOKENIZER = byte_tokenizer()
+CHAT: Any = [{"role": "user", "content": "Hello"}]
+
+
+def say(text: str) -> Any:
+    def reply(request: SubmitRequest) -> Iterable[int]:
+        return [*TOKENIZER.encode(text, add_special_tokens=False), 299]
+
+    return reply
+
+
+async def test_text_of_many_bytes_per_character_streams_whole() -> None:
+    text = "naïve 世界 🙂!"
+    async with (
+        FakeEngine(say(text)) as engine,
+        frontend_core(engine) as core,
+        open_door(core.generator) as door,
+    ):
+        whole = await door.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=40)
+        stream = await door.client.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=40, stream=True
+        )
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert whole.choices[0].message.content == "".join(parts) == text
+    assert "\ufffd" not in "".join(parts)
+    assert whole.choices[0].finish_reason == "stop"
+
+
+async def test_a_stop_string_over_several_tokens_never_leaks() -> None:
+    async with (
+        FakeEngine(say("one two three")) as engine,
+        frontend_core(engine) as core,
+        open_door(core.generator) as door,
+    ):
+        stream = await door.client.completions.create(model="tiny", prompt="a", stop="wo t", stream=True)
+        parts = [chunk.choices[0] async for chunk in stream]
+    assert "".join(part.text for part in parts) == "one t"
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+
+
+async def test_each_choice_and_prompt_is_submitted_under_its_own_name() -> None:
+    async with (
+        FakeEngine(say("xyz")) as engine,
+        frontend_core(engine) as core,
+        open_door(core.generator) as door,
+    ):
+        answer = await door.client.completions.create(
+            model="tiny", prompt=["a", "b"], n=2, seed=7, max_tokens=2, extra_headers={"X-Request-Id": "r"}
+        )
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(i, "xy") for i in range(4)]
+    assert sorted(submit.request_id for submit in engine.submitted) == ["r-0#0", "r-0#1", "r-1#0", "r-1#1"]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_is_aborted_at_the_engine(is_stream: bool) -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
+        _, writer = await door.connect("/v1/completions", {"prompt": "a", "n": 2, "stream": is_stream})
+        await engine.next_submit(1)
+        engine.emit(engine.submitted[0], [65])
+        writer.close()
+        await eventually(lambda: engine.num_alive == 0)
+        assert len(engine.aborted) == 2
+        await eventually(lambda: core.generator.num_active == 0)
+
+
+async def test_a_full_queue_at_the_engine_is_a_429_with_a_retry_time() -> None:
+    async with (
+        FakeEngine(is_mute=True) as engine,
+        frontend_core(engine) as core,
+        open_door(core.generator) as door,
+    ):
+        reader, writer = await door.connect("/v1/completions", {"prompt": "a"})
+        refused = await engine.next_submit()
+        engine.fail(
+            refused, "QUEUE_FULL", "queue full: 64 requests wait, the limit is 64", retry_after_ms=1500
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        writer.close()
+    assert head.startswith("http/1.1 429 ")
+    assert "\r\nretry-after: 2\r\n" in head
+
+
+async def test_a_template_that_refuses_names_the_messages() -> None:
+    tokenizer = byte_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
+    async with (
+        FakeEngine() as engine,
+        frontend_core(engine, tokenizer=tokenizer) as core,
+        open_door(core.generator) as door,
+    ):
+        with pytest.raises(openai.BadRequestError, match="roles must alternate") as caught:
+            await door.client.chat.completions.create(model="tiny", messages=CHAT)
+    assert caught.value.param == "messages"
+
+
+async def test_health_follows_the_engine() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
+        assert (await door.http.get("/health")).status_code == 200
+        engine.set_ready(False, "the worker is loading")
+        await eventually(lambda: not core.generator.is_ready)
+        response = await door.http.get("/health")
+    assert response.status_code == 503
+    assert "the worker is loading" in response.json()["error"]["message"]

@@ -1,0 +1,85 @@
+"""Several prompts as one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from services.frontend.openai.merge import merge
+from triptych.errors import GenerationLost
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.outputs import FinishReason, StageTimings, Usage
+
+
+class Prompt:
+    """A generation that counts what is taken of it and notes its end."""
+
+    def __init__(self, *, num_deltas: int, error: Exception | None = None) -> None:
+        self.num_deltas = num_deltas
+        self.error = error
+        self.num_taken = 0
+        self.has_ended = False
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        try:
+            yield AdmittedEvent("r", "m", 0, [1])
+            for number in range(self.num_deltas):
+                await asyncio.sleep(0)
+                yield DeltaEvent(number % 2, str(number), [number])
+                self.num_taken += 1
+            if self.error is not None:
+                raise self.error
+            yield DeltaEvent(0, "", [], finish_reason=FinishReason.STOP)
+            yield FinishedEvent(Usage(1, self.num_deltas, 1), StageTimings(5, 5, self.num_deltas), 7)
+        finally:
+            self.has_ended = True
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_it_is_admitted_once_and_ends_once_with_the_sums() -> None:
+    prompts = [Prompt(num_deltas=n) for n in (3, 1, 2)]
+    events = [event async for event in merge([prompt.events() for prompt in prompts], 2)]
+    admitted, *deltas, finished = events
+    assert isinstance(admitted, AdmittedEvent)
+    assert finished == FinishedEvent(Usage(3, 6, 3), StageTimings(5, 5, 3), 21)
+    by_choice: dict[int, str] = {}
+    for delta in deltas:
+        assert isinstance(delta, DeltaEvent)
+        by_choice[delta.index] = by_choice.get(delta.index, "") + delta.text
+    assert by_choice == {0: "02", 1: "1", 2: "0", 4: "0", 5: "1"}
+
+
+async def test_nothing_is_read_ahead_of_a_slow_reader() -> None:
+    prompts = [Prompt(num_deltas=1000) for _ in range(3)]
+    merged = merge([prompt.events() for prompt in prompts], 1)
+    for num_read in range(5):
+        await anext(merged)
+        await settle()
+        assert sum(prompt.num_taken for prompt in prompts) <= num_read + 1
+    await merged.aclose()
+    assert all(prompt.has_ended for prompt in prompts)
+
+
+async def test_prompts_take_turns() -> None:
+    prompts = [Prompt(num_deltas=100) for _ in range(3)]
+    merged = merge([prompt.events() for prompt in prompts], 1)
+    async for event in merged:
+        if isinstance(event, DeltaEvent):
+            taken = [prompt.num_taken for prompt in prompts]
+            assert max(taken) - min(taken) <= 2
+
+
+async def test_the_first_error_ends_all() -> None:
+    prompts = [Prompt(num_deltas=1000), Prompt(num_deltas=2, error=GenerationLost("gone"))]
+    merged = merge([prompt.events() for prompt in prompts], 1)
+    with pytest.raises(GenerationLost, match="gone"):
+        [event async for event in merged]
+    assert all(prompt.has_ended for prompt in prompts)
+    assert prompts[0].num_taken < 10

@@ -1,0 +1,276 @@
+"""What the door refuses, and in which words: field, value and limit, all violations at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from services.frontend.requests import RawChat, RawRequest, fit_to_context, parse
+from services.frontend.sampling_fields import check_defaults
+from triptych.errors import FeatureDisabled, InvalidRequest, ModelError
+from triptych.types.facts import ModelFacts
+from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.submit import EngineWelcome
+from triptych.v1 import common_pb2
+
+VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
+FACTS = ModelFacts("tiny", "f", VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none")
+ENGINE = EngineWelcome("engine-0", 1, True, model=FACTS)
+FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, has_priorities=False)
+
+
+def raw_request(prompt: Any = "Hello", engine: EngineWelcome = ENGINE, **fields: Any) -> RawRequest:
+    return RawRequest(door="test", prompt=prompt, **fields)
+
+
+def sampling_of(given: dict[str, Any], defaults: dict[str, float] | None = None) -> SamplingParams:
+    return parse(raw_request(sampling=given), ENGINE, defaults or {}).sampling
+
+
+def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(raw, engine, {})
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path", "words"),
+    [
+        ("temperature", math.nan, "temperature", ["nan", "finite"]),
+        ("temperature", math.inf, "temperature", ["inf", "finite"]),
+        ("temperature", -1, "temperature", ["-1", "below the limit 0"]),
+        ("temperature", 3.0, "temperature", ["3", "above the limit 2"]),
+        ("temperature", True, "temperature", ["True", "not a number"]),
+        ("temperature", "hot", "temperature", ["'hot'", "not a number"]),
+        ("top_p", 0, "top_p", ["0 must be above 0"]),
+        ("top_p", 1.5, "top_p", ["1.5", "above the limit 1"]),
+        ("top_p", 1e-46, "top_p", ["1e-46 must be above 0"]),
+        ("top_k", -2, "top_k", ["-2", "below the limit -1"]),
+        ("top_k", 1 << 31, "top_k", ["2147483648", "above the limit 2147483647"]),
+        ("min_p", -0.1, "min_p", ["-0.1", "below the limit 0"]),
+        ("presence_penalty", 2.5, "presence_penalty", ["2.5", "above the limit 2"]),
+        ("frequency_penalty", -2.5, "frequency_penalty", ["-2.5", "below the limit -2"]),
+        ("repetition_penalty", 0.0, "repetition_penalty", ["0 must be above 0"]),
+        ("repetition_penalty", 1e39, "repetition_penalty", ["1e+39", "32-bit float"]),
+        ("n", 0, "n", ["0", "below the limit 1"]),
+        ("n", 16385, "n", ["16385", "above the limit 16384"]),
+        ("n", 1.5, "n", ["1.5", "not an integer"]),
+        ("max_tokens", 0, "max_tokens", ["0", "below the limit 1"]),
+        ("min_tokens", -1, "min_tokens", ["-1", "below the limit 0"]),
+        ("seed", 1 << 64, "seed", ["18446744073709551616", "above the limit 18446744073709551615"]),
+        ("seed", -1, "seed", ["-1", "below the limit 0"]),
+        ("logprobs", 21, "logprobs", ["21", "above the limit 20"]),
+        ("logprobs", -2, "logprobs", ["-2", "below the limit 0"]),
+        ("stop", "END", "stop", ["'END'", "list of strings"]),
+        ("stop", ["a", ""], "stop[1]", ["empty string"]),
+        ("stop", ["a", 7], "stop[1]", ["7", "not text"]),
+        ("stop", ["x" * 257], "stop[0]", ["257", "limit 256"]),
+        ("stop", [str(i) for i in range(33)], "stop", ["33", "limit 32"]),
+        ("stop", ["\ud800"], "stop[0]", ["surrogate"]),
+        ("stop_token_ids", [5, 300], "stop_token_ids[1]", ["300", "0..299"]),
+        ("allowed_token_ids", [], "allowed_token_ids", ["empty"]),
+        ("allowed_token_ids", [-1], "allowed_token_ids[0]", ["-1", "0..299"]),
+        ("allowed_token_ids", [10**7], "allowed_token_ids[0]", ["10000000", "0..299"]),
+        ("logit_bias", {"300": 1.0}, "logit_bias[300]", ["300", "0..299"]),
+        ("logit_bias", {"x": 1.0}, "logit_bias[x]", ["'x'", "not a token id"]),
+        ("logit_bias", {7: math.nan}, "logit_bias[7]", ["nan", "finite"]),
+        ("ignore_eos", 1, "ignore_eos", ["1", "true or false"]),
+        ("colour", "red", "colour", ["no such"]),
+    ],
+)
+def test_bad_sampling_field_is_refused_with_field_value_and_limit(
+    name: str, value: Any, path: str, words: list[str]
+) -> None:
+    found = violations_of(raw_request(sampling={name: value}))
+    assert list(found) == [path]
+    for word in words:
+        assert word in found[path]
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "words"),
+    [
+        ({"prompt": None}, "prompt", ["no prompt"]),
+        ({"prompt": ""}, "prompt", ["empty"]),
+        ({"prompt": []}, "prompt", ["empty"]),
+        ({"prompt": "half \ud83d"}, "prompt", ["position 5", "surrogate"]),
+        ({"prompt": [1, 2, 999999]}, "prompt[2]", ["999999", "0..299"]),
+        ({"prompt": [1, -2]}, "prompt[1]", ["-2", "0..299"]),
+        ({"prompt": [1, True]}, "prompt[1]", ["True", "not a token id"]),
+        ({"prompt": [1] * 64}, "prompt", ["64 tokens", "max_model_len 64", "at most 63"]),
+        ({"prompt": [999] + [1] * 60, "truncate_prompt_tokens": 61}, "prompt[0]", ["999"]),
+        ({"prompt": [1] * 100, "truncate_prompt_tokens": 64}, "prompt", ["64 tokens"]),
+        ({"prompt": RawChat([])}, "prompt", ["empty"]),
+        ({"prompt": RawChat([{"role": "", "content": "x"}])}, "prompt[0].role", ["role"]),
+        ({"prompt": RawChat([{"role": "user", "content": 5}])}, "prompt[0].content", ["5", "not text"]),
+        (
+            {"prompt": RawChat([{"role": "user", "content": "x"}], template_kwargs={"messages": 1})},
+            "template_kwargs.messages",
+            ["name"],
+        ),
+        ({"prompt": RawChat([{"role": "user", "content": "x"}]), "echo": True}, "echo", ["chat"]),
+        ({"request_id": "x" * 129}, "request_id", ["128 bytes"]),
+        ({"request_id": "a\nb"}, "request_id", ["'a\\nb'", "printable"]),
+        ({"tenant": "x" * 257}, "tenant", ["257", "256"]),
+        ({"cache_salt": "\ud800"}, "cache_salt", ["surrogate"]),
+        ({"priority": 1 << 31}, "priority", ["2147483648"]),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["0", "limit 1"]),
+        ({"deadline_s": 0.0}, "deadline_s", ["0 is", "above 0"]),
+        ({"deadline_s": math.nan}, "deadline_s", ["nan", "above 0"]),
+        ({"deadline_s": 2e9}, "deadline_s", ["2e+09", "at most 1e+09"]),
+        ({"sampling": {"n": 3, "temperature": 0.0}}, "n", ["3 choices", "greedy", "limit is 1"]),
+        ({"sampling": {"max_tokens": 4, "min_tokens": 5}}, "min_tokens", ["5", "max_tokens 4"]),
+        ({"sampling": {"stop": ["x"], "detokenize": False}}, "stop", ["detokenize"]),
+        ({"sampling": {"detokenize": False}, "echo": True}, "echo", ["detokenize"]),
+    ],
+)
+def test_bad_request_is_refused_with_field_value_and_limit(
+    fields: dict[str, Any], path: str, words: list[str]
+) -> None:
+    found = violations_of(raw_request(**fields))
+    assert list(found) == [path]
+    for word in words:
+        assert word in found[path]
+
+
+def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
+    raw = RawRequest(
+        door="test",
+        prompt=[7, 300],
+        sampling={"temperature": 3.0, "top_p": 0, "max_tokens": 0, "logprobs": 21},
+        priority=5,
+        request_id="\x07",
+        sampling_prefix="sampling.",
+        paths={"prompt": "token_ids.ids", "logprobs": "top_logprobs"},
+    )
+    assert set(violations_of(raw, FCFS)) == {
+        "token_ids.ids[1]",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.max_tokens",
+        "top_logprobs",
+        "priority",
+        "request_id",
+    }
+
+
+def test_priority_is_refused_only_where_the_engine_has_none() -> None:
+    assert "fcfs" in violations_of(raw_request(priority=1), FCFS)["priority"]
+    assert parse(raw_request(priority=1), ENGINE, {}).raw.priority == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"bad_words": ["x"]},
+        {"prompt_logprobs": 0},
+        {"logprobs": -1},
+        {"structured_outputs": common_pb2.StructuredOutputs(regex="a")},
+    ],
+)
+def test_sampling_that_nobody_has_built_is_refused_by_name(sampling: dict[str, Any]) -> None:
+    (name,) = sampling
+    with pytest.raises(FeatureDisabled, match=f"^sampling.{name}: ") as caught:
+        parse(raw_request(sampling=sampling, sampling_prefix="sampling."), ENGINE, {})
+    assert caught.value.feature == f"sampling.{name}"
+
+
+def test_everything_that_nobody_has_built_is_named() -> None:
+    raw = raw_request(adapter="lora", unserved=("chat.tools_json",), sampling={"bad_words": ["x"]})
+    with pytest.raises(FeatureDisabled, match=r"^chat\.tools_json, bad_words, adapter: "):
+        parse(raw, ENGINE, {})
+
+
+def test_a_violation_is_told_before_a_feature_that_is_not_built() -> None:
+    assert list(violations_of(raw_request(adapter="lora", sampling={"top_p": 0}))) == ["top_p"]
+
+
+def test_good_fields_arrive_as_given() -> None:
+    given = {
+        "n": 2,
+        "max_tokens": 9,
+        "min_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "presence_penalty": -2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "seed": (1 << 64) - 1,
+        "stop": ["a", "b", "a"],
+        "stop_token_ids": [9, 3, 9],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "logit_bias": {"7": 500, 3: -1},
+        "allowed_token_ids": [5, 1],
+        "detokenize": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    expected = given | {
+        "stop": ("a", "b"),
+        "stop_token_ids": (3, 9),
+        "logit_bias": ((3, -1.0), (7, 100.0)),
+        "allowed_token_ids": (1, 5),
+        "output_kind": OutputKind.FINAL_ONLY,
+    }
+    raw = raw_request(sampling=given, output_kind=OutputKind.FINAL_ONLY)
+    assert parse(raw, ENGINE, {}).sampling == SamplingParams(**expected)
+
+
+def test_floats_are_what_every_door_can_carry() -> None:
+    carried = common_pb2.SamplingParams(temperature=0.7).temperature
+    assert sampling_of({"temperature": 0.7}) == sampling_of({"temperature": carried})
+
+
+def test_checkpoint_defaults_fill_only_what_the_client_left_out() -> None:
+    defaults = {"temperature": 0.5, "top_k": 40}
+    assert sampling_of({}, defaults).temperature == 0.5
+    chosen = sampling_of({"temperature": 1.0, "top_k": None}, defaults)
+    assert (chosen.temperature, chosen.top_k) == (1.0, 40)
+
+
+def test_checkpoint_defaults_out_of_range_stop_the_boot() -> None:
+    assert check_defaults({"top_p": 0.5}) == {"top_p": 0.5}
+    with pytest.raises(ModelError, match=r"generation_config.json: temperature: 7 is above the limit 2"):
+        check_defaults({"temperature": 7.0})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompt_tokens", "given", "expected"),
+    [
+        ("text", 10, {}, 16),
+        ([1], 1, {}, 16),
+        ("text", 60, {}, 4),  # the default is ours to cut, what a client asks for is not
+        (RawChat([{"role": "user", "content": "x"}]), 10, {}, 54),
+        ("text", 10, {"max_tokens": 54}, 54),
+        ("text", 63, {"max_tokens": 1}, 1),
+    ],
+)
+def test_max_tokens_fill_the_context_as_the_prompt_leaves_it(
+    prompt: Any, num_prompt_tokens: int, given: dict[str, Any], expected: int
+) -> None:
+    valid = parse(raw_request(prompt, sampling=given), ENGINE, {})
+    assert fit_to_context(valid, num_prompt_tokens, MAX_MODEL_LEN).max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "given", "message"),
+    [
+        (60, {"max_tokens": 5}, "max_tokens: prompt 60 + max_tokens 5 exceeds max_model_len 64"),
+        (64, {}, "prompt: 64 tokens leave no room for output within max_model_len 64"),
+        (0, {}, "prompt: the prompt has no tokens"),
+        (60, {"min_tokens": 5}, "min_tokens: 5 exceeds max_tokens, here 4"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_with_both_numbers(
+    num_prompt_tokens: int, given: dict[str, Any], message: str
+) -> None:
+    valid = parse(raw_request(sampling=given), ENGINE, {})
+    with pytest.raises(InvalidRequest) as caught:
+        fit_to_context(valid, num_prompt_tokens, MAX_MODEL_LEN)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,262 @@
+"""An EngineCoreService whose tokens a test chooses: by hand, or by a function of the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
+from triptych.rpc.server import RpcServer
+from triptych.types.facts import EngineStatus, ModelFacts
+from triptych.types.outputs import (
+    FinishedRequest,
+    FinishReason,
+    OutputBatch,
+    RequestFailure,
+    StageTimings,
+)
+from triptych.types.step import LogprobColumns
+from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.v1 import admin_pb2, admin_pb2_grpc
+from triptych.wire.admin import status_to_proto
+from triptych.wire.columns import u32_from_bytes
+from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
+
+MODEL = ModelFacts(
+    name="tiny",
+    fingerprint="0" * 64,
+    vocab_size=300,
+    max_model_len=64,
+    eos_token_ids=(299,),
+    dtype="float32",
+    kv_dtype="float32",
+    quantization="none",
+)
+TIMINGS = StageTimings(queued_ns=1, prefill_ns=2, decode_ns=3)
+NUM_CACHED = 4
+DEADLINE_S = 10.0  # how long a test waits for what must come
+
+Reply = Callable[[SubmitRequest], Iterable[int]]
+
+
+def u32(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), dtype=np.uint32)
+
+
+async def eventually(condition: Callable[[], Any]) -> Any:
+    """The first true value of `condition`; fails if none comes in time."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (value := condition()):
+            await asyncio.sleep(0.002)
+        return value
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One frontend's connection."""
+
+    outgoing: asyncio.Queue[engine_core_pb2.ConnectResponse | None] = field(default_factory=asyncio.Queue)
+    num_batches: int = 0
+    alive: dict[int, SubmitRequest] = field(default_factory=dict)
+
+
+class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
+    """Use as an async context manager. Answers an abort as the real engine does: with the request's end.
+
+    Args:
+        reply: request -> its output tokens (as many as you like), sent one per batch until max_tokens or
+            an end token. None: the test sends everything after the admission.
+        is_mute: takes requests and never says anything.
+    """
+
+    def __init__(
+        self,
+        reply: Reply | None = None,
+        *,
+        model: ModelFacts = MODEL,
+        engine_id: str = "engine-0",
+        is_ready: bool = True,
+        has_priorities: bool = True,
+        is_mute: bool = False,
+    ) -> None:
+        self._reply = reply
+        self._is_mute = is_mute
+        self._streams: list[_Stream] = []
+        self._welcome = EngineWelcome(
+            engine_id=engine_id,
+            epoch=1,
+            ready=is_ready,
+            why_not_ready="" if is_ready else "loading",
+            model=model,
+            has_priorities=has_priorities,
+        )
+        self._server: RpcServer | None = None
+        self.port = 0
+        self.submitted: list[SubmitRequest] = []
+        self.aborted: list[str] = []
+        """Request ids, in order."""
+        self.hellos: list[engine_core_pb2.ConnectHello] = []
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def num_alive(self) -> int:
+        return sum(len(stream.alive) for stream in self._streams)
+
+    async def __aenter__(self) -> FakeEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def start(self) -> None:
+        """Serve; after a death, on the same port as before."""
+        self._server = RpcServer(services=("x",), limit_bytes=INTERNAL_MESSAGE_BYTES)
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Admin(self._welcome), self._server.grpc)
+        self.port = self._server.bind("127.0.0.1", self.port, option="fake")
+        await self._server.start()
+
+    async def die(self) -> None:
+        """End every stream at once, with no farewell."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def close_streams(self) -> None:
+        """End every stream in order, and go on serving."""
+        for stream in self._streams:
+            stream.outgoing.put_nowait(None)
+
+    def set_ready(self, is_ready: bool, why: str = "") -> None:
+        self._welcome = replace(self._welcome, ready=is_ready, why_not_ready=why)
+        for stream in self._streams:
+            _put(stream, welcome=welcome_to_proto(self._welcome))
+
+    async def next_submit(self, index: int = 0) -> SubmitRequest:
+        """The request number `index` of all that were ever submitted."""
+        await eventually(lambda: len(self.submitted) > index)
+        return self.submitted[index]
+
+    def emit(
+        self,
+        request: SubmitRequest,
+        token_ids: Sequence[int] = (),
+        *,
+        finish: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        logprobs: LogprobColumns | None = None,
+    ) -> None:
+        """Send one batch that holds this request alone."""
+        finished = ()
+        if finish is not None:
+            finished = (FinishedRequest(request.number, finish, stop_token_id, NUM_CACHED, TIMINGS),)
+        self.send(
+            request,
+            OutputBatch(
+                0,
+                numbers=u32([request.number] if len(token_ids) else []),
+                token_counts=u32([len(token_ids)] if len(token_ids) else []),
+                token_ids=u32(token_ids),
+                finished=finished,
+                logprobs=logprobs,
+            ),
+        )
+
+    def fail(
+        self, request: SubmitRequest, code: str, message: str, *, field: str = "", retry_after_ms: int = 0
+    ) -> None:
+        failure = RequestFailure(request.number, code, message, field, retry_after_ms)
+        self.send(request, OutputBatch(0, failures=(failure,)))
+
+    def send(self, request: SubmitRequest, batch: OutputBatch) -> None:
+        """Send a batch on the stream that `request` came on."""
+        stream = next(s for s in self._streams if s.alive.get(request.number) is request)
+        for end in (*batch.finished, *batch.failures):
+            stream.alive.pop(end.number, None)
+        stream.num_batches += 1
+        _put(stream, outputs=outputs_to_proto(replace(batch, batch_id=stream.num_batches)))
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
+        first = await anext(request_iterator)
+        self.hellos.append(first.hello)
+        stream = _Stream()
+        self._streams.append(stream)
+        _put(stream, welcome=welcome_to_proto(self._welcome))
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while (message := await stream.outgoing.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self._streams.remove(stream)
+
+    async def _read(self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], stream: _Stream) -> None:
+        async for message in requests:
+            for submit in message.submit.requests:
+                self._take(submit_from_proto(submit), stream)
+            for number in u32_from_bytes(message.abort).tolist():
+                request = stream.alive.get(number)
+                if request is not None:
+                    self.aborted.append(request.request_id)
+                    self.emit(request, finish=FinishReason.ABORT)
+
+    def _take(self, request: SubmitRequest, stream: _Stream) -> None:
+        self.submitted.append(request)
+        stream.alive[request.number] = request
+        if self._is_mute:
+            return
+        self.send(request, OutputBatch(0, admitted=u32([request.number])))
+        if self._reply is not None:
+            for place, token_id in enumerate(self._reply(request), start=1):
+                ends = (*request.sampling.stop_token_ids, *self._welcome.model.eos_token_ids)  # type: ignore[union-attr]
+                if token_id in ends and not request.sampling.ignore_eos:
+                    self.emit(request, [token_id], finish=FinishReason.STOP, stop_token_id=token_id)
+                    return
+                if place == request.sampling.max_tokens:
+                    self.emit(request, [token_id], finish=FinishReason.LENGTH)
+                    return
+                self.emit(request, [token_id])
+
+
+class _Admin(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, welcome: EngineWelcome) -> None:
+        self._status = EngineStatus(
+            engine_id=welcome.engine_id,
+            ready=welcome.ready,
+            why_not_ready=welcome.why_not_ready,
+            num_running=3,
+            num_waiting=0,
+            num_blocks=8,
+            num_used_blocks=2,
+            num_cached_blocks=1,
+            num_steps=7,
+            window=2,
+            step_ns=5,
+            prefix_queries=0,
+            prefix_hits=0,
+            num_preemptions=0,
+            num_scheduled_tokens=9,
+        )
+
+    async def GetStatus(self, request: Any, context: Any) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(status=status_to_proto(self._status, "tiny"))
+
+    async def WatchStatus(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.WatchStatusResponse]:
+        while True:
+            yield admin_pb2.WatchStatusResponse(status=status_to_proto(self._status, "tiny"))
+            await asyncio.sleep(0.01)
+
+
+def _put(stream: _Stream, **message: Any) -> None:
+    stream.outgoing.put_nowait(engine_core_pb2.ConnectResponse(**message))

@@ -1,0 +1,150 @@
+"""A GenerationService without a model: echoes words, refuses above its capacity, counts what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+from triptych.client.loop_thread import LoopThread
+from triptych.errors import InvalidRequest, QueueFull, TriptychError
+from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
+from triptych.rpc.server import RpcServer
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from triptych.wire.generation import event_to_proto
+
+SERVICE = "triptych.v1.GenerationService"
+MAX_MODEL_LEN = 100
+
+
+class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers "a b c" with the tokens " a", " b", " c" (ids 1, 2, 3). "hang" is never answered.
+
+    Runs on a thread of its own from `with` to its end. Attributes are written there and read by tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int = 1_000_000,
+        token_delay_s: float = 0.0,
+        retry_after_s: float = 0.01,
+        port: int = 0,
+    ) -> None:
+        self.capacity = capacity
+        self.token_delay_s = token_delay_s
+        self.retry_after_s = retry_after_s
+        self.errors: list[TriptychError] = []
+        """Raised, one for each of the next requests."""
+        self.breaks_mid_answer = False
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.num_running = self.max_running = self.num_refused = self.num_cancelled = 0
+        self.port = port
+        self._loop = LoopThread("fake-frontend")
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def __enter__(self) -> FakeFrontend:
+        self._loop.run(self._start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._loop.close()
+
+    def stop(self) -> None:
+        """Hang up on everyone and leave the port; `with` does it, too."""
+        self._loop.run(self._server.stop(0))
+
+    def set_ready(self, is_ready: bool) -> None:
+        self._loop.run(self._server.set_ready(is_ready))
+
+    async def _start(self) -> None:
+        self._server = RpcServer(services=[SERVICE], limit_bytes=PUBLIC_MESSAGE_BYTES)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server.grpc)
+        self.port = self._server.bind("127.0.0.1", self.port, option="port")
+        await self._server.start()
+        await self._server.set_ready(True)
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        if self.num_running >= self.capacity:
+            self.num_refused += 1
+            raise QueueFull(f"{self.num_running} requests run, {self.capacity} may", self.retry_after_s)
+        words = _words(request)
+        if not words:
+            raise InvalidRequest("prompt", "is empty")
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        is_running = True
+        try:
+            if words == ["hang"]:
+                yield event_to_proto(AdmittedEvent("hang", "fake", 7, [1]))
+                await asyncio.Event().wait()
+            async for event in self._answer(request, words):
+                if isinstance(event, FinishedEvent):  # its place is free before its client knows
+                    self.num_running, is_running = self.num_running - 1, False
+                yield event_to_proto(event)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= is_running
+
+    async def _answer(
+        self, request: generation_pb2.GenerateRequest, words: list[str]
+    ) -> AsyncIterator[Event]:
+        yield AdmittedEvent(request.request_id or "drawn", "fake", 7, range(len(words)))
+        num_choices = request.sampling.n or 1
+        for index in range(num_choices):
+            if request.output_kind == common_pb2.OUTPUT_KIND_FINAL_ONLY:
+                await asyncio.sleep(self.token_delay_s * len(words))
+                yield _delta(index, "".join(f" {w}" for w in words), range(1, len(words) + 1), is_last=True)
+                continue
+            for i, word in enumerate(words):
+                await asyncio.sleep(self.token_delay_s)
+                yield _delta(index, f" {word}", [i + 1], is_last=i == len(words) - 1)
+                if self.breaks_mid_answer:
+                    asyncio.get_running_loop().create_task(self._server.stop(0))
+                    await asyncio.Event().wait()
+        yield FinishedEvent(Usage(len(words), len(words) * num_choices), StageTimings(1, 2, 3))
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:
+        ids = range(1, len(request.text.split()) + 1)
+        return generation_pb2.TokenizeResponse(token_ids=ids, max_model_len=MAX_MODEL_LEN)
+
+    async def Detokenize(self, request: generation_pb2.DetokenizeRequest, context: Any) -> Any:
+        return generation_pb2.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
+
+    async def ListModels(self, request: generation_pb2.ListModelsRequest, context: Any) -> Any:
+        model = generation_pb2.Model(
+            name="fake", max_model_len=MAX_MODEL_LEN, vocab_size=50, created_unix_s=1_700_000_000
+        )
+        return generation_pb2.ListModelsResponse(models=[model])
+
+
+def _words(request: generation_pb2.GenerateRequest) -> list[str]:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text.split()
+        case "token_ids":
+            return [str(token_id) for token_id in request.token_ids.ids]
+        case _:
+            return request.chat.messages[-1].content.split()
+
+
+def _delta(index: int, text: str, token_ids: Any, *, is_last: bool) -> DeltaEvent:
+    logprobs = tuple(TokenLogprobs(Logprob(token_id, -0.5)) for token_id in token_ids)
+    return DeltaEvent(
+        index, text, list(token_ids), logprobs,
+        FinishReason.STOP if is_last else None, "." if is_last else None,
+    )  # fmt: skip

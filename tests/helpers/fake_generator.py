@@ -1,0 +1,155 @@
+"""A generator without engines: checks requests as the real one does, then says a few words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from services.frontend.generate import Generator, ServedModel
+from services.frontend.requests import RawChat, RawRequest, fit_to_context, parse
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.facts import ModelFacts
+from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.submit import EngineWelcome
+
+MODEL = "tiny/fake"
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 64
+WORDS = (" Once", " upon", " a", " time", " ü", ".")
+_FACTS = ModelFacts(MODEL, "0", VOCAB_SIZE, MAX_MODEL_LEN, (0,), "float32", "float32", "none")
+_WELCOME = EngineWelcome("engine-0", 1, True, model=_FACTS)
+
+
+class FakeGenerator(Generator):
+    """Choice i says i, then WORDS, one token each; then EOS ends it. A prompt's tokens are its UTF-8 bytes."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new; for tests that share a server."""
+        self.unready_because = ""
+        self.admission_errors: list[Exception] = []
+        """Raised before admission, one for each of the next requests."""
+        self.error_after_words: tuple[int, Exception] | None = None
+        """After so many words of each choice."""
+        self.hold_after_words: int | None = None
+        """Every request stops there until it is closed or `released`."""
+        self.holding = asyncio.Event()
+        self.released = asyncio.Event()
+        self.requests: list[RawRequest] = []
+        self.closed: list[str] = []
+        """Ids of the requests that were closed before their end."""
+        self.num_running = 0
+        self.changed = asyncio.Event()
+        """Set whenever `closed` or `num_running` may have changed."""
+
+    async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+        self.requests.append(raw)
+        self.num_running += 1
+        is_over = False
+        try:
+            async for event in self._events(raw):
+                yield event
+            is_over = True
+        except (TriptychError, ArithmeticError):
+            is_over = True
+            raise
+        finally:
+            self.num_running -= 1
+            if not is_over:
+                self.closed.append(raw.request_id)
+            self.changed.set()
+
+    async def _events(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+        if self.admission_errors:
+            raise self.admission_errors.pop(0)
+        self.find_model(raw.model)
+        valid = parse(raw, _WELCOME, {})
+        prompt = _token_ids(valid.prompt)
+        sampling = fit_to_context(valid, len(prompt), MAX_MODEL_LEN)
+        assert sampling.max_tokens is not None
+        await asyncio.sleep(0)
+        yield AdmittedEvent(raw.request_id, MODEL, sampling.seed or 0, prompt)
+        num_tokens = 0
+        texts = ["".join(map(chr, prompt)) if raw.echo else ""] * sampling.n
+        for number in range(len(WORDS) + 1):
+            await asyncio.sleep(0)
+            for index in range(sampling.n):
+                word = (str(index), *WORDS)[number]
+                num_tokens += 1
+                texts[index] += word
+                stop = next((stop for stop in sampling.stop if stop in texts[index]), None)
+                reason = None
+                if stop is not None:
+                    reason, word = FinishReason.STOP, ""
+                elif number + 1 == sampling.max_tokens:
+                    reason = FinishReason.LENGTH
+                elif number == len(WORDS):
+                    reason = FinishReason.STOP
+                text = texts[index] if number == 0 and raw.echo else word
+                top = 0 if sampling.logprobs is None else sampling.logprobs
+                logprobs = () if sampling.logprobs is None else (_logprobs(number, word, top),)
+                yield DeltaEvent(index, text, [number], logprobs, reason, stop)
+            if reason is not None:
+                break
+            if self.error_after_words is not None and number == self.error_after_words[0]:
+                raise self.error_after_words[1]
+            if number == self.hold_after_words:
+                self.holding.set()
+                await self.released.wait()
+        yield FinishedEvent(Usage(len(prompt), num_tokens, num_cached_tokens=1), StageTimings())
+
+    async def tokenize(
+        self,
+        prompt: str | RawChat,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        path: str = "prompt",
+    ) -> list[int]:
+        self.find_model(model)
+        return _token_ids(prompt)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        path: str = "token_ids",
+    ) -> str:
+        if bad := [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]:
+            raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
+        return bytes(token_ids).decode(errors="replace")
+
+    def models(self) -> list[ServedModel]:
+        return [ServedModel(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, 1_700_000_000)]
+
+    def find_model(self, name: str) -> ServedModel:
+        if self.unready_because:
+            raise EngineUnavailable(self.unready_because)
+        if name not in ("", MODEL):
+            raise ModelNotFound(f"model: no engine serves {name!r}; served: {MODEL}")
+        return self.models()[0]
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.unready_because
+
+    @property
+    def why_not_ready(self) -> str:
+        return self.unready_because
+
+
+def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:
+    if isinstance(prompt, RawChat):
+        prompt = "".join(f"{message['role']}:{message['content']}" for message in prompt.messages)
+    return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+
+def _logprobs(token_id: int, text: str, num_top: int) -> TokenLogprobs:
+    top = tuple(Logprob(100 + rank, -0.25 * rank, f"t{rank}", rank) for rank in range(1, num_top))
+    worst = (Logprob(200, float("-inf"), "\ufffd", num_top),) if num_top else ()
+    return TokenLogprobs(Logprob(token_id, -0.5, text, 1), top + worst)

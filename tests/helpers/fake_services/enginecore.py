@@ -1,0 +1,7 @@
+"""Stands in for services.enginecore where a test is about processes, not tokens."""
+
+from __future__ import annotations
+
+from tests.helpers.fake_services.service import run
+
+run("enginecore", "engine")

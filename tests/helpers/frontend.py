@@ -1,0 +1,94 @@
+"""A frontend's core in this process, in front of fake engines; no doors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from services.frontend.engine_client import EngineClient
+from services.frontend.generate import Generator
+from services.frontend.requests import RawRequest
+from services.frontend.router import Router
+from services.frontend.text_model import TextModel
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import FakeEngine, eventually
+from triptych.observe.metrics import FrontendMetrics
+from triptych.text.tokenizer import Tokenizer
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+
+
+@dataclass(frozen=True)
+class FrontendCore:
+    """What `app.run` wires, without the servers."""
+
+    generator: Generator
+    router: Router
+    registry: CollectorRegistry
+
+    def count(self, outcome: str) -> float:
+        """Requests that ended so."""
+        labels = {"door": "test", "outcome": outcome}
+        return self.registry.get_sample_value("triptych_frontend_requests_total", labels) or 0.0
+
+
+@asynccontextmanager
+async def frontend_core(
+    *engines: FakeEngine,
+    tokenizer: Tokenizer | None = None,
+    defaults: Mapping[str, float] | None = None,
+    waits: bool = True,
+) -> AsyncIterator[FrontendCore]:
+    """Dial the engines; with `waits`, until all are ready."""
+    router, registry = Router(), CollectorRegistry()
+    router.engines = [
+        EngineClient(engine.address, frontend_id="test", boot_id="boot", on_change=router.on_change)
+        for engine in engines
+    ]
+    generator = Generator(router, FrontendMetrics.create(registry))
+    generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}))
+    tasks = [asyncio.create_task(client.run()) for client in router.engines]
+    try:
+        if waits:
+            await eventually(lambda: all(client.is_ready for client in router.engines))
+        yield FrontendCore(generator, router, registry)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def raw_request(prompt: object = "Hello", **fields: object) -> RawRequest:
+    return RawRequest(door="test", prompt=prompt, **fields)  # type: ignore[arg-type]
+
+
+async def collect(generator: Generator, raw: RawRequest) -> list[Event]:
+    async with asyncio.timeout(10), aclosing(generator.generate(raw)) as events:
+        return [event async for event in events]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The events of one request, gathered."""
+
+    admitted: AdmittedEvent
+    deltas: list[DeltaEvent]
+    finished: FinishedEvent
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.index == index)
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        return [token_id for delta in self.deltas if delta.index == index for token_id in delta.token_ids]
+
+
+async def answer(generator: Generator, raw: RawRequest) -> Answer:
+    """Also checks the order of events: admitted, deltas, finished."""
+    first, *deltas, last = await collect(generator, raw)
+    assert isinstance(first, AdmittedEvent)
+    assert isinstance(last, FinishedEvent)
+    assert all(isinstance(delta, DeltaEvent) for delta in deltas)
+    return Answer(first, deltas, last)  # type: ignore[arg-type]

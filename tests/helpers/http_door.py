@@ -1,0 +1,74 @@
+"""The HTTP door over a fake generator, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+import openai
+
+from services.frontend.generate import Generator
+from services.frontend.openai.server import HttpServer
+from tests.helpers.fake_generator import FakeGenerator
+
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """A server that runs."""
+
+    generator: FakeGenerator
+    """Meaningless over another generator."""
+    server: HttpServer
+    port: int
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+
+    def sync_client(self) -> openai.OpenAI:
+        """For use on another thread."""
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+
+    async def post(self, path: str, body: str | bytes, **headers: str) -> httpx.Response:
+        """A body as it stands."""
+        return await self.http.post(
+            path, content=body, headers={"Content-Type": "application/json", **headers}
+        )
+
+    async def connect(
+        self, path: str, body: dict[str, Any]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a request on a bare connection, to leave it as no client would."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        await writer.drain()
+        return reader, writer
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that the generator tells by `changed`."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.generator.changed.clear()
+                await self.generator.changed.wait()
+
+
+@asynccontextmanager
+async def open_door(generator: Generator | None = None) -> AsyncIterator[Door]:
+    """Over a new fake generator, or over the given one, of any kind."""
+    generator = generator or FakeGenerator()
+    server = HttpServer(generator, "127.0.0.1", 0)
+    port = await server.start()
+    address = f"http://127.0.0.1:{port}"
+    client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+    try:
+        async with client, httpx.AsyncClient(base_url=address, timeout=DEADLINE_S) as http:
+            yield Door(cast(FakeGenerator, generator), server, port, client, http)
+    finally:
+        await server.stop(0)

@@ -1,0 +1,75 @@
+"""The real scheduler and a real runner in one process, with a window of steps in flight and no wire."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler import Scheduler
+from services.worker.runner.base import Runner
+from triptych.config import SchedulerConfig
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan
+from triptych.types.submit import SubmitRequest
+
+
+class InProcessEngine:
+    """Generates as the two services do, `window` plans being made before the oldest is computed."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        num_blocks: int = 0,
+        max_model_len: int = 0,
+        window: int = 2,
+        enable_prefix_caching: bool = True,
+        **scheduler: Any,
+    ) -> None:
+        """`num_blocks` and `max_model_len`: the runner's, or fewer."""
+        facts = runner.facts
+        self.scheduler = Scheduler(
+            config=SchedulerConfig(**{"max_num_seqs": facts.max_num_seqs, **scheduler}),
+            num_blocks=num_blocks or facts.kv.num_blocks,
+            block_size=facts.kv.block_size,
+            max_model_len=max_model_len or facts.model.max_model_len,
+            eos_token_ids=facts.model.eos_token_ids,
+            enable_prefix_caching=enable_prefix_caching,
+            clock=time.monotonic,
+        )
+        self._runner = runner
+        self._window = window
+        runner.reset()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, first_number: int = 0
+    ) -> list[list[int]]:
+        """Tokens of each prompt, all submitted at once."""
+        tokens: dict[int, list[int]] = {}
+        for number, prompt in enumerate(prompts, first_number):
+            submit = SubmitRequest(
+                number=number,
+                request_id=f"r{number}",
+                token_ids=np.array(prompt, np.uint32),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                seed=sampling.seed if sampling.seed is not None else number,
+            )
+            self.scheduler.add(Request.from_submit(submit, session=0))
+            tokens[number] = []
+        plans: deque[StepPlan] = deque()
+        while self.scheduler.has_work or plans:
+            while len(plans) < self._window and (plan := self.scheduler.schedule()) is not None:
+                plans.append(plan)
+            output = self.scheduler.update(self._runner.execute(plans.popleft()))
+            assert not output.failed, output.failed[0].error
+            for number, token_id in zip(output.numbers.tolist(), output.token_ids.tolist(), strict=True):
+                tokens[number].append(token_id)
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_used_blocks == 0
+        return list(tokens.values())

@@ -1,0 +1,224 @@
+"""The error table both ways: what a door raises is what the caller catches, and UNKNOWN never leaves a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from triptych import errors
+from triptych.errors import FieldViolation, TriptychError
+from triptych.rpc.channel import open_channel
+from triptych.rpc.status import error_from_code, from_rpc_error, internal_status, row_of, to_status
+from triptych.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
+
+VIOLATIONS = (
+    FieldViolation("sampling.temperature", "3.0 is above the limit 2"),
+    FieldViolation("prompt", "is empty"),
+)
+# error -> gRPC code, HTTP status
+TABLE = [
+    (errors.InvalidRequest(VIOLATIONS), "INVALID_ARGUMENT", 400),
+    (errors.ModelNotFound("no such model: x"), "NOT_FOUND", 404),
+    (errors.RequestNotFound("no such request: x"), "NOT_FOUND", 404),
+    (errors.FeatureDisabled("chat.tools_json", "is not served yet"), "FAILED_PRECONDITION", 400),
+    (errors.DuplicateRequest("request x is alive"), "ALREADY_EXISTS", 409),
+    (errors.QueueFull("64 requests wait, the limit is 64", 2.5), "RESOURCE_EXHAUSTED", 429),
+    (errors.DeadlineUnreachable("needs 9 s, has 2 s", 7.0), "RESOURCE_EXHAUSTED", 429),
+    (errors.DeadlineExceeded("2 s are over"), "DEADLINE_EXCEEDED", 504),
+    (errors.EngineUnavailable("no engine is ready"), "UNAVAILABLE", 503),
+    (errors.GenerationLost("the engine was lost after 3 tokens"), "ABORTED", 503),
+    (errors.HandshakeMismatch("cache.block_size: 16 here, 32 there"), "FAILED_PRECONDITION", 500),
+    (errors.WorkerHeld("held by engine-0"), "ALREADY_EXISTS", 500),
+    (errors.ProtocolViolation("step 9 after step 7"), "ABORTED", 500),
+    (errors.ConfigError("scheduler.window: 9 is out of range"), "FAILED_PRECONDITION", 500),
+    (errors.ModelError("config.json: no such file"), "FAILED_PRECONDITION", 500),
+    (errors.EngineFailure("the row gave no finite logits"), "INTERNAL", 500),
+    (TriptychError("something else"), "INTERNAL", 500),
+]
+IDS = [type(error).__name__ for error, _, _ in TABLE]
+
+
+def every_error_class(root: type[TriptychError] = TriptychError) -> set[type[TriptychError]]:
+    return {root}.union(*(every_error_class(child) for child in root.__subclasses__()))
+
+
+def assert_same_error(actual: TriptychError, expected: TriptychError) -> None:
+    assert type(actual) is type(expected)
+    assert actual.message == expected.message
+    assert actual.code == expected.code
+    for name in ("violations", "retry_after_s", "feature"):
+        assert getattr(actual, name, None) == getattr(expected, name, None)
+
+
+def raising(error: Exception):
+    async def behave():
+        raise error
+
+    return behave
+
+
+def test_the_table_has_every_error_there_is():
+    assert {type(error) for error, _, _ in TABLE} == every_error_class()
+    codes = [kind.code for kind in every_error_class()]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize(("error", "grpc_code", "http_status"), TABLE, ids=IDS)
+def test_an_error_has_its_line_in_the_table(error, grpc_code, http_status):
+    row = row_of(error)
+    assert (row.grpc_code.name, row.http_status) == (grpc_code, http_status)
+
+
+@pytest.mark.parametrize(("error", "grpc_code", "_http"), TABLE, ids=IDS)
+async def test_a_unary_call_raises_what_the_door_raised(error, grpc_code, _http, serve):
+    async with serve(raising(error)) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert caught.value.code().name == grpc_code
+    assert_same_error(from_rpc_error(caught.value), error)
+
+
+@pytest.mark.parametrize(("error", "grpc_code", "_http"), TABLE, ids=IDS)
+async def test_a_stream_gives_its_messages_and_then_raises_what_the_door_raised(
+    error, grpc_code, _http, serve
+):
+    async with serve(raising(error)) as running:
+        call = running.admin.WatchStatus(admin_pb2.WatchStatusRequest())
+        assert (await call.read()).status.engine_id == "first"
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+    assert caught.value.code().name == grpc_code
+    assert_same_error(from_rpc_error(caught.value), error)
+
+
+def test_details_say_what_other_clients_look_for():
+    def details_of(error):
+        message = rpc_status.status_pb2.Status.FromString(
+            dict(to_status(error).trailing_metadata)["grpc-status-details-bin"]
+        )
+        return {detail.type_url.rsplit(".", 1)[-1]: detail for detail in message.details}
+
+    details = details_of(errors.InvalidRequest(VIOLATIONS))
+    assert set(details) == {"ErrorInfo", "BadRequest"}
+    info = error_details_pb2.ErrorInfo.FromString(details["ErrorInfo"].value)
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "triptych")
+    bad_request = error_details_pb2.BadRequest.FromString(details["BadRequest"].value)
+    assert [(v.field, v.description) for v in bad_request.field_violations] == [
+        (violation.field, violation.description) for violation in VIOLATIONS
+    ]
+
+    details = details_of(errors.QueueFull("full", 0.25))
+    assert set(details) == {"ErrorInfo", "RetryInfo"}
+    retry = error_details_pb2.RetryInfo.FromString(details["RetryInfo"].value)
+    assert retry.retry_delay.ToMilliseconds() == 250
+
+    assert set(details_of(errors.ModelNotFound("x"))) == {"ErrorInfo"}
+
+
+def test_a_retry_time_is_never_zero():
+    status = to_status(errors.QueueFull("full", 0.0))
+    message = rpc_status.status_pb2.Status.FromString(
+        dict(status.trailing_metadata)["grpc-status-details-bin"]
+    )
+    retry = error_details_pb2.RetryInfo.FromString(message.details[1].value)
+    assert retry.retry_delay.ToMilliseconds() == 1
+
+
+async def test_a_bug_is_internal_and_logged_once_and_tells_the_client_nothing(serve, caplog):
+    async with serve(raising(KeyError("secret"))) as running:
+        with caplog.at_level(logging.ERROR):
+            with pytest.raises(grpc.RpcError) as caught:
+                await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in caught.value.details()
+    logged = [record for record in caplog.records if "secret" in record.getMessage()]
+    assert len(logged) == 1
+    assert "/triptych.v1.AdminService/GetStatus" in logged[0].getMessage()
+    assert logged[0].exc_info
+
+
+async def test_a_failed_call_does_not_disturb_the_next_one(serve):
+    outcomes = [KeyError("a bug"), errors.QueueFull("full", 1.0), None]
+
+    async def behave():
+        error = outcomes.pop(0)
+        if error is not None:
+            raise error
+
+    async with serve(behave) as running:
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError):
+                await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+        response = await running.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id="e"))
+    assert response.status.engine_id == "e"
+
+
+def test_an_internal_status_names_the_request():
+    assert "(request abc)" in internal_status("abc").details
+
+
+# Statuses that no Triptych door wrote
+
+
+async def test_a_method_that_is_not_there_is_a_plain_error_with_the_status_in_words(serve):
+    async with serve() as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.generation.Tokenize(generation_pb2.TokenizeRequest())
+    error = from_rpc_error(caught.value)
+    assert type(error) is TriptychError
+    assert error.message == "UNIMPLEMENTED: /triptych.v1.GenerationService/Tokenize is not served here"
+
+
+async def test_nobody_listening_is_engine_unavailable(unused_tcp_port):
+    async with open_channel(f"127.0.0.1:{unused_tcp_port}") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+    assert isinstance(from_rpc_error(caught.value), errors.EngineUnavailable)
+
+
+async def test_the_callers_own_deadline_is_deadline_exceeded(serve):
+    async def behave():
+        await asyncio.Event().wait()
+
+    async with serve(behave) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=0.05)
+    assert isinstance(from_rpc_error(caught.value), errors.DeadlineExceeded)
+
+
+async def test_a_message_above_the_limit_is_refused_by_the_server(serve):
+    async with serve(limit_bytes=1000) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.generation.Detokenize(generation_pb2.DetokenizeRequest(model="x" * 2000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        response = await running.generation.Detokenize(generation_pb2.DetokenizeRequest(model="x" * 900))
+        assert len(response.text) == 900
+
+
+# Errors that travel as a code, inside a message
+
+
+@pytest.mark.parametrize(("error", "_code", "_http"), TABLE, ids=IDS)
+def test_an_error_is_rebuilt_from_its_code_and_message(error, _code, _http):
+    rebuilt = error_from_code(
+        error.code,
+        error.message,
+        getattr(error, "violations", ()),
+        getattr(error, "retry_after_s", 0.0),
+    )
+    assert_same_error(rebuilt, error)
+
+
+def test_an_invalid_request_without_violations_keeps_its_message():
+    assert error_from_code("INVALID_REQUEST", "too long").message == "too long"
+
+
+def test_a_code_of_a_newer_version_is_a_plain_error():
+    error = error_from_code("FROM_THE_FUTURE", "what happened")
+    assert type(error) is TriptychError
+    assert error.message == "what happened"

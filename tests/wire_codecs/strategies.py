@@ -1,0 +1,252 @@
+"""Hypothesis strategies for every type that crosses the wire, within what its declaration promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
+from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
+from triptych.types.outputs import (
+    FinishedRequest,
+    FinishReason,
+    Logprob,
+    OutputBatch,
+    RequestFailure,
+    StageTimings,
+    TokenLogprobs,
+    Usage,
+)
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
+from triptych.types.submit import EngineWelcome, SubmitRequest
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+i32 = st.integers(-(2**31), 2**31 - 1)
+f32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+logprob_values = st.floats(width=32, allow_nan=False, max_value=0.0)  # -inf is a token that was masked
+words = st.text(st.characters(codec="utf-8"), max_size=12)
+token_ids = st.lists(u32, max_size=8).map(tuple)
+
+
+def u32_column(length: int | None = None) -> st.SearchStrategy:
+    lengths = {"max_size": 6} if length is None else {"min_size": length, "max_size": length}
+    return st.lists(u32, **lengths).map(lambda values: np.array(values, dtype=np.uint32))
+
+
+def build(cls: type, **fields: st.SearchStrategy) -> st.SearchStrategy:
+    """`cls` with every field drawn: a field added to the type and not here fails the test that uses it."""
+    assert {field.name for field in dataclasses.fields(cls)} == set(fields), cls
+    return st.builds(cls, **fields)
+
+
+sampling = build(
+    SamplingParams,
+    n=st.integers(1, 16384),
+    max_tokens=st.none() | u32,
+    min_tokens=u32,
+    temperature=f32,
+    top_p=f32,
+    top_k=i32,
+    min_p=f32,
+    presence_penalty=f32,
+    frequency_penalty=f32,
+    repetition_penalty=f32,
+    seed=st.none() | u64,
+    stop=st.lists(words, max_size=3).map(tuple),
+    stop_token_ids=token_ids,
+    include_stop_str_in_output=st.booleans(),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(-1, 20),
+    prompt_logprobs=st.none() | st.integers(-1, 20),
+    logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
+    allowed_token_ids=token_ids,
+    bad_words=st.lists(words, max_size=3).map(tuple),
+    detokenize=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    spaces_between_special_tokens=st.booleans(),
+    output_kind=st.just(SamplingParams().output_kind),  # travels with the request, not with the parameters
+)
+
+timings = build(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
+usage = build(Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32)
+logprob = build(Logprob, token_id=u32, logprob=logprob_values, text=words, rank=u32)
+token_logprobs = build(TokenLogprobs, chosen=logprob, top=st.lists(logprob, max_size=3).map(tuple))
+
+events = st.one_of(
+    build(AdmittedEvent, request_id=words, model=words, seed=u64, prompt_token_ids=st.lists(u32, max_size=5)),
+    build(
+        DeltaEvent,
+        index=u32,
+        text=words,
+        token_ids=st.lists(u32, max_size=5),
+        logprobs=st.lists(token_logprobs, max_size=2).map(tuple),
+        finish_reason=st.none() | st.sampled_from(FinishReason),
+        stop_reason=st.none() | u32 | words,
+    ),
+    build(FinishedEvent, usage=usage, timings=timings, tokenize_ns=u64),
+)
+
+
+@st.composite
+def logprob_columns(draw: Any) -> LogprobColumns:
+    counts = draw(st.lists(st.integers(0, 4), max_size=4))
+    num_entries = sum(counts)
+    values = draw(st.lists(logprob_values, min_size=num_entries, max_size=num_entries))
+    return LogprobColumns(
+        rows=draw(u32_column(len(counts))),
+        offsets=np.array([0, *np.cumsum(counts)], dtype=np.uint32),
+        token_ids=draw(u32_column(num_entries)),
+        logprobs=np.array(values, dtype=np.float32),
+        ranks=draw(u32_column(len(counts))),
+    )
+
+
+new_rows = build(
+    NewRow,
+    slot=u32,
+    generation=u32,
+    token_ids=u32_column(),
+    num_prompt_tokens=u32,
+    num_computed_tokens=u32,
+    num_cached_tokens=u32,
+    block_ids=u32_column(),
+    sampling=sampling,
+    seed=u64,
+)
+
+
+@st.composite
+def plans(draw: Any) -> StepPlan:
+    num_chunks, num_blocks = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    return draw(
+        build(
+            StepPlan,
+            step_id=u64,
+            last_result_seen=u64,
+            removed_slots=u32_column(),
+            new_rows=st.lists(new_rows, max_size=2).map(tuple),
+            chunk_slots=u32_column(num_chunks),
+            chunk_lengths=u32_column(num_chunks),
+            skipped_slots=u32_column(),
+            block_slots=u32_column(num_blocks),
+            block_ids=u32_column(num_blocks),
+            num_tokens=u32,
+        )
+    )
+
+
+results = build(
+    StepResult,
+    step_id=u64,
+    token_ids=u32_column(),
+    logprobs=st.none() | logprob_columns(),
+    row_errors=st.lists(build(RowError, slot=u32, generation=u32, message=words), max_size=2).map(tuple),
+    timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64),
+)
+
+model_facts = build(
+    ModelFacts,
+    name=words,
+    fingerprint=words,
+    vocab_size=u32,
+    max_model_len=u32,
+    eos_token_ids=token_ids,
+    dtype=words,
+    kv_dtype=words,
+    quantization=words,
+)
+worker_facts = build(
+    WorkerFacts,
+    boot_id=words,
+    model=model_facts,
+    kv=build(
+        KvShape,
+        num_blocks=u32,
+        block_size=u32,
+        num_layers=u32,
+        num_kv_heads=u32,
+        head_dim=u32,
+        dtype=words,
+        supported_block_sizes=token_ids,
+    ),
+    max_num_seqs=u32,
+    max_num_batched_tokens=u32,
+    max_window=u32,
+    device_name=words,
+    weight_bytes=u64,
+    load_s=st.floats(allow_nan=False),
+)
+
+submits = build(
+    SubmitRequest,
+    number=u32,
+    request_id=words,
+    token_ids=u32_column(),
+    num_prompt_tokens=u32,
+    sampling=sampling,
+    seed=u64,
+    priority=i32,
+    tenant=words,
+    cache_salt=words,
+    deadline_remaining_ms=st.none() | u64,
+    adapter=words,
+)
+welcomes = build(
+    EngineWelcome,
+    engine_id=words,
+    epoch=u64,
+    ready=st.booleans(),
+    why_not_ready=words,
+    model=st.none() | model_facts,
+    has_priorities=st.booleans(),
+)
+
+
+@st.composite
+def output_batches(draw: Any) -> OutputBatch:
+    num_requests = draw(st.integers(0, 4))
+    counts = draw(
+        st.just([]) | st.lists(st.integers(1, 3), min_size=num_requests, max_size=num_requests),
+    )
+    return draw(
+        build(
+            OutputBatch,
+            batch_id=u64,
+            admitted=u32_column(),
+            numbers=u32_column(num_requests),
+            token_counts=st.just(np.array(counts, dtype=np.uint32)),
+            token_ids=u32_column(sum(counts) if counts else num_requests),
+            logprobs=st.none() | logprob_columns(),
+            finished=st.lists(
+                build(
+                    FinishedRequest,
+                    number=u32,
+                    reason=st.sampled_from(FinishReason),
+                    stop_token_id=st.none() | st.integers(0, 2**32 - 2),
+                    num_cached_tokens=u32,
+                    timings=timings,
+                ),
+                max_size=3,
+            ).map(tuple),
+            failures=st.lists(
+                build(RequestFailure, number=u32, code=words, message=words, field=words, retry_after_ms=u32),
+                max_size=2,
+            ).map(tuple),
+        )
+    )
+
+
+statuses = build(
+    EngineStatus,
+    **{
+        field.name: {"str": words, "bool": st.booleans(), "int": u32}.get(
+            str(field.type), st.dictionaries(words, u64, max_size=3)
+        )
+        for field in dataclasses.fields(EngineStatus)
+    },
+)

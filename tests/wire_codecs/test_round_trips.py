@@ -1,0 +1,271 @@
+"""What goes into a message comes out of its bytes again; a message that cannot be a table is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.wire_codecs.strategies import (
+    events,
+    model_facts,
+    output_batches,
+    plans,
+    results,
+    sampling,
+    statuses,
+    submits,
+    timings,
+    token_logprobs,
+    usage,
+    welcomes,
+    worker_facts,
+)
+from triptych.errors import ProtocolViolation
+from triptych.internal.v1 import engine_core_pb2, worker_pb2
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import LogprobColumns, StepPlan
+from triptych.v1 import common_pb2, generation_pb2
+from triptych.wire import admin, columns, common, engine_core, generation, worker
+
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+U32_MAX = 2**32 - 1
+
+
+def u32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint32)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Equal in value, type and dtype, to the last field."""
+    assert type(left) is type(right)
+    if dataclasses.is_dataclass(left):
+        for field in dataclasses.fields(left):
+            assert_same(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+    elif isinstance(left, (tuple, list)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+def over_the_wire(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (sampling, common.sampling_to_proto, common.sampling_from_proto),
+    (usage, common.usage_to_proto, common.usage_from_proto),
+    (timings, lambda value: common.timings_to_proto(value, 5), common.timings_from_proto),
+    (token_logprobs, common.token_logprobs_to_proto, common.token_logprobs_from_proto),
+    (events, generation.event_to_proto, generation.event_from_proto),
+    (plans(), worker.plan_to_proto, worker.plan_from_proto),
+    (results, worker.result_to_proto, worker.result_from_proto),
+    (model_facts, worker.model_facts_to_proto, worker.model_facts_from_proto),
+    (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
+    (submits, engine_core.submit_to_proto, engine_core.submit_from_proto),
+    (welcomes, engine_core.welcome_to_proto, engine_core.welcome_from_proto),
+    (output_batches(), engine_core.outputs_to_proto, engine_core.outputs_from_proto),
+    (statuses, lambda value: admin.status_to_proto(value, "model"), admin.status_from_proto),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "to_proto", "from_proto"), PAIRS, ids=[repr(p[2].__name__) for p in PAIRS]
+)
+def test_a_value_survives_the_wire(strategy, to_proto, from_proto):
+    seen = set()
+
+    @quick
+    @given(strategy)
+    def check(value):
+        seen.add(type(value))
+        assert_same(from_proto(over_the_wire(to_proto(value))), value)
+
+    check()
+    assert seen
+
+
+def test_every_codec_is_tested():
+    modules = (admin, common, engine_core, generation, worker)
+    decoders = {
+        function
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if name.endswith("_from_proto") and not name.startswith("_")
+    }
+    tested = {from_proto for _, _, from_proto in PAIRS}
+    assert decoders - tested == {worker.logprobs_from_proto}  # inside results and output batches
+
+
+def test_default_sampling_takes_next_to_no_bytes():
+    assert len(common.sampling_to_proto(SamplingParams()).SerializeToString()) <= 2  # max_tokens alone
+
+
+def test_an_empty_step_takes_few_bytes():
+    plan = StepPlan(step_id=10_000, last_result_seen=9_999, num_tokens=64)
+    assert len(worker.plan_to_proto(plan).SerializeToString()) <= 8
+
+
+def test_columns_are_little_endian():
+    assert columns.u32_to_bytes(u32(1, 0x01020304)) == bytes.fromhex("0100000004030201")
+    assert columns.f32_to_bytes(np.array([1.0], dtype=np.float32)) == bytes.fromhex("0000803f")
+    assert columns.u64_to_bytes([1, 2**64 - 1]) == bytes.fromhex("0100000000000000ffffffffffffffff")
+
+
+def test_columns_from_the_wire_are_read_only_views():
+    data = u32(1, 2, 3).tobytes()
+    column = columns.u32_from_bytes(data)
+    assert np.shares_memory(column, np.frombuffer(data, dtype=np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        column[0] = 9
+
+
+def test_a_stop_token_of_zero_is_told_from_none():
+    def travelled(stop_token_id):
+        finished = FinishedRequest(1, FinishReason.STOP, stop_token_id, 0, StageTimings())
+        message = engine_core.outputs_to_proto(OutputBatch(batch_id=1, finished=(finished,)))
+        return engine_core.outputs_from_proto(over_the_wire(message)).finished[0].stop_token_id
+
+    assert travelled(0) == 0
+    assert travelled(None) is None
+
+
+def test_an_event_of_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="does not know"):
+        generation.event_from_proto(generation_pb2.GenerateResponse())
+
+
+# Tables that are none
+
+
+def column_fields(message_class: Any) -> list[str]:
+    return [f.name for f in message_class.DESCRIPTOR.fields if f.type == f.TYPE_BYTES]
+
+
+CUT_COLUMNS = [
+    (worker_pb2.Step, worker.plan_from_proto),
+    (worker_pb2.LogprobColumns, worker.logprobs_from_proto),
+    (engine_core_pb2.OutputBatch, engine_core.outputs_from_proto),
+    (engine_core_pb2.Submit, engine_core.submit_from_proto),
+    (
+        worker_pb2.NewRow,
+        lambda row: worker.plan_from_proto(worker_pb2.Step(new_rows=[row])),
+    ),
+    (
+        engine_core_pb2.FinishedColumns,
+        lambda table: engine_core.outputs_from_proto(engine_core_pb2.OutputBatch(finished=table)),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("message_class", "decode", "name"),
+    [
+        pytest.param(message_class, decode, name, id=f"{message_class.DESCRIPTOR.name}.{name}")
+        for message_class, decode in CUT_COLUMNS
+        for name in column_fields(message_class)
+        if name != "reasons"  # one byte each
+    ],
+)
+def test_a_column_cut_short_is_refused(message_class, decode, name):
+    with pytest.raises(ProtocolViolation, match="whole"):
+        decode(message_class(**{name: b"\x01\x02\x03"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"chunk_slots": u32(1, 2), "chunk_lengths": u32(5)}, "chunk_slots 2, chunk_lengths 1"),
+        ({"chunk_lengths": u32(5)}, "chunk_slots 0, chunk_lengths 1"),
+        ({"block_slots": u32(1)}, "block_slots 1, block_ids 0"),
+    ],
+)
+def test_a_ragged_plan_is_refused(fields, named):
+    plan = StepPlan(step_id=1, last_result_seen=0, **fields)
+    with pytest.raises(ProtocolViolation, match=named):
+        worker.plan_from_proto(worker.plan_to_proto(plan))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"numbers": u32(1, 2), "token_ids": u32(5)}, "numbers 2, token_ids 1"),
+        ({"numbers": u32(1, 2), "token_counts": u32(1), "token_ids": u32(5)}, "numbers 2, token_counts 1"),
+        ({"numbers": u32(1), "token_counts": u32(2), "token_ids": u32(5)}, "token_counts"),
+        ({"numbers": u32(1), "token_counts": u32(1), "token_ids": u32(5, 6)}, "token_counts"),
+    ],
+)
+def test_a_ragged_output_batch_is_refused(fields, named):
+    batch = OutputBatch(batch_id=1, **fields)
+    with pytest.raises(ProtocolViolation, match=named):
+        engine_core.outputs_from_proto(engine_core.outputs_to_proto(batch))
+
+
+def test_several_tokens_per_row_are_refused_by_name():
+    message = worker_pb2.Result(step_id=1, token_ids=u32(1, 2).tobytes(), token_counts=u32(2).tobytes())
+    with pytest.raises(ProtocolViolation, match="token_counts"):
+        worker.result_from_proto(message)
+
+
+def test_ragged_finished_columns_are_refused():
+    table = engine_core_pb2.FinishedColumns(numbers=u32(1, 2).tobytes(), reasons=b"\x01")
+    with pytest.raises(ProtocolViolation, match="numbers 2, reasons 1"):
+        engine_core.outputs_from_proto(engine_core_pb2.OutputBatch(finished=table))
+
+
+GOOD = {
+    "rows": u32(0, 3),
+    "offsets": u32(0, 1, 3),
+    "token_ids": u32(7, 8, 9),
+    "logprobs": np.array([-1, -2, -3], dtype=np.float32),
+    "ranks": u32(1, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": u32(1)},
+        {"rows": u32(0)},
+        {"logprobs": np.array([-1, -2], dtype=np.float32)},
+        {"offsets": u32(0, 1)},
+        {"offsets": u32()},
+        {"offsets": u32(0, 1, 2)},
+        {"offsets": u32(0, 1, 4)},
+        {"offsets": u32(1, 2, 3)},
+        {"offsets": u32(0, U32_MAX, 3)},
+    ],
+    ids=str,
+)
+def test_ragged_logprobs_are_refused(change):
+    assert_same(
+        worker.logprobs_from_proto(worker.logprobs_to_proto(LogprobColumns(**GOOD))), LogprobColumns(**GOOD)
+    )
+    with pytest.raises(ProtocolViolation):
+        worker.logprobs_from_proto(worker.logprobs_to_proto(LogprobColumns(**(GOOD | change))))
+
+
+# The messages mirror the types
+
+
+def test_sampling_parameters_have_the_same_names_on_both_sides():
+    in_proto = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
+    in_types = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert in_types - in_proto == {"output_kind"}  # belongs to the request
+    assert in_proto - in_types == {"structured_outputs"}  # known to the protocol, refused by name
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_finish_reasons_have_the_numbers_of_the_proto(reason):
+    assert common_pb2.FinishReason.Name(reason.value) == f"FINISH_REASON_{reason.name}"
