@@ -33,8 +33,10 @@ def find_impl(op: str, tensor: Tensor, impl: str | None = None) -> Callable[...,
         device_type = tensor.device.type
         impl = DEVICE_TO_IMPL.get(device_type)
         if impl is None:
-            raise ValueError(f"{op}: no implementation for device {device_type!r}; there are "
-                             f"{', '.join(sorted(DEVICE_TO_IMPL))}")
+            raise ValueError(
+                f"{op}: no implementation for device {device_type!r}; there are "
+                f"{', '.join(sorted(DEVICE_TO_IMPL))}"
+            )
     return _load(op, impl)
 
 

@@ -14,7 +14,6 @@ import pytest
 from tests.helpers.fake_frontend import FakeFrontend
 from triptych import LLM, SamplingParams
 from triptych.client import batch
-from triptych.client.local import EngineUnavailable
 from triptych.errors import ConfigError, EngineFailure, EngineUnavailable, InvalidRequest, QueueFull
 
 HELLO = [{"role": "user", "content": "a b"}]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from triptych.client.launch import with_free_ports
-from triptych.client.local import MAX_RESTARTS, EngineUnavailable, LocalCluster, dial_address
+from triptych.client.local import MAX_RESTARTS, LocalCluster, dial_address
 from triptych.config.fields import EngineConfig
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, EngineUnavailable
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("worker", "enginecore", "frontend")
@@ -93,7 +93,9 @@ def test_a_killed_service_comes_back_on_its_ports(victim, caplog):
 def test_a_service_that_keeps_dying_fails_the_cluster_and_is_named(monkeypatch):
     monkeypatch.setenv("FAKE_ENGINECORE", "exit:7")
     with Cluster() as cluster:
-        with pytest.raises(EngineUnavailable, match=r"enginecore \(process \d+\) exited with code 7") as failed:
+        with pytest.raises(
+            EngineUnavailable, match=r"enginecore \(process \d+\) exited with code 7"
+        ) as failed:
             cluster.wait()
         assert f"died {MAX_RESTARTS + 1} times within 60 s" in str(failed.value)
         assert "\n    enginecore meets its end" in str(failed.value)

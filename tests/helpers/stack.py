@@ -53,7 +53,9 @@ class NaiveRunner:
         self.fail_at: Callable[[StepPlan], bool] = lambda plan: False
         self.facts = WorkerFacts(
             boot_id="boot",
-            model=ModelFacts("naive", "f" * 64, VOCAB_SIZE, max_model_len, (EOS,), "float32", "float32", "none"),
+            model=ModelFacts(
+                "naive", "f" * 64, VOCAB_SIZE, max_model_len, (EOS,), "float32", "float32", "none"
+            ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -121,7 +123,9 @@ class EngineStack:
             metrics=EngineMetrics.create(CollectorRegistry()),
             on_ready_change=lambda ready: None,
         )
-        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(EngineCoreDoor(self.loop), self._server.grpc)
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(
+            EngineCoreDoor(self.loop), self._server.grpc
+        )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(self.loop), self._server.grpc)
         self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0, option='engine.port')}"
 
@@ -174,15 +178,21 @@ class FakeFrontend:
     async def submit(self, number: int, prompt: Sequence[int], **fields: Any) -> None:
         sampling = SamplingParams(**{"max_tokens": 16, **fields.pop("sampling", {})})
         request = SubmitRequest(
-            number=number, request_id=fields.pop("request_id", f"r{number}"),
-            token_ids=np.array(prompt, np.uint32), num_prompt_tokens=len(prompt), sampling=sampling,
-            seed=number, **fields)
+            number=number,
+            request_id=fields.pop("request_id", f"r{number}"),
+            token_ids=np.array(prompt, np.uint32),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            seed=number,
+            **fields,
+        )
         batch = engine_core_pb2.SubmitBatch(requests=[submit_to_proto(request)])
         await self._call.write(engine_core_pb2.ConnectRequest(submit=batch))
 
     async def abort(self, *numbers: int) -> None:
         await self._call.write(
-            engine_core_pb2.ConnectRequest(abort=u32_to_bytes(np.array(numbers, np.uint32))))
+            engine_core_pb2.ConnectRequest(abort=u32_to_bytes(np.array(numbers, np.uint32)))
+        )
 
     async def status(self) -> admin_pb2.EngineStatus:
         return (await self._admin.GetStatus(admin_pb2.GetStatusRequest())).status

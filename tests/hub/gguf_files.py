@@ -25,23 +25,52 @@ def sentencepiece_vocabulary(pieces: Sequence[tuple[str, float]]) -> dict[str, A
         "model": "llama",
         "tokens": ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *(piece for piece, _ in pieces)],
         "scores": [0.0] * 259 + [score for _, score in pieces],
-        "types": [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(pieces)],
-        "bos": 1, "eos": 2,
+        "types": [
+            kinds.UNKNOWN,
+            kinds.CONTROL,
+            kinds.CONTROL,
+            *[kinds.BYTE] * 256,
+            *[kinds.NORMAL] * len(pieces),
+        ],
+        "bos": 1,
+        "eos": 2,
     }
 
 
 def byte_level_vocabulary(merges: Sequence[str], pre: str = "gpt-2") -> dict[str, Any]:
     """A `gpt2` tokenizer: two control tokens, a user-defined one, the byte alphabet and `merges`."""
-    tokens = ["<|start|>", "<|end|>", "<tool>", *_byte_alphabet(), *(merge.replace(" ", "") for merge in merges)]
+    tokens = [
+        "<|start|>",
+        "<|end|>",
+        "<tool>",
+        *_byte_alphabet(),
+        *(merge.replace(" ", "") for merge in merges),
+    ]
     kinds = gguf.TokenType
     types = [kinds.CONTROL, kinds.CONTROL, kinds.USER_DEFINED, *[kinds.NORMAL] * (len(tokens) - 3)]
-    return {"model": "gpt2", "pre": pre, "tokens": tokens, "types": types, "merges": list(merges), "bos": 0, "eos": 1}
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "types": types,
+        "merges": list(merges),
+        "bos": 0,
+        "eos": 1,
+    }
 
 
 def tokenizer_metadata(vocabulary: dict[str, Any]) -> dict[str, Any]:
     """What the reader of a .gguf file with this vocabulary would say of its tokenizer."""
-    keys = {"model": "model", "pre": "pre", "tokens": "tokens", "types": "token_type", "scores": "scores",
-            "merges": "merges", "bos": "bos_token_id", "eos": "eos_token_id"}
+    keys = {
+        "model": "model",
+        "pre": "pre",
+        "tokens": "tokens",
+        "types": "token_type",
+        "scores": "scores",
+        "merges": "merges",
+        "bos": "bos_token_id",
+        "eos": "eos_token_id",
+    }
     return {f"tokenizer.ggml.{keys[key]}": value for key, value in vocabulary.items()}
 
 
@@ -84,12 +113,18 @@ def write_gguf(
         writer.add_token_merges(vocabulary["merges"])
     writer.add_bos_token_id(vocabulary["bos"])
     writer.add_eos_token_id(vocabulary["eos"])
-    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    adders = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+    }
     for key, value in (extra or {}).items():
         adders[type(value)](key, value)
     if weights is None:
-        weights = random_weights(len(vocabulary["tokens"]), num_layers, hidden_size, intermediate_size,
-                                 num_heads, num_kv_heads)
+        weights = random_weights(
+            len(vocabulary["tokens"]), num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads
+        )
     for name, array in weights.items():
         kind = quantization if array.ndim == 2 else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
@@ -101,17 +136,30 @@ def write_gguf(
 
 
 def random_weights(
-    vocab_size: int, num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int
+    vocab_size: int,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
 ) -> Weights:
     kv_size = hidden_size // num_heads * num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab_size, hidden_size)}
     for layer in range(num_layers):
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in {
-            "attn_norm": (hidden_size,), "ffn_norm": (hidden_size,),
-            "attn_q": (hidden_size, hidden_size), "attn_k": (kv_size, hidden_size),
-            "attn_v": (kv_size, hidden_size), "attn_output": (hidden_size, hidden_size),
-            "ffn_gate": (intermediate_size, hidden_size), "ffn_up": (intermediate_size, hidden_size),
-            "ffn_down": (hidden_size, intermediate_size)}.items()}
+        shapes |= {
+            f"blk.{layer}.{name}.weight": shape
+            for name, shape in {
+                "attn_norm": (hidden_size,),
+                "ffn_norm": (hidden_size,),
+                "attn_q": (hidden_size, hidden_size),
+                "attn_k": (kv_size, hidden_size),
+                "attn_v": (kv_size, hidden_size),
+                "attn_output": (hidden_size, hidden_size),
+                "ffn_gate": (intermediate_size, hidden_size),
+                "ffn_up": (intermediate_size, hidden_size),
+                "ffn_down": (hidden_size, intermediate_size),
+            }.items()
+        }
     shapes["output_norm.weight"] = (hidden_size,)
     random = np.random.default_rng(0)
     return {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}

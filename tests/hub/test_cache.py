@@ -33,6 +33,7 @@ build_directory_once(Path(sys.argv[1]), 1, build, progress=False)
 def writes(text: str) -> Callable[[Path], None]:
     def build(directory: Path) -> None:
         (directory / "content").write_text(text)
+
     return build
 
 
@@ -57,13 +58,17 @@ def test_another_version_of_the_builder_replaces_the_directory(tmp_path: Path) -
     assert (tmp_path / "target" / "content").read_text() == "new"
 
 
-@pytest.mark.parametrize("damage", [
-    lambda target: (target / MARKER_FILE).unlink(),
-    lambda target: (target / MARKER_FILE).write_text("{"),
-    lambda target: (target / MARKER_FILE).write_text("[]"),
-    lambda target: (target / "content").write_text("cut"),
-    lambda target: (target / "content").unlink(),
-], ids=["no marker", "half a marker", "odd marker", "cut file", "lost file"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda target: (target / MARKER_FILE).unlink(),
+        lambda target: (target / MARKER_FILE).write_text("{"),
+        lambda target: (target / MARKER_FILE).write_text("[]"),
+        lambda target: (target / "content").write_text("cut"),
+        lambda target: (target / "content").unlink(),
+    ],
+    ids=["no marker", "half a marker", "odd marker", "cut file", "lost file"],
+)
 def test_a_damaged_directory_is_built_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     target = build_directory_once(tmp_path / "target", 1, writes("first"), progress=False)
     damage(target)

@@ -67,17 +67,24 @@ def test_the_index_finds_every_tensor_of_the_file(tmp_path: Path) -> None:
     assert {tensor.gguf_name for tensor in index.tensors} == set(oracle)
     for tensor in index.tensors:
         expected = oracle[tensor.gguf_name]
-        assert data[tensor.offset:tensor.offset + tensor.size] == expected.data.tobytes()
+        assert data[tensor.offset : tensor.offset + tensor.size] == expected.data.tobytes()
         assert tensor.type == expected.tensor_type.name
         assert list(tensor.shape) == [int(size) for size in reversed(expected.shape)]
 
 
 def test_llama3_rope_divisors_become_the_four_numbers_again(tmp_path: Path) -> None:
     weights = random_weights(261, 1, 64, 96, 2, 1)
-    weights["rope_freqs.weight"] = llama3_rope_factors(32, 10000.0, factor=32.0, low=1.0, high=4.0, original=8192)
+    weights["rope_freqs.weight"] = llama3_rope_factors(
+        32, 10000.0, factor=32.0, low=1.0, high=4.0, original=8192
+    )
     rope = read_architecture(convert(tmp_path / "model.gguf", weights=weights)).rope
-    assert (rope.kind, rope.factor, rope.low_freq_factor, rope.high_freq_factor,
-            rope.original_max_position_embeddings) == ("llama3", 32.0, 1.0, 4.0, 8192)
+    assert (
+        rope.kind,
+        rope.factor,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.original_max_position_embeddings,
+    ) == ("llama3", 32.0, 1.0, 4.0, 8192)
 
 
 def test_other_rope_divisors_are_refused(tmp_path: Path) -> None:
@@ -93,14 +100,21 @@ def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"architecture": "gemma3"}, "general.architecture: 'gemma3' is not supported"),
-    ({"extra": {"llama.expert_count": 8}}, "llama.expert_count: 8 experts"),
-    ({"extra": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type: 'yarn'"),
-    ({"extra": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count: 8 differs"),
-    ({"vocabulary": byte_level_vocabulary([], pre="tekken")}, "tokenizer.ggml.pre: 'tekken' is not supported"),
-    ({"vocabulary": byte_level_vocabulary([]) | {"model": "bert"}}, "tokenizer.ggml.model: 'bert'"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture: 'gemma3' is not supported"),
+        ({"extra": {"llama.expert_count": 8}}, "llama.expert_count: 8 experts"),
+        ({"extra": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type: 'yarn'"),
+        ({"extra": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count: 8 differs"),
+        (
+            {"vocabulary": byte_level_vocabulary([], pre="tekken")},
+            "tokenizer.ggml.pre: 'tekken' is not supported",
+        ),
+        ({"vocabulary": byte_level_vocabulary([]) | {"model": "bert"}}, "tokenizer.ggml.model: 'bert'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_what_is_not_understood_is_refused_by_name(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
@@ -148,8 +162,11 @@ def test_end_of_turn_ends_an_answer_too(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_config_names_the_special_tokens_and_the_template(tmp_path: Path) -> None:
-    directory = convert(tmp_path / "model.gguf", vocabulary=sentencepiece_vocabulary([("a", -1.0)]),
-                        extra={"tokenizer.chat_template": "{{ 'hi' }}", "tokenizer.ggml.padding_token_id": 2})
+    directory = convert(
+        tmp_path / "model.gguf",
+        vocabulary=sentencepiece_vocabulary([("a", -1.0)]),
+        extra={"tokenizer.chat_template": "{{ 'hi' }}", "tokenizer.ggml.padding_token_id": 2},
+    )
     config = json.loads((directory / "tokenizer_config.json").read_text())
     assert config["bos_token"] == "<s>"
     assert config["eos_token"] == config["pad_token"] == "</s>"

@@ -23,15 +23,29 @@ from triptych.hub.gguf_tokenizer import build_tokenizer
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 TEXTS = [
-    "", " ", "a", "The capital of France is Paris.", "  two  spaces\n\n\ttabs \r\n end ", "I'll don't we've it's I'M",
-    "1234567890 3.14159 1,000 x86_64 v2", "naïve café — “quotes” … №5", "Привет, мир! שלום עולם مرحبا بالعالم",
-    "你好，世界。これは日本語です。한국어도 됩니다", "👩‍👩‍👧‍👦🇫🇷👍🏽 emoji",
-    "def f(x):\n    return x**2  # ²³ ½ ⅷ ٣", "e\u0301 \u00a0\u2003\u200b zero",
-    "\x00\x01\x7f control", "a" * 300, "<|im_start|>user\nHi<|im_end|> and <|not_one|>", "\ud7ff\ue000\U0010ffff",
+    "",
+    " ",
+    "a",
+    "The capital of France is Paris.",
+    "  two  spaces\n\n\ttabs \r\n end ",
+    "I'll don't we've it's I'M",
+    "1234567890 3.14159 1,000 x86_64 v2",
+    "naïve café — “quotes” … №5",
+    "Привет, мир! שלום עולם مرحبا بالعالم",
+    "你好，世界。これは日本語です。한국어도 됩니다",
+    "👩‍👩‍👧‍👦🇫🇷👍🏽 emoji",
+    "def f(x):\n    return x**2  # ²³ ½ ⅷ ٣",
+    "e\u0301 \u00a0\u2003\u200b zero",
+    "\x00\x01\x7f control",
+    "a" * 300,
+    "<|im_start|>user\nHi<|im_end|> and <|not_one|>",
+    "\ud7ff\ue000\U0010ffff",
 ]
 
 
-def naive_byte_level(text: str, cut: str, ranks: dict[tuple[str, str], int], vocabulary: dict[str, int]) -> list[int]:
+def naive_byte_level(
+    text: str, cut: str, ranks: dict[tuple[str, str], int], vocabulary: dict[str, int]
+) -> list[int]:
     """GPT-2's algorithm as its paper's code has it: cut into words, then merge the best-ranked pair again and again."""
     ids = []
     for word in regex.findall(cut, text):
@@ -43,8 +57,8 @@ def naive_byte_level(text: str, cut: str, ranks: dict[tuple[str, str], int], voc
                 break
             merged, index = [], 0
             while index < len(symbols):
-                step = 2 if tuple(symbols[index:index + 2]) == best else 1
-                merged.append("".join(symbols[index:index + step]))
+                step = 2 if tuple(symbols[index : index + 2]) == best else 1
+                merged.append("".join(symbols[index : index + step]))
                 index += step
             symbols = merged
         ids += [vocabulary[symbol] for symbol in symbols]
@@ -54,19 +68,24 @@ def naive_byte_level(text: str, cut: str, ranks: dict[tuple[str, str], int], voc
 def to_stand_ins(word: str) -> str:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
-    return "".join(chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in word.encode())
+    return "".join(
+        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in word.encode()
+    )
 
 
 def naive_sentencepiece(text: str, scores: dict[str, float], ids: dict[str, int]) -> list[int]:
     """SentencePiece's: join the neighbours whose piece scores best, leftmost first; bytes for what is no piece."""
     symbols = list("▁" + text.replace(" ", "▁"))
     while True:
-        joined = [(-scores[pair], index) for index, pair in enumerate(map("".join, itertools.pairwise(symbols)))
-                  if pair in scores]
+        joined = [
+            (-scores[pair], index)
+            for index, pair in enumerate(map("".join, itertools.pairwise(symbols)))
+            if pair in scores
+        ]
         if not joined:
             break
         _, index = min(joined)
-        symbols[index:index + 2] = ["".join(symbols[index:index + 2])]
+        symbols[index : index + 2] = ["".join(symbols[index : index + 2])]
     result = []
     for symbol in symbols:
         result += [ids[symbol]] if symbol in scores else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
@@ -96,8 +115,9 @@ def test_control_tokens_in_a_text_become_their_ids() -> None:
 
     tokenizer = Tokenizer.from_file(str(resolve_model("embedded") / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\n<|im_end|>").ids == [1, *tokenizer.encode("user\n").ids, 2]
-    assert [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][:3] == [
-        "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][
+        :3
+    ] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def test_words_are_cut_as_transformers_cuts_them_for_llama_3_and_qwen_2() -> None:
@@ -143,12 +163,18 @@ def test_user_defined_tokens_are_never_split_and_never_skipped() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"tokenizer.ggml.merges": ["ab"]}, r"merges: 'ab' is not two tokens"),
-    ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokens: 1 tokens stand there twice"),
-    ({"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True}, r"bos_token_id: 1000000 is outside"),
-    ({"tokenizer.ggml.pre": "default"}, r"pre: 'default' is not supported"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, r"merges: 'ab' is not two tokens"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokens: 1 tokens stand there twice"),
+        (
+            {"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True},
+            r"bos_token_id: 1000000 is outside",
+        ),
+        ({"tokenizer.ggml.pre": "default"}, r"pre: 'default' is not supported"),
+    ],
+)
 def test_odd_metadata_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_tokenizer(tokenizer_metadata(byte_level_vocabulary([])) | change)

@@ -20,8 +20,13 @@ from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import embedded, resolve_model
 
 HUB_FILES = {
-    "config.json": b"{}", "tokenizer.json": b"{ }", "chat_template.jinja": b"{{ x }}", "model.safetensors": b"weights",
-    "pytorch_model.bin": b"the same again", "original/consolidated.safetensors": b"and again", "README.md": b"words",
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "chat_template.jinja": b"{{ x }}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"the same again",
+    "original/consolidated.safetensors": b"and again",
+    "README.md": b"words",
 }
 
 
@@ -58,7 +63,9 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["/no/such/directory", "./missing", "missing.gguf", "a/b/c", "", "two words"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/directory", "./missing", "missing.gguf", "a/b/c", "", "two words"]
+)
 def test_what_is_neither_a_path_nor_a_hub_id_names_the_embedded_model(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"no such directory or \.gguf file.*`embedded`"):
         resolve_model(name)
@@ -66,8 +73,14 @@ def test_what_is_neither_a_path_nor_a_hub_id_names_the_embedded_model(name: str)
 
 def test_a_hub_id_without_a_network_says_so_and_names_the_embedded_model(tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-m", "triptych.hub", "someone/some-model"], env=environment,
-                            capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "triptych.hub", "someone/some-model"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert result.returncode == 1
     assert result.stdout == ""
     assert "'someone/some-model' is no directory here" in result.stderr
@@ -93,17 +106,31 @@ def test_a_hub_id_is_fetched_once_and_only_what_is_needed(hub: str, tmp_path: Pa
     first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     directory = Path(first.stdout.strip())
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == {
-        name: content for name, content in HUB_FILES.items() if name in
-        ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")}
-    offline = subprocess.run(command, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True,
-                             timeout=60, check=True)
+        name: content
+        for name, content in HUB_FILES.items()
+        if name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
+    }
+    offline = subprocess.run(
+        command,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert Path(offline.stdout.strip()) == directory
 
 
 def test_a_hub_id_that_the_hub_does_not_know_says_so(hub: str, tmp_path: Path) -> None:
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    result = subprocess.run([sys.executable, "-m", "triptych.hub", "some-org/none"], env=environment,
-                            capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "triptych.hub", "some-org/none"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert result.returncode == 1
     assert "'some-org/none' is no directory here" in result.stderr
     assert "404" in result.stderr
@@ -118,10 +145,18 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         commit = "c" * 40
         if path == "/api/models/some-org/some-model/revision/main":
             siblings = [{"rfilename": name} for name in HUB_FILES]
-            self.answer(json.dumps({"id": "some-org/some-model", "sha": commit, "siblings": siblings}).encode())
+            self.answer(
+                json.dumps({"id": "some-org/some-model", "sha": commit, "siblings": siblings}).encode()
+            )
         elif path == f"/api/models/some-org/some-model/tree/{commit}":
-            self.answer(json.dumps([{"type": "file", "path": name, "size": len(content), "oid": etag(content)}
-                                    for name, content in HUB_FILES.items()]).encode())
+            self.answer(
+                json.dumps(
+                    [
+                        {"type": "file", "path": name, "size": len(content), "oid": etag(content)}
+                        for name, content in HUB_FILES.items()
+                    ]
+                ).encode()
+            )
         elif path.startswith(f"/some-org/some-model/resolve/{commit}/"):
             content = HUB_FILES[path.split("/", 5)[5]]
             self.answer(content, {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit})
@@ -148,22 +183,35 @@ def etag(content: bytes) -> str:
 
 @pytest.mark.model
 def test_the_embedded_model_is_prefetched_by_the_module() -> None:
-    result = subprocess.run([sys.executable, "-m", "triptych.hub", "embedded"], capture_output=True, text=True,
-                            timeout=120, check=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "triptych.hub", "embedded"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     directory = Path(result.stdout.strip())
     assert directory == resolve_model("embedded")
     assert {path.name for path in directory.iterdir()} == {
-        "complete.json", "config.json", "generation_config.json", "gguf_index.json", "tokenizer.json",
-        "tokenizer_config.json"}
+        "complete.json",
+        "config.json",
+        "generation_config.json",
+        "gguf_index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_the_path_to_a_converted_model_imports_no_converter(cache: Path, tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "model.gguf")
     resolve_model(str(gguf), progress=False)
-    code = ("import sys; from triptych.hub import resolve_model; resolve_model(sys.argv[1]); "
-            "print([name for name in ('gguf', 'huggingface_hub', 'tokenizers', 'numpy') if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", code, str(gguf)], capture_output=True, text=True, timeout=30,
-                            check=True)
+    code = (
+        "import sys; from triptych.hub import resolve_model; resolve_model(sys.argv[1]); "
+        "print([name for name in ('gguf', 'huggingface_hub', 'tokenizers', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(gguf)], capture_output=True, text=True, timeout=30, check=True
+    )
     assert result.stdout.strip() == "[]"
     assert result.stderr == ""
 
@@ -175,8 +223,12 @@ class TestEmbeddedDownload:
     def index(self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         index = tmp_path / "index"
         index.mkdir()
-        for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": os.devnull,
-                                "PIP_DISABLE_PIP_VERSION_CHECK": "1"}.items():
+        for variable, value in {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(index),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }.items():
             monkeypatch.setenv(variable, value)
         return index
 

@@ -28,12 +28,16 @@ def test_override_chooses_the_named_implementation() -> None:
 
 
 def test_unknown_device_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(ValueError, match="silu_and_mul: no implementation for device 'meta'; there are cpu, cuda"):
+    with pytest.raises(
+        ValueError, match="silu_and_mul: no implementation for device 'meta'; there are cpu, cuda"
+    ):
         silu_and_mul(torch.empty(2, 4, device="meta"))
 
 
 def test_unknown_implementation_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(ValueError, match="silu_and_mul: no implementation 'tritn'; there are torch, reference"):
+    with pytest.raises(
+        ValueError, match="silu_and_mul: no implementation 'tritn'; there are torch, reference"
+    ):
         silu_and_mul(torch.empty(2, 4), impl="tritn")
 
 

@@ -34,22 +34,36 @@ class Step:
         query_lens = tuple(self.query_lens[row] for row in rows)
         seq_lens = tuple(self.seq_lens[row] for row in rows)
         return paged_attention(
-            query, self.kv_cache, self.block_tables[rows], torch.tensor((0, *query_lens)).cumsum(0).int(),
-            torch.tensor(seq_lens, dtype=torch.int32), SCALE,
-            query_lens_list=query_lens, seq_lens_list=seq_lens, impl=impl)
+            query,
+            self.kv_cache,
+            self.block_tables[rows],
+            torch.tensor((0, *query_lens)).cumsum(0).int(),
+            torch.tensor(seq_lens, dtype=torch.int32),
+            SCALE,
+            query_lens_list=query_lens,
+            seq_lens_list=seq_lens,
+            impl=impl,
+        )
 
 
 def build_step(
-    rows: list[tuple[int, int]], *, block_size: int = 4, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 8,
-    dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
+    rows: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
 ) -> Step:
     """Rows of (query_len, seq_len) over shuffled blocks; block 0 and every position past a row's end are NaN."""
     torch.manual_seed(0)
     query_lens, seq_lens = zip(*rows, strict=True)
     num_blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
     block_ids = iter((torch.randperm(sum(num_blocks_of)) + 1).tolist())
-    kv_cache = torch.full((sum(num_blocks_of) + 1, 2, num_kv_heads, block_size, head_dim), torch.nan,
-                          dtype=cache_dtype or dtype)
+    kv_cache = torch.full(
+        (sum(num_blocks_of) + 1, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=cache_dtype or dtype
+    )
     block_tables = torch.zeros(len(rows), max(num_blocks_of) + 1, dtype=torch.int32)
     for row, (num_blocks, seq_len) in enumerate(zip(num_blocks_of, seq_lens, strict=True)):
         for index in range(num_blocks):
@@ -67,7 +81,9 @@ MIXED = [(5, 9), (1, 12), (1, 4), (6, 6), (1, 31), (2, 3)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", [DECODES, PROMPTS, CHUNKS, MIXED], ids=["decodes", "prompts", "chunks", "mixed"])
+@pytest.mark.parametrize(
+    "rows", [DECODES, PROMPTS, CHUNKS, MIXED], ids=["decodes", "prompts", "chunks", "mixed"]
+)
 def test_attends_like_the_reference(rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     step = build_step(rows, dtype=dtype)
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[dtype])
@@ -76,8 +92,12 @@ def test_attends_like_the_reference(rows: list[tuple[int, int]], dtype: torch.dt
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 1), (9, 3)])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_any_grouping_of_heads_and_any_block_size(num_heads: int, num_kv_heads: int, block_size: int) -> None:
-    step = build_step([(1, 15), (1, 16), (1, 17), (3, 18)], num_heads=num_heads, num_kv_heads=num_kv_heads,
-                      block_size=block_size)
+    step = build_step(
+        [(1, 15), (1, 16), (1, 17), (3, 18)],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+    )
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
 
 
@@ -95,7 +115,9 @@ def test_long_chunks_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("tile_pages", [1, 7, 1000])
-def test_decodes_of_very_different_length_share_a_step(tile_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_of_very_different_length_share_a_step(
+    tile_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page_bytes = 2 * 2 * 4 * 8 * 4
     monkeypatch.setattr(torch_implementation, "_TILE_BYTES", tile_pages * page_bytes)
     monkeypatch.setattr(torch_implementation, "_SLACK_PAGES", 2)
@@ -107,7 +129,8 @@ def test_decodes_of_very_different_length_share_a_step(tile_pages: int, monkeypa
 def test_padding_of_a_tile_is_bounded() -> None:
     rows = [(1, length) for length in (1, 2, 3, 500, 510, 2000, 2001, 8000)]
     plan = torch_implementation._plan(
-        (1,) * len(rows), tuple(seq_len for _, seq_len in rows), 16, 1 << 20, torch.device("cpu"))
+        (1,) * len(rows), tuple(seq_len for _, seq_len in rows), 16, 1 << 20, torch.device("cpu")
+    )
     lens_by_tile = [[rows[row][1] for row in tile.rows.tolist()] for tile in plan.decode_tiles]
     assert sorted(length for lens in lens_by_tile for length in lens) == [length for _, length in rows]
     for lens in lens_by_tile:
@@ -144,13 +167,34 @@ def test_lengths_and_shapes_that_disagree_are_named() -> None:
         Step(step.query, step.kv_cache.transpose(2, 3), step.block_tables, (2, 1), (5, 3)).attend()
     with pytest.raises(ValueError, match=r"block_tables \[1, 3\] must be \[num_rows = 2"):
         paged_attention(
-            step.query, step.kv_cache, step.block_tables[:1], torch.tensor([0, 2, 3]), torch.tensor([5, 3]), SCALE,
-            query_lens_list=(2, 1), seq_lens_list=(5, 3))
+            step.query,
+            step.kv_cache,
+            step.block_tables[:1],
+            torch.tensor([0, 2, 3]),
+            torch.tensor([5, 3]),
+            SCALE,
+            query_lens_list=(2, 1),
+            seq_lens_list=(5, 3),
+        )
     with pytest.raises(ValueError, match="query_lens_list sums to 2, but there are 3 queries"):
         paged_attention(
-            step.query, step.kv_cache, step.block_tables, torch.tensor([0, 1, 2]), torch.tensor([5, 3]), SCALE,
-            query_lens_list=(1, 1), seq_lens_list=(5, 3))
+            step.query,
+            step.kv_cache,
+            step.block_tables,
+            torch.tensor([0, 1, 2]),
+            torch.tensor([5, 3]),
+            SCALE,
+            query_lens_list=(1, 1),
+            seq_lens_list=(5, 3),
+        )
     with pytest.raises(ValueError, match="query_lens_list has 2 rows, but seq_lens_list has 1"):
         paged_attention(
-            step.query, step.kv_cache, step.block_tables, torch.tensor([0, 2, 3]), torch.tensor([5, 3]), SCALE,
-            query_lens_list=(2, 1), seq_lens_list=(5,))
+            step.query,
+            step.kv_cache,
+            step.block_tables,
+            torch.tensor([0, 2, 3]),
+            torch.tensor([5, 3]),
+            SCALE,
+            query_lens_list=(2, 1),
+            seq_lens_list=(5,),
+        )

@@ -14,8 +14,11 @@ ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
@@ -54,7 +57,8 @@ def test_a_token_owns_one_lane_of_its_counter() -> None:
 def test_positions_past_32_bits_and_negative_seeds_use_all_their_bits() -> None:
     words = {
         reference.token_word(seed, position, 0)
-        for seed in (1, 1 + (1 << 32)) for position in (1, 1 + (1 << 32))
+        for seed in (1, 1 + (1 << 32))
+        for position in (1, 1 + (1 << 32))
     }
     assert len(words) == 4
     assert reference.token_word(-1, 0, 0) == reference.token_word((1 << 64) - 1, 0, 0)

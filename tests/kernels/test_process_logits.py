@@ -15,12 +15,17 @@ def ints(*values: int) -> Tensor:
 
 
 def penalties(
-    entries: list[tuple[int, int, int]], *, presence: list[float], frequency: list[float], repetition: list[float]
+    entries: list[tuple[int, int, int]],
+    *,
+    presence: list[float],
+    frequency: list[float],
+    repetition: list[float],
 ) -> PenaltyColumns:
     """Entries are (row, token id, count in the output)."""
     rows, token_ids, counts = (ints(*column) for column in zip(*entries, strict=True))
-    return PenaltyColumns(rows, token_ids, counts, torch.tensor(presence), torch.tensor(frequency),
-                          torch.tensor(repetition))
+    return PenaltyColumns(
+        rows, token_ids, counts, torch.tensor(presence), torch.tensor(frequency), torch.tensor(repetition)
+    )
 
 
 def random_case(seed: int) -> tuple[Tensor, dict[str, TokenColumns | BiasColumns | PenaltyColumns]]:
@@ -39,9 +44,13 @@ def random_case(seed: int) -> tuple[Tensor, dict[str, TokenColumns | BiasColumns
         "banned": TokenColumns(*entries(6)),
         "biases": BiasColumns(bias_rows, bias_token_ids, torch.randn(9, generator=generator)),
         "penalties": PenaltyColumns(
-            rows, token_ids, torch.randint(0, 4, (40,), generator=generator),
-            torch.rand(num_rows, generator=generator) * 4 - 2, torch.rand(num_rows, generator=generator) * 4 - 2,
-            torch.rand(num_rows, generator=generator) + 0.5),
+            rows,
+            token_ids,
+            torch.randint(0, 4, (40,), generator=generator),
+            torch.rand(num_rows, generator=generator) * 4 - 2,
+            torch.rand(num_rows, generator=generator) * 4 - 2,
+            torch.rand(num_rows, generator=generator) + 0.5,
+        ),
     }
 
 
@@ -52,7 +61,9 @@ def test_processes_like_the_reference(given: str, seed: int) -> None:
     asked = columns if given == "all" else {given: columns[given]}
     before = logits.clone()
     processed = process_logits(logits, **asked)
-    torch.testing.assert_close(processed, process_logits(logits, **asked, impl="reference"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        processed, process_logits(logits, **asked, impl="reference"), rtol=1e-5, atol=1e-5
+    )
     assert not torch.equal(processed, before)
     assert torch.equal(logits, before)
 
@@ -70,42 +81,56 @@ def test_allowed_ids_restrict_only_the_rows_they_name() -> None:
 
 def test_a_bias_cannot_bring_back_a_masked_token() -> None:
     processed = process_logits(
-        torch.zeros(1, 3), allowed=TokenColumns(ints(0, 0), ints(0, 1)), banned=TokenColumns(ints(0), ints(1)),
-        biases=BiasColumns(ints(0, 0, 0), ints(0, 1, 2), torch.tensor([5.0, 100.0, 100.0])))
+        torch.zeros(1, 3),
+        allowed=TokenColumns(ints(0, 0), ints(0, 1)),
+        banned=TokenColumns(ints(0), ints(1)),
+        biases=BiasColumns(ints(0, 0, 0), ints(0, 1, 2), torch.tensor([5.0, 100.0, 100.0])),
+    )
     assert processed.tolist() == [[5.0, -torch.inf, -torch.inf]]
 
 
 def test_biases_of_the_same_token_add_up() -> None:
     processed = process_logits(
-        torch.zeros(1, 2), biases=BiasColumns(ints(0, 0), ints(1, 1), torch.tensor([1.0, 2.5])))
+        torch.zeros(1, 2), biases=BiasColumns(ints(0, 0), ints(1, 1), torch.tensor([1.0, 2.5]))
+    )
     assert processed.tolist() == [[0.0, 3.5]]
 
 
 def test_repetition_pushes_positive_and_negative_logits_down_in_prompt_and_output() -> None:
-    processed = process_logits(torch.tensor([[4.0, -4.0, 4.0]]), penalties=penalties(
-        [(0, 0, 0), (0, 1, 3)], presence=[0.0], frequency=[0.0], repetition=[2.0]))
+    processed = process_logits(
+        torch.tensor([[4.0, -4.0, 4.0]]),
+        penalties=penalties([(0, 0, 0), (0, 1, 3)], presence=[0.0], frequency=[0.0], repetition=[2.0]),
+    )
     assert processed.tolist() == [[2.0, -8.0, 4.0]]
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
-    processed = process_logits(torch.tensor([[1.0, 1.0, 1.0]]), penalties=penalties(
-        [(0, 0, 0), (0, 1, 3)], presence=[0.5], frequency=[0.25], repetition=[1.0]))
+    processed = process_logits(
+        torch.tensor([[1.0, 1.0, 1.0]]),
+        penalties=penalties([(0, 0, 0), (0, 1, 3)], presence=[0.5], frequency=[0.25], repetition=[1.0]),
+    )
     assert processed.tolist() == [[1.0, -0.25, 1.0]]
 
 
 def test_penalties_come_after_biases_and_repetition_first() -> None:
     processed = process_logits(
-        torch.tensor([[-1.0]]), biases=BiasColumns(ints(0), ints(0), torch.tensor([5.0])),
-        penalties=penalties([(0, 0, 1)], presence=[1.0], frequency=[0.5], repetition=[2.0]))
+        torch.tensor([[-1.0]]),
+        biases=BiasColumns(ints(0), ints(0), torch.tensor([5.0])),
+        penalties=penalties([(0, 0, 1)], presence=[1.0], frequency=[0.5], repetition=[2.0]),
+    )
     assert processed.tolist() == [[(-1.0 + 5.0) / 2.0 - 0.5 - 1.0]]
 
 
 def test_columns_of_unequal_length_are_named() -> None:
     logits = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"banned must have columns of one length, not rows \[1\], token_ids \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"banned must have columns of one length, not rows \[1\], token_ids \[2\]"
+    ):
         process_logits(logits, banned=TokenColumns(ints(0), ints(0, 1)))
     with pytest.raises(ValueError, match=r"biases \[1\]"):
         process_logits(logits, biases=BiasColumns(ints(0, 1), ints(0, 1), torch.zeros(1)))
     with pytest.raises(ValueError, match=r"logits \[2\], presence \[1\]"):
-        process_logits(logits, penalties=penalties(
-            [(0, 0, 0)], presence=[0.0], frequency=[0.0, 0.0], repetition=[1.0, 1.0]))
+        process_logits(
+            logits,
+            penalties=penalties([(0, 0, 0)], presence=[0.0], frequency=[0.0, 0.0], repetition=[1.0, 1.0]),
+        )

@@ -43,7 +43,9 @@ def test_a_vector_of_zeros_stays_zero() -> None:
 def test_bfloat16_squares_are_summed_in_float32() -> None:
     # in bfloat16 the sum of 4,096 ones stops growing at 256
     x = torch.ones(1, 4096, dtype=torch.bfloat16)
-    torch.testing.assert_close(rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-5), x, rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-5), x, rtol=2**-8, atol=0
+    )
 
 
 def test_shapes_and_dtypes_that_disagree_are_named() -> None:

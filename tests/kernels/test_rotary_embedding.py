@@ -13,13 +13,16 @@ TOLERANCE = {torch.float32: {"rtol": 0.0, "atol": 2e-6}, torch.bfloat16: {"rtol"
 
 
 def table(num_positions: int, head_dim: int) -> Tensor:
-    angles = torch.outer(torch.arange(num_positions).float(), 100.0 ** -(torch.arange(head_dim // 2) / head_dim))
+    angles = torch.outer(
+        torch.arange(num_positions).float(), 100.0 ** -(torch.arange(head_dim // 2) / head_dim)
+    )
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"), [(1, 1, 1, 2), (5, 6, 2, 8), (17, 3, 1, 64)])
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"), [(1, 1, 1, 2), (5, 6, 2, 8), (17, 3, 1, 64)]
+)
 def test_rotates_like_the_reference(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:

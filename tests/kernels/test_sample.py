@@ -19,8 +19,16 @@ SEEDS = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
 
 OFF: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 RESTRICTIONS: list[dict[str, float]] = [
-    {}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.1}, {"top_p": 0.8}, {"min_p": 0.2},
-    {"temperature": 1.7, "top_k": 9, "top_p": 0.7, "min_p": 0.05}, {"temperature": 0.0}, {"top_k": 1000},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_p": 0.1},
+    {"top_p": 0.8},
+    {"min_p": 0.2},
+    {"temperature": 1.7, "top_k": 9, "top_p": 0.7, "min_p": 0.05},
+    {"temperature": 0.0},
+    {"top_k": 1000},
 ]
 
 
@@ -46,8 +54,9 @@ def random_logits(num_rows: int, vocab_size: int, spread: float = 2.0) -> Tensor
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 5, 63, 130])
-@pytest.mark.parametrize("rows", [RESTRICTIONS, RESTRICTIONS[:1], [{"temperature": 0.0}]],
-                         ids=["mixed", "unrestricted", "greedy"])
+@pytest.mark.parametrize(
+    "rows", [RESTRICTIONS, RESTRICTIONS[:1], [{"temperature": 0.0}]], ids=["mixed", "unrestricted", "greedy"]
+)
 def test_samples_like_the_reference(rows: list[dict[str, float]], vocab_size: int) -> None:
     logits, asked = random_logits(40, vocab_size), columns(40, rows)
     assert torch.equal(sample(logits, **asked), sample(logits, **asked, impl="reference"))
@@ -110,20 +119,26 @@ def test_draws_are_distributed_as_the_kept_probabilities(asked: dict[str, float]
 
 @given(
     quantized=st.lists(st.integers(-12, 12), min_size=1, max_size=40),
-    top_k=st.integers(0, 45), top_p=st.floats(0.013, 1.0), min_p=st.floats(0.0, 0.97),
+    top_k=st.integers(0, 45),
+    top_p=st.floats(0.013, 1.0),
+    min_p=st.floats(0.0, 0.97),
 )
 @settings(max_examples=300, deadline=None)
-def test_kept_sets_are_those_of_the_naive_way(quantized: list[int], top_k: int, top_p: float, min_p: float) -> None:
+def test_kept_sets_are_those_of_the_naive_way(
+    quantized: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
     # steps of 0.37 make many equals, and no sum of probabilities that is a round number
     logits = torch.tensor([quantized], dtype=torch.float32) * 0.37
     top_p, min_p = (torch.tensor([value], dtype=torch.float32) for value in (top_p, min_p))
     thresholds = torch_implementation._thresholds(
-        logits, logits.amax(-1), torch.tensor([top_k], dtype=torch.int32), top_p, min_p)
+        logits, logits.amax(-1), torch.tensor([top_k], dtype=torch.int32), top_p, min_p
+    )
     kept = set((logits[0] >= thresholds[0]).nonzero().flatten().tolist())
     # probabilities that meet a limit within rounding may fall to either side
     choices = [
         kept_tokens(logits[0].tolist(), top_k, top_p.item() * p_shift, min_p.item() * m_shift)
-        for p_shift in (1 - 1e-5, 1, 1 + 1e-5) for m_shift in (1 - 1e-5, 1, 1 + 1e-5)
+        for p_shift in (1 - 1e-5, 1, 1 + 1e-5)
+        for m_shift in (1 - 1e-5, 1, 1 + 1e-5)
     ]
     assert kept in choices
 
@@ -133,7 +148,8 @@ def test_top_p_of_a_flat_distribution_reaches_past_the_first_candidates(top_p: f
     logits = random_logits(2, 5000, spread=0.5)
     limits = torch.tensor([top_p, 0.01])
     thresholds = torch_implementation._thresholds(
-        logits, logits.amax(-1), torch.zeros(2, dtype=torch.int32), limits, torch.zeros(2))
+        logits, logits.amax(-1), torch.zeros(2, dtype=torch.int32), limits, torch.zeros(2)
+    )
     for row in range(2):
         kept = kept_tokens(logits[row].tolist(), 0, limits[row].item(), 0.0)
         # float32 sums of 5,000 terms: the boundary may move by a token
@@ -167,7 +183,9 @@ def test_tiles_of_rows_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_noise_is_finite_and_exact_at_both_ends() -> None:
     words = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     expected = [-math.log(-math.log((word + 0.5) / 2**32)) for word in words.tolist()]
-    torch.testing.assert_close(torch_implementation._gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch_implementation._gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6
+    )
     assert expected[-1] - expected[0] < torch_implementation._GUMBEL_SPAN
 
 

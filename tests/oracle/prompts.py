@@ -55,7 +55,9 @@ def _story(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
     text = f"Story number {num_tokens}."
     while len(ids := tokenizer.encode(text)) < num_tokens:
         who, did, what, when = (draw.choice(words) for words in (_WHO, _DID, _WHAT, _WHEN))
-        text += f" {when.capitalize()}, {who} {did} {what}, and {draw.choice(_WHO)} {draw.choice(_DID)} it too."
+        text += (
+            f" {when.capitalize()}, {who} {did} {what}, and {draw.choice(_WHO)} {draw.choice(_DID)} it too."
+        )
     return ids[:num_tokens]
 
 

@@ -87,7 +87,9 @@ def check(way: str, entries: list[Entry], outputs: list[list[int]], excused: lis
         assert len(output) == NUM_NEW_TOKENS
         if output == entry.tokens:
             continue
-        at = next(i for i, (ours, theirs) in enumerate(zip(output, entry.tokens, strict=True)) if ours != theirs)
+        at = next(
+            i for i, (ours, theirs) in enumerate(zip(output, entry.tokens, strict=True)) if ours != theirs
+        )
         where = f"{way}, prompt of {len(entry.prompt)} tokens, token {at}, gap {entry.gaps[at]:.2g}"
         assert entry.gaps[at] <= NEAR_TIE, f"{where}: {output[at]} instead of {entry.tokens[at]}"
         excused.append(where)

@@ -21,10 +21,18 @@ USER = {"role": "user", "content": "What is the capital of France?"}
 CHATS: list[list[dict[str, Any]]] = [
     [USER],
     [{"role": "system", "content": "Be brief."}, USER],
-    [USER, {"role": "assistant", "content": "Paris."},
-     {"role": "user", "content": "  And of Japan? 日本 <b>&amp;</b>\n"}],
+    [
+        USER,
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": "  And of Japan? 日本 <b>&amp;</b>\n"},
+    ],
 ]
-TOOLS = [{"type": "function", "function": {"name": "wétter", "parameters": {"b": [1, 2.5, None, True], "a": "<&>"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "wétter", "parameters": {"b": [1, 2.5, None, True], "a": "<&>"}},
+    }
+]
 
 # In the ways of templates in use: loops with controls, namespaces, tojson, filters, generation, trimmed blocks.
 TEMPLATES = {
@@ -55,7 +63,9 @@ def test_the_embedded_models_prompt_and_its_ids_are_those_of_transformers(
     messages: list[dict[str, Any]], add_generation_prompt: bool, oracle: PreTrainedTokenizerBase
 ) -> None:
     prompt = ChatTemplate(byte_level()).render(messages, add_generation_prompt=add_generation_prompt)
-    assert prompt == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert prompt == oracle.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     ids = oracle.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
     assert byte_level().encode(prompt, add_special_tokens=False) == ids
 
@@ -64,11 +74,16 @@ def test_the_embedded_models_prompt_and_its_ids_are_those_of_transformers(
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 def test_templates_render_as_in_transformers(source: str, messages: list[dict[str, Any]]) -> None:
     oracle = PreTrainedTokenizerFast(
-        tokenizer_object=sentencepiece_backend(), bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        chat_template=source)
+        tokenizer_object=sentencepiece_backend(),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=source,
+    )
     options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": True, "enable_thinking": False}
     assert with_template(source).render(messages, **options) == oracle.apply_chat_template(
-        messages, tokenize=False, **options)
+        messages, tokenize=False, **options
+    )
 
 
 def test_a_template_may_ask_for_the_date() -> None:
@@ -77,23 +92,30 @@ def test_a_template_may_ask_for_the_date() -> None:
     assert before <= rendered <= datetime.date.today().isoformat()
 
 
-@pytest.mark.parametrize(("source", "messages", "why"), [
-    ("{{ raise_exception('roles must alternate') }}", [USER], "roles must alternate"),
-    ("{{ messages[0].content + 1 }}", [USER], "can only concatenate str"),
-    ("{{ messages[0].content.no.such }}", [USER], "has no attribute 'no'"),
-    ("{{ messages[3].content }}", [USER], "has no element 3"),
-    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", [USER], "recursion"),
-    ("{{ messages.append(1) }}", [USER], "unsafe|not safely callable"),
-    ("{{ ''.__class__.__mro__ }}", [USER], "unsafe"),
-])
+@pytest.mark.parametrize(
+    ("source", "messages", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", [USER], "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", [USER], "can only concatenate str"),
+        ("{{ messages[0].content.no.such }}", [USER], "has no attribute 'no'"),
+        ("{{ messages[3].content }}", [USER], "has no element 3"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", [USER], "recursion"),
+        ("{{ messages.append(1) }}", [USER], "unsafe|not safely callable"),
+        ("{{ ''.__class__.__mro__ }}", [USER], "unsafe"),
+    ],
+)
 def test_what_a_template_refuses_is_the_clients_error(source: str, messages: Sequence[Any], why: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"messages: the model's chat template refused them: .*({why})") as error:
+    with pytest.raises(
+        InvalidRequest, match=f"messages: the model's chat template refused them: .*({why})"
+    ) as error:
         with_template(source).render(messages)
     assert error.value.violations[0].field == "messages"
 
 
 def test_a_model_without_a_template_says_what_to_do() -> None:
-    with pytest.raises(InvalidRequest, match="messages: this model has no chat template; send a plain prompt instead"):
+    with pytest.raises(
+        InvalidRequest, match="messages: this model has no chat template; send a plain prompt instead"
+    ):
         ChatTemplate(sentencepiece()).render([USER])
 
 

@@ -26,7 +26,7 @@ def in_pieces(tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], *, s
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     text, start = "", 0
     for size in [*sizes, *[sizes[-1]] * len(token_ids)]:
-        text += detokenizer.push(token_ids[start:start + size])
+        text += detokenizer.push(token_ids[start : start + size])
         start += size
     return text + detokenizer.flush()
 
@@ -40,8 +40,11 @@ def test_any_text_comes_out_whole(text: str, sizes: list[int], skip: bool) -> No
     for family, backend in ((byte_level, byte_level_backend), (sentencepiece, sentencepiece_backend)):
         token_ids = family().encode(text)
         expected = backend().decode(token_ids, skip_special_tokens=skip)
-        assert in_pieces(family(), token_ids, sizes, skip=skip) == family().decode(
-            token_ids, skip_special_tokens=skip) == expected
+        assert (
+            in_pieces(family(), token_ids, sizes, skip=skip)
+            == family().decode(token_ids, skip_special_tokens=skip)
+            == expected
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -55,7 +58,9 @@ def test_any_byte_level_ids_come_out_as_the_library_decodes_them(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 310) | st.sampled_from(BYTE_IDS), max_size=40), runs, st.booleans())
-def test_any_sentencepiece_ids_come_out_as_decoded_at_once(token_ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_any_sentencepiece_ids_come_out_as_decoded_at_once(
+    token_ids: list[int], sizes: list[int], skip: bool
+) -> None:
     expected = sentencepiece().decode(token_ids, skip_special_tokens=skip)
     assert in_pieces(sentencepiece(), token_ids, sizes, skip=skip) == expected
 
@@ -98,12 +103,15 @@ def test_after_a_prompt_the_output_continues_its_text(text: str, data: st.DataOb
 
 def test_the_first_space_is_the_tokenizers_own_only_where_a_text_begins() -> None:
     tokenizer = sentencepiece()
-    the, = tokenizer.encode("the", add_special_tokens=False)
+    (the,) = tokenizer.encode("the", add_special_tokens=False)
     start = tokenizer.token_id("<s>")
     assert start is not None
     assert IncrementalDetokenizer(tokenizer).push([the, the]) == "the the"
     assert IncrementalDetokenizer(tokenizer, prompt_token_ids=[start]).push([the, the]) == "the the"
-    assert IncrementalDetokenizer(tokenizer, prompt_token_ids=[start, the, start, start, start]).push([the]) == " the"
+    assert (
+        IncrementalDetokenizer(tokenizer, prompt_token_ids=[start, the, start, start, start]).push([the])
+        == " the"
+    )
 
 
 def test_special_tokens_are_skipped_or_spelled_out() -> None:

@@ -19,7 +19,7 @@ def naive(pieces: list[str], stop: list[str], include: bool) -> tuple[str, StopM
         for string in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(string):
                 num_pieces = next(n for n in range(len(pieces) + 1) if len("".join(pieces[:n])) >= end)
-                return text[:end if include else end - len(string)], StopMatch(string, num_pieces)
+                return text[: end if include else end - len(string)], StopMatch(string, num_pieces)
     return text, None
 
 
@@ -52,7 +52,7 @@ def test_piece_by_piece_shows_the_same_and_takes_nothing_back(
         # What is held back is exactly what could still become a stop string.
         text = "".join(pieces[:number])
         held = max((n for string in stop for n in range(len(string)) if text.endswith(string[:n])), default=0)
-        assert shown == text[:len(text) - held]
+        assert shown == text[: len(text) - held]
     else:
         shown += checker.flush()
     assert (shown, match) == (expected, expected_match)
@@ -84,7 +84,10 @@ def test_the_one_completed_first_wins_even_where_another_began_before() -> None:
 
 
 def test_the_stop_string_may_be_kept_in_the_output() -> None:
-    assert StopChecker(["ef"], include_stop_str_in_output=True).push(["abcd", "efg"]) == ("abcdef", StopMatch("ef", 2))
+    assert StopChecker(["ef"], include_stop_str_in_output=True).push(["abcd", "efg"]) == (
+        "abcdef",
+        StopMatch("ef", 2),
+    )
 
 
 def test_without_stop_strings_everything_passes_at_once() -> None:

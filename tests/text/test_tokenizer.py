@@ -27,9 +27,18 @@ from triptych.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.model
 
 SPECIAL_TEXTS = [
-    "", " ", "Hello, world!", "  leading and trailing  ", "line\n\nbreaks\r\n\ttabs", "naïve café №5 — “quotes”",
-    "你好，世界。こんにちは", "👩‍👩‍👧‍👦🇫🇷 flags",
-    "1234567 0.5e-3", "<|im_start|>user\nHi<|im_end|>\n", "\x00\x7f", "e\u0301" * 9,
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "line\n\nbreaks\r\n\ttabs",
+    "naïve café №5 — “quotes”",
+    "你好，世界。こんにちは",
+    "👩‍👩‍👧‍👦🇫🇷 flags",
+    "1234567 0.5e-3",
+    "<|im_start|>user\nHi<|im_end|>\n",
+    "\x00\x7f",
+    "e\u0301" * 9,
 ]
 
 
@@ -60,16 +69,18 @@ def test_any_text_is_as_in_transformers(text: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 49_300), max_size=30), st.booleans())
 def test_any_byte_level_ids_decode_as_in_the_library(token_ids: list[int], skip: bool) -> None:
-    assert (byte_level().decode(token_ids, skip_special_tokens=skip)
-            == byte_level_backend().decode(token_ids, skip_special_tokens=skip))
+    assert byte_level().decode(token_ids, skip_special_tokens=skip) == byte_level_backend().decode(
+        token_ids, skip_special_tokens=skip
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=40), st.booleans())
 def test_any_text_through_sentencepiece_decodes_as_in_the_library(text: str, skip: bool) -> None:
     token_ids = sentencepiece().encode(text)
-    assert (sentencepiece().decode(token_ids, skip_special_tokens=skip)
-            == sentencepiece_backend().decode(token_ids, skip_special_tokens=skip))
+    assert sentencepiece().decode(token_ids, skip_special_tokens=skip) == sentencepiece_backend().decode(
+        token_ids, skip_special_tokens=skip
+    )
 
 
 def test_bytes_that_are_no_text_become_replacement_characters() -> None:
@@ -93,7 +104,7 @@ def test_special_tokens_are_known_and_their_texts_too() -> None:
 
 def test_one_token_has_text_and_bytes() -> None:
     tokenizer = byte_level()
-    world, = tokenizer.encode(" world")
+    (world,) = tokenizer.encode(" world")
     assert tokenizer.token_text(world) == " world"
     assert tokenizer.token_bytes(world) == b" world"
     part = tokenizer.encode("🦊")[0]
@@ -128,10 +139,16 @@ class TestDirectory:
         assert tokenizer.chat_template is None
         assert tokenizer.eos_token is None
 
-    @pytest.mark.parametrize("template", ["{{ x }}", [{"name": "tool_use", "template": "no"},
-                                                      {"name": "default", "template": "{{ x }}"}]])
+    @pytest.mark.parametrize(
+        "template",
+        ["{{ x }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ x }}"}]],
+    )
     def test_special_tokens_and_templates_come_in_two_forms(self, directory: Path, template: object) -> None:
-        config = {"eos_token": {"content": "<|im_end|>", "special": True}, "bos_token": None, "chat_template": template}
+        config = {
+            "eos_token": {"content": "<|im_end|>", "special": True},
+            "bos_token": None,
+            "chat_template": template,
+        }
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         tokenizer = Tokenizer.from_directory(directory)
         assert tokenizer.eos_token == "<|im_end|>"
@@ -155,8 +172,15 @@ class TestDirectory:
             Tokenizer.from_directory(directory)
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace(),
-                                     decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Metaspace(),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+    ],
+)
 def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None:
     backend = Backend(models.BPE({"a": 0}, []))
     if decoder is not None:

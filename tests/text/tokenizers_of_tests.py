@@ -13,8 +13,20 @@ from triptych.hub.gguf_tokenizer import build_tokenizer
 from triptych.text.tokenizer import Tokenizer
 
 PIECES = [
-    ("▁", -1.0), ("▁t", -2.0), ("he", -3.0), ("▁the", -4.0), ("in", -5.0), ("er", -6.0), ("▁a", -7.0), ("an", -8.0),
-    ("▁an", -9.0), ("th", -10.0), ("the", -11.0), ("▁▁", -12.0), ("é", -30.0), ("好", -31.0),
+    ("▁", -1.0),
+    ("▁t", -2.0),
+    ("he", -3.0),
+    ("▁the", -4.0),
+    ("in", -5.0),
+    ("er", -6.0),
+    ("▁a", -7.0),
+    ("an", -8.0),
+    ("▁an", -9.0),
+    ("th", -10.0),
+    ("the", -11.0),
+    ("▁▁", -12.0),
+    ("é", -30.0),
+    ("好", -31.0),
     *((letter, -40.0 - index) for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz.")),
 ]
 

@@ -168,8 +168,12 @@ async def test_a_request_that_kills_every_worker_is_failed_and_the_engine_goes_o
 async def test_a_second_engine_is_refused_by_name_while_the_first_lives() -> None:
     async with running_stack() as (worker, _, frontend):
         second = GrpcExecutor(
-            address=f"127.0.0.1:{worker.port}", engine_id="engine-1", epoch=2,
-            shared_config=shared_config(make_config()), window=2)
+            address=f"127.0.0.1:{worker.port}",
+            engine_id="engine-1",
+            epoch=2,
+            shared_config=shared_config(make_config()),
+            window=2,
+        )
         with pytest.raises(WorkerHeld, match="engine-0"):
             await second.connect(lambda: None)
         await second.close()
@@ -182,8 +186,12 @@ async def test_configs_that_differ_are_refused_naming_key_and_both_values() -> N
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
     other = GrpcExecutor(
-        address=f"127.0.0.1:{worker.port}", engine_id="engine-1", epoch=2,
-        shared_config={**shared_config(config), "cache.block_size": "32"}, window=2)
+        address=f"127.0.0.1:{worker.port}",
+        engine_id="engine-1",
+        epoch=2,
+        shared_config={**shared_config(config), "cache.block_size": "32"},
+        window=2,
+    )
     with pytest.raises(HandshakeMismatch, match=r"cache.block_size: engine has '32', worker has '16'"):
         await other.connect(lambda: None)
     await other.close()
@@ -195,7 +203,9 @@ async def test_no_worker_is_an_engine_that_is_not_ready_and_says_why() -> None:
     await engine.start()
     frontend = FakeFrontend(engine.address)
     await frontend.start()
-    await frontend.wait_for(lambda: bool(frontend.welcomes) and "UNAVAILABLE" in frontend.welcomes[-1].why_not_ready)
+    await frontend.wait_for(
+        lambda: bool(frontend.welcomes) and "UNAVAILABLE" in frontend.welcomes[-1].why_not_ready
+    )
     assert not frontend.welcomes[-1].ready
     await frontend.submit(1, make_prompt(4))
     await frontend.wait_for(lambda: 1 in frontend.ends)

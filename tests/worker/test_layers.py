@@ -20,7 +20,9 @@ from triptych.types.facts import RankFacts
 
 
 def rank_config(rank: int = 0, size: int = 1, dtype: str = "float32") -> ResolvedConfig:
-    return replace(tiny_config(), rank=RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size), dtype=dtype)
+    return replace(
+        tiny_config(), rank=RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size), dtype=dtype
+    )
 
 
 def whole(*shape: int) -> Tensor:
@@ -31,8 +33,14 @@ def fill(layer: nn.Module, tensors: dict[str, Tensor]) -> None:
     load_weights(layer, tensors.items())
 
 
-QKV = {"a.q_proj.weight": whole(12, 5), "a.k_proj.weight": whole(6, 5), "a.v_proj.weight": whole(6, 5) + 1,
-       "a.q_proj.bias": whole(12), "a.k_proj.bias": whole(6), "a.v_proj.bias": whole(6) + 1}
+QKV = {
+    "a.q_proj.weight": whole(12, 5),
+    "a.k_proj.weight": whole(6, 5),
+    "a.v_proj.weight": whole(6, 5) + 1,
+    "a.q_proj.bias": whole(12),
+    "a.k_proj.bias": whole(6),
+    "a.v_proj.bias": whole(6) + 1,
+}
 
 
 def test_qkv_computes_its_three_pieces_in_one_product() -> None:
@@ -44,16 +52,21 @@ def test_qkv_computes_its_three_pieces_in_one_product() -> None:
         torch.testing.assert_close(out, expected.view(4, -1, 2))
 
 
-@pytest.mark.parametrize(("num_kv_heads", "size", "kv_heads_of_rank"), [
-    (3, 3, [[0], [1], [2]]),
-    (3, 1, [[0, 1, 2]]),
-    (1, 3, [[0], [0], [0]]),  # fewer key heads than ranks: neighbours hold the same one
-    (3, 6, [[0], [0], [1], [1], [2], [2]]),
-])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "kv_heads_of_rank"),
+    [
+        (3, 3, [[0], [1], [2]]),
+        (3, 1, [[0, 1, 2]]),
+        (1, 3, [[0], [0], [0]]),  # fewer key heads than ranks: neighbours hold the same one
+        (3, 6, [[0], [0], [1], [1], [2], [2]]),
+    ],
+)
 def test_qkv_ranks_hold_a_key_head_with_its_query_heads(
     num_kv_heads: int, size: int, kv_heads_of_rank: list[list[int]]
 ) -> None:
-    tensors = {name: tensor[: num_kv_heads * 2] if ".q_" not in name else tensor for name, tensor in QKV.items()}
+    tensors = {
+        name: tensor[: num_kv_heads * 2] if ".q_" not in name else tensor for name, tensor in QKV.items()
+    }
     for rank, kv_heads in enumerate(kv_heads_of_rank):
         layer = QKVLinear(5, 6, num_kv_heads, 2, bias=True, config=rank_config(rank, size), prefix="a")
         fill(layer, tensors)
@@ -79,7 +92,9 @@ def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
         assert tuple(row.weight.shape) == (5, 2)
         gate, up = gate_up(x).chunk(2, dim=-1)
         partial_sums.append(row(gate * up))
-    expected = ((x @ tensors["m.gate_proj.weight"].T) * (x @ tensors["m.up_proj.weight"].T)) @ down["d.weight"].T
+    expected = ((x @ tensors["m.gate_proj.weight"].T) * (x @ tensors["m.up_proj.weight"].T)) @ down[
+        "d.weight"
+    ].T
     torch.testing.assert_close(sum(partial_sums), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -101,13 +116,17 @@ def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> No
     assert head(whole(2, 4).bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("build", [
-    lambda config: QKVLinear(4, 5, 5, 2, bias=False, config=config, prefix="a"),
-    lambda config: QKVLinear(4, 6, 4, 2, bias=False, config=config, prefix="a"),
-    lambda config: GateUpLinear(4, 7, bias=False, config=config, prefix="a"),
-    lambda config: RowLinear(7, 4, bias=False, config=config, prefix="a"),
-    lambda config: VocabEmbedding(7, 4, config=config, prefix="a"),
-], ids=["query heads", "key heads", "gate", "row", "vocabulary"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config: QKVLinear(4, 5, 5, 2, bias=False, config=config, prefix="a"),
+        lambda config: QKVLinear(4, 6, 4, 2, bias=False, config=config, prefix="a"),
+        lambda config: GateUpLinear(4, 7, bias=False, config=config, prefix="a"),
+        lambda config: RowLinear(7, 4, bias=False, config=config, prefix="a"),
+        lambda config: VocabEmbedding(7, 4, config=config, prefix="a"),
+    ],
+    ids=["query heads", "key heads", "gate", "row", "vocabulary"],
+)
 def test_uneven_shares_are_refused(build: Callable[[ResolvedConfig], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor_parallel_size: 3 does not divide \w+"):
         build(rank_config(0, 3))
@@ -123,13 +142,17 @@ def test_parameters_are_created_in_the_resolved_dtype_and_need_no_gradient() -> 
 
 def test_every_complaint_about_a_checkpoint_is_made_at_once() -> None:
     layer = RowLinear(3, 2, bias=True, config=rank_config(), prefix="r")
-    with pytest.raises(ModelError, match=r"1 tensors are missing: r.bias; 2 tensors are unexpected: s.weight, t"):
+    with pytest.raises(
+        ModelError, match=r"1 tensors are missing: r.bias; 2 tensors are unexpected: s.weight, t"
+    ):
         fill(layer, {"r.weight": whole(2, 3), "s.weight": whole(1), "t": whole(1)})
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
     layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
-    with pytest.raises(ModelError, match=r"r.weight: the checkpoint holds \[3, 2\], the model needs \[2, 3\]"):
+    with pytest.raises(
+        ModelError, match=r"r.weight: the checkpoint holds \[3, 2\], the model needs \[2, 3\]"
+    ):
         fill(layer, {"r.weight": whole(3, 2)})
     sharded = RowLinear(4, 2, bias=False, config=rank_config(1, 2), prefix="r")
     with pytest.raises(ModelError, match=r"holds \[2, 2\], the model needs \[2, 4\]"):

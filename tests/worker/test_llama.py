@@ -28,10 +28,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "biases": {**GQA, "attention_bias": True, "mlp_bias": True},
     "explicit head_dim": {"hidden_size": 21, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10},
     "linear rope": {"rope": RopeParameters(kind="linear", factor=2.0)},
-    "llama3 rope": {**GQA, "rope": RopeParameters(
-        theta=500.0, kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=16)},
-    "odd sizes": {"vocab_size": 101, "hidden_size": 15, "intermediate_size": 37, "num_layers": 1, "head_dim": 6},
+    "llama3 rope": {
+        **GQA,
+        "rope": RopeParameters(
+            theta=500.0,
+            kind="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    },
+    "odd sizes": {
+        "vocab_size": 101,
+        "hidden_size": 15,
+        "intermediate_size": 37,
+        "num_layers": 1,
+        "head_dim": 6,
+    },
 }
 
 
@@ -44,16 +58,27 @@ def transformers_llama(architecture: ModelArchitecture) -> Any:
     if rope.kind != "default":
         parameters["factor"] = rope.factor
     if rope.kind == "llama3":
-        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
-                       "original_max_position_embeddings": rope.original_max_position_embeddings}
+        parameters |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
     config = LlamaConfig(
-        vocab_size=architecture.vocab_size, hidden_size=architecture.hidden_size,
-        intermediate_size=architecture.intermediate_size, num_hidden_layers=architecture.num_layers,
-        num_attention_heads=architecture.num_heads, num_key_value_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim, max_position_embeddings=architecture.max_position_embeddings,
-        rms_norm_eps=architecture.rms_norm_eps, rope_parameters=parameters,
-        tie_word_embeddings=architecture.tie_word_embeddings, attention_bias=architecture.attention_bias,
-        mlp_bias=architecture.mlp_bias, attn_implementation="eager")
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.intermediate_size,
+        num_hidden_layers=architecture.num_layers,
+        num_attention_heads=architecture.num_heads,
+        num_key_value_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_position_embeddings,
+        rms_norm_eps=architecture.rms_norm_eps,
+        rope_parameters=parameters,
+        tie_word_embeddings=architecture.tie_word_embeddings,
+        attention_bias=architecture.attention_bias,
+        mlp_bias=architecture.mlp_bias,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     model = TransformersLlama(config).eval()
     with torch.no_grad():
@@ -80,11 +105,14 @@ def loaded_pair(**changes: Any) -> tuple[Any, LlamaForCausalLM]:
 class Sequences:
     """Token sequences and the paged cache of a model that computes them step by step."""
 
-    def __init__(self, model: LlamaForCausalLM, architecture: ModelArchitecture, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, architecture: ModelArchitecture, lengths: Sequence[int]
+    ) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(1)
         self.token_ids = [
-            torch.randint(0, architecture.vocab_size, (length,), generator=generator) for length in lengths]
+            torch.randint(0, architecture.vocab_size, (length,), generator=generator) for length in lengths
+        ]
         self.num_computed = [0] * len(lengths)
         num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
         blocks = iter((torch.randperm(sum(num_blocks), generator=generator) + 1).tolist())
@@ -99,16 +127,27 @@ class Sequences:
         rows = list(row_to_count)
         query_lens = tuple(row_to_count.values())
         starts = [self.num_computed[row] for row in rows]
-        positions = [torch.arange(start, start + count) for start, count in zip(starts, query_lens, strict=True)]
-        slots = [self.block_tables[row].long()[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
-                 for row, place in zip(rows, positions, strict=True)]
+        positions = [
+            torch.arange(start, start + count) for start, count in zip(starts, query_lens, strict=True)
+        ]
+        slots = [
+            self.block_tables[row].long()[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+            for row, place in zip(rows, positions, strict=True)
+        ]
         seq_lens = tuple(start + count for start, count in zip(starts, query_lens, strict=True))
         batch = AttentionBatch(
-            slot_mapping=torch.cat(slots), block_tables=self.block_tables[rows],
-            query_starts=torch.tensor((0, *query_lens)).cumsum(0).int(), seq_lens=torch.tensor(seq_lens).int(),
-            max_query_len=max(query_lens), max_seq_len=max(seq_lens),
-            query_lens_list=query_lens, seq_lens_list=seq_lens)
-        token_ids = torch.cat([self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)])
+            slot_mapping=torch.cat(slots),
+            block_tables=self.block_tables[rows],
+            query_starts=torch.tensor((0, *query_lens)).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens).int(),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            query_lens_list=query_lens,
+            seq_lens_list=seq_lens,
+        )
+        token_ids = torch.cat(
+            [self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)]
+        )
         hidden = self.model(token_ids, torch.cat(positions), self.kv_caches, batch)
         for row, count in row_to_count.items():
             self.num_computed[row] += count
@@ -206,7 +245,9 @@ def test_an_untied_head_must_be_there_and_a_bias_must_not() -> None:
     tensors = dict(transformers_llama(architecture).state_dict())
     del tensors["lm_head.weight"]
     tensors["model.layers.1.mlp.up_proj.bias"] = torch.zeros(architecture.intermediate_size)
-    with pytest.raises(ModelError, match=r"missing: lm_head.weight; .* unexpected: model.layers.1.mlp.up_proj.bias"):
+    with pytest.raises(
+        ModelError, match=r"missing: lm_head.weight; .* unexpected: model.layers.1.mlp.up_proj.bias"
+    ):
         create_model(config=tiny_config(architecture)).load_weights(tensors.items())
 
 
@@ -217,12 +258,15 @@ def test_a_prefix_moves_every_name() -> None:
     model.load_weights((f"language_model.{name}", tensor) for name, tensor in tensors)
 
 
-@pytest.mark.parametrize(("changes", "rank", "message"), [
-    ({"hidden_act": "gelu"}, RankFacts(), "hidden_act gelu: LlamaForCausalLM is built with silu alone"),
-    ({"rope": RopeParameters(kind="yarn")}, RankFacts(), "rope_type yarn"),
-    ({}, RankFacts(tensor_parallel_size=2), "tensor_parallel_size 2: .* sums over ranks are not built"),
-    ({}, RankFacts(pipeline_parallel_size=2), "pipeline_parallel_size 2"),
-])
+@pytest.mark.parametrize(
+    ("changes", "rank", "message"),
+    [
+        ({"hidden_act": "gelu"}, RankFacts(), "hidden_act gelu: LlamaForCausalLM is built with silu alone"),
+        ({"rope": RopeParameters(kind="yarn")}, RankFacts(), "rope_type yarn"),
+        ({}, RankFacts(tensor_parallel_size=2), "tensor_parallel_size 2: .* sums over ranks are not built"),
+        ({}, RankFacts(pipeline_parallel_size=2), "pipeline_parallel_size 2"),
+    ],
+)
 def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], rank: RankFacts, message: str) -> None:
     with pytest.raises(FeatureDisabled, match=message):
         create_model(config=replace(tiny_config(tiny_architecture(**changes)), rank=rank))

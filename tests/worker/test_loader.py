@@ -25,16 +25,31 @@ from triptych.hub import resolve_model
 
 VOCABULARY = byte_level_vocabulary(["a b", "ab c"])
 CONFIG = LlamaConfig(
-    architectures=["LlamaForCausalLM"], vocab_size=len(VOCABULARY["tokens"]), hidden_size=96, intermediate_size=160,
-    num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128,
-    tie_word_embeddings=False, attention_bias=True)
+    architectures=["LlamaForCausalLM"],
+    vocab_size=len(VOCABULARY["tokens"]),
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    attention_bias=True,
+)
 
 GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -85,10 +100,14 @@ class TestSafetensors:
         path = tmp_path / "model.safetensors"
         size = path.stat().st_size
         os.truncate(path, size - 1)
-        with pytest.raises(ModelError, match=rf"model\.safetensors: weight file has {size - 1} bytes, expected {size}"):
+        with pytest.raises(
+            ModelError, match=rf"model\.safetensors: weight file has {size - 1} bytes, expected {size}"
+        ):
             open_checkpoint(tmp_path)
         os.truncate(path, 100)
-        with pytest.raises(ModelError, match=r"model\.safetensors: weight file has 100 bytes, expected \d+ for its"):
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors: weight file has 100 bytes, expected \d+ for its"
+        ):
             open_checkpoint(tmp_path)
         os.truncate(path, 0)
         with pytest.raises(ModelError, match=r"model\.safetensors: "):
@@ -97,7 +116,7 @@ class TestSafetensors:
     def test_a_missing_shard_is_named(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
         model.save_pretrained(tmp_path, max_shard_size="100KB")
         name = "model-00002-of-"
-        shard, = tmp_path.glob(f"{name}*")
+        (shard,) = tmp_path.glob(f"{name}*")
         shard.unlink()
         with pytest.raises(ModelError, match=rf"{name}.*: weight file cannot be read: No such file"):
             open_checkpoint(tmp_path)
@@ -138,13 +157,26 @@ class TestGguf:
 
     def write(self, path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType) -> Path:
         """What llama.cpp's converter makes of the model, and the directory that we make of that."""
-        weights = {gguf_name(name): permuted(name, tensor.numpy()) for name, tensor in model.state_dict().items()}
-        write_gguf(path, vocabulary=VOCABULARY, num_layers=2, hidden_size=96, intermediate_size=160, num_heads=6,
-                   num_kv_heads=2, weights=weights, quantization=kind)
+        weights = {
+            gguf_name(name): permuted(name, tensor.numpy()) for name, tensor in model.state_dict().items()
+        }
+        write_gguf(
+            path,
+            vocabulary=VOCABULARY,
+            num_layers=2,
+            hidden_size=96,
+            intermediate_size=160,
+            num_heads=6,
+            num_kv_heads=2,
+            weights=weights,
+            quantization=kind,
+        )
         return resolve_model(str(path), progress=False)
 
     @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
-    def test_names_and_rows_are_those_of_the_original(self, tmp_path: Path, model: LlamaForCausalLM, kind: str) -> None:
+    def test_names_and_rows_are_those_of_the_original(
+        self, tmp_path: Path, model: LlamaForCausalLM, kind: str
+    ) -> None:
         type_ = GGMLQuantizationType[kind]
         checkpoint = open_checkpoint(self.write(tmp_path / "model.gguf", model, type_))
         expected = {name: through(tensor, type_) for name, tensor in model.state_dict().items()}
@@ -155,19 +187,25 @@ class TestGguf:
         directory = self.write(path, model, GGMLQuantizationType.Q8_0)
         size = path.stat().st_size
         os.truncate(path, size - 1)
-        with pytest.raises(ModelError, match=rf"model\.gguf: weight file has {size - 1} bytes, expected {size}"):
+        with pytest.raises(
+            ModelError, match=rf"model\.gguf: weight file has {size - 1} bytes, expected {size}"
+        ):
             open_checkpoint(directory)
         path.unlink()
         with pytest.raises(ModelError, match=r"model\.gguf: weight file cannot be read: No such file"):
             open_checkpoint(directory)
 
-    def test_a_file_that_changed_since_its_conversion_is_refused(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+    def test_a_file_that_changed_since_its_conversion_is_refused(
+        self, tmp_path: Path, model: LlamaForCausalLM
+    ) -> None:
         directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
         os.utime(tmp_path / "model.gguf", ns=(0, 0))
         with pytest.raises(ModelError, match="changed since it was converted"):
             open_checkpoint(directory)
 
-    def test_a_type_that_no_one_reads_is_refused_with_the_tensor(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+    def test_a_type_that_no_one_reads_is_refused_with_the_tensor(
+        self, tmp_path: Path, model: LlamaForCausalLM
+    ) -> None:
         directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.F32)
         index = directory / "gguf_index.json"
         values = json.loads(index.read_text())
@@ -196,11 +234,16 @@ class TestGguf:
 class TestRandom:
     def test_names_and_shapes_are_those_of_transformers(self, tmp_path: Path) -> None:
         for tied, biased in ((False, True), (True, False)):
-            config = LlamaConfig(**CONFIG.to_dict() | {
-                "tie_word_embeddings": tied, "attention_bias": biased, "mlp_bias": biased})
+            config = LlamaConfig(
+                **CONFIG.to_dict()
+                | {"tie_word_embeddings": tied, "attention_bias": biased, "mlp_bias": biased}
+            )
             config.save_pretrained(tmp_path)
-            expected = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()
-                        if not (tied and name == "lm_head.weight")}
+            expected = {
+                name: tuple(tensor.shape)
+                for name, tensor in LlamaForCausalLM(config).state_dict().items()
+                if not (tied and name == "lm_head.weight")
+            }
             checkpoint = open_checkpoint(tmp_path, format="random")
             assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == expected
             assert {name: tuple(tensor.shape) for name, tensor in read_all(checkpoint).items()} == expected
@@ -272,8 +315,11 @@ def permuted(name: str, weights: np.ndarray) -> np.ndarray:
     heads = {"q_proj": 6, "k_proj": 2}.get(name.split(".")[-2])
     if heads is None:
         return weights
-    return (weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-            .swapaxes(1, 2).reshape(weights.shape))
+    return (
+        weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weights.shape)
+    )
 
 
 def through(tensor: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:

@@ -57,7 +57,9 @@ def test_a_path_without_a_class_is_refused() -> None:
 
 def test_models_of_installed_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(*, group: str) -> list[EntryPoint]:
-        return [EntryPoint("CForCausalLM", "collections:Counter", group)] if group == "triptych.models" else []
+        return (
+            [EntryPoint("CForCausalLM", "collections:Counter", group)] if group == "triptych.models" else []
+        )
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
     assert registry.find_model("CForCausalLM").__name__ == "Counter"
@@ -66,8 +68,10 @@ def test_models_of_installed_packages_are_found_by_entry_point(monkeypatch: pyte
 
 
 def test_the_registry_imports_no_model_until_one_is_asked_for() -> None:
-    code = ("import sys; from services.worker.models import registry; "
-            "assert 'services.worker.models.llama' not in sys.modules; "
-            "registry.find_model('LlamaForCausalLM'); assert 'services.worker.models.llama' in sys.modules; "
-            "assert 'grpc' not in sys.modules and 'google.protobuf' not in sys.modules")
+    code = (
+        "import sys; from services.worker.models import registry; "
+        "assert 'services.worker.models.llama' not in sys.modules; "
+        "registry.find_model('LlamaForCausalLM'); assert 'services.worker.models.llama' in sys.modules; "
+        "assert 'grpc' not in sys.modules and 'google.protobuf' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

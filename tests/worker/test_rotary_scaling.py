@@ -15,10 +15,22 @@ from triptych.errors import FeatureDisabled
 KINDS = [
     RopeParameters(theta=10000.0),
     RopeParameters(theta=500000.0, kind="linear", factor=4.0),
-    RopeParameters(theta=500000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=64),
-    RopeParameters(theta=130000.0, kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=8192),
+    RopeParameters(
+        theta=500000.0,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    RopeParameters(
+        theta=130000.0,
+        kind="llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
 ]
 
 
@@ -32,10 +44,18 @@ def test_table_equals_that_of_transformers(rope: RopeParameters, head_dim: int) 
     if rope.kind != "default":
         parameters["factor"] = rope.factor
     if rope.kind == "llama3":
-        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
-                       "original_max_position_embeddings": rope.original_max_position_embeddings}
-    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
-                         max_position_embeddings=16384, rope_parameters=parameters)
+        parameters |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=16384,
+        rope_parameters=parameters,
+    )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(9000)[None])
     table = cos_sin_table(inverse_frequencies(head_dim, rope), 9000)
     half = head_dim // 2
@@ -52,6 +72,8 @@ def test_an_unknown_kind_is_refused_and_the_known_ones_are_named() -> None:
 def test_the_table_is_as_long_as_the_longest_admitted_sequence() -> None:
     architecture = tiny_architecture(max_position_embeddings=64)
     for asked, expected in ((0, 64), (48, 48)):
-        rotary = RotaryEmbedding(8, replace(architecture.rope), config=tiny_config(architecture, max_model_len=asked))
+        rotary = RotaryEmbedding(
+            8, replace(architecture.rope), config=tiny_config(architecture, max_model_len=asked)
+        )
         assert tuple(rotary.cos_sin_cache.shape) == (expected, 8)
         assert rotary.cos_sin_cache.dtype == torch.float32

@@ -44,24 +44,43 @@ def paged_attention(
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
-        raise ValueError(f"paged_attention: kv_cache {list(kv_cache.shape)} must be a contiguous "
-                         "[num_blocks, 2, num_kv_heads, block_size, head_dim]")
+        raise ValueError(
+            f"paged_attention: kv_cache {list(kv_cache.shape)} must be a contiguous "
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
+        )
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     if query.ndim != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
-        raise ValueError(f"paged_attention: query {list(query.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
-                         "it must be [num_tokens, a multiple of num_kv_heads, head_dim]")
+        raise ValueError(
+            f"paged_attention: query {list(query.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
+            "it must be [num_tokens, a multiple of num_kv_heads, head_dim]"
+        )
     num_rows = len(query_lens_list)
-    if len(seq_lens_list) != num_rows or seq_lens.shape != (num_rows,) or query_starts.shape != (num_rows + 1,):
-        raise ValueError(f"paged_attention: query_lens_list has {num_rows} rows, but seq_lens_list has "
-                         f"{len(seq_lens_list)}, seq_lens {list(seq_lens.shape)}, query_starts "
-                         f"{list(query_starts.shape)} (one more)")
+    if (
+        len(seq_lens_list) != num_rows
+        or seq_lens.shape != (num_rows,)
+        or query_starts.shape != (num_rows + 1,)
+    ):
+        raise ValueError(
+            f"paged_attention: query_lens_list has {num_rows} rows, but seq_lens_list has "
+            f"{len(seq_lens_list)}, seq_lens {list(seq_lens.shape)}, query_starts "
+            f"{list(query_starts.shape)} (one more)"
+        )
     if block_tables.ndim != 2 or block_tables.shape[0] != num_rows:
-        raise ValueError(f"paged_attention: block_tables {list(block_tables.shape)} must be "
-                         f"[num_rows = {num_rows}, max_blocks]")
+        raise ValueError(
+            f"paged_attention: block_tables {list(block_tables.shape)} must be "
+            f"[num_rows = {num_rows}, max_blocks]"
+        )
     _check_lengths(query_lens_list, seq_lens_list, query.shape[0], block_tables.shape[1] * block_size)
     out: Tensor = find_impl("paged_attention", query, impl)(
-        query, kv_cache, block_tables, query_starts, seq_lens, scale,
-        query_lens_list=query_lens_list, seq_lens_list=seq_lens_list)
+        query,
+        kv_cache,
+        block_tables,
+        query_starts,
+        seq_lens,
+        scale,
+        query_lens_list=query_lens_list,
+        seq_lens_list=seq_lens_list,
+    )
     return out
 
 
@@ -71,8 +90,11 @@ def _check_lengths(
 ) -> None:
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if not 1 <= query_len <= seq_len <= capacity:
-            raise ValueError(f"paged_attention: row {row} has {query_len} queries, {seq_len} keys and blocks for "
-                             f"{capacity}; 1 <= queries <= keys <= blocks must hold")
+            raise ValueError(
+                f"paged_attention: row {row} has {query_len} queries, {seq_len} keys and blocks for "
+                f"{capacity}; 1 <= queries <= keys <= blocks must hold"
+            )
     if sum(query_lens) != num_tokens:
-        raise ValueError(f"paged_attention: query_lens_list sums to {sum(query_lens)}, but there are "
-                         f"{num_tokens} queries")
+        raise ValueError(
+            f"paged_attention: query_lens_list sums to {sum(query_lens)}, but there are {num_tokens} queries"
+        )

@@ -37,8 +37,10 @@ def process_logits(
     Source: penalties as in OpenAI's API (presence, frequency) and CTRL, arXiv:1909.05858 (repetition).
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"process_logits: logits {list(logits.shape)} {logits.dtype} must be "
-                         "[num_rows, vocab_size] torch.float32")
+        raise ValueError(
+            f"process_logits: logits {list(logits.shape)} {logits.dtype} must be "
+            "[num_rows, vocab_size] torch.float32"
+        )
     if allowed is not None:
         _check_equal("allowed", rows=allowed.rows, token_ids=allowed.token_ids)
     if banned is not None:
@@ -46,10 +48,19 @@ def process_logits(
     if biases is not None:
         _check_equal("biases", rows=biases.rows, token_ids=biases.token_ids, biases=biases.biases)
     if penalties is not None:
-        _check_equal("penalties", rows=penalties.rows, token_ids=penalties.token_ids,
-                     output_counts=penalties.output_counts)
-        _check_equal("penalties", logits=logits[:, 0], presence=penalties.presence,
-                     frequency=penalties.frequency, repetition=penalties.repetition)
+        _check_equal(
+            "penalties",
+            rows=penalties.rows,
+            token_ids=penalties.token_ids,
+            output_counts=penalties.output_counts,
+        )
+        _check_equal(
+            "penalties",
+            logits=logits[:, 0],
+            presence=penalties.presence,
+            frequency=penalties.frequency,
+            repetition=penalties.repetition,
+        )
     if allowed is None and banned is None and biases is None and penalties is None:
         return logits
     processed: Tensor = find_impl("process_logits", logits, impl)(logits, allowed, banned, biases, penalties)

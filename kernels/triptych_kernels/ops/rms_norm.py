@@ -11,7 +11,9 @@ from triptych_kernels.dispatch import find_impl
 
 
 @overload
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None, *, impl: str | None = None) -> Tensor: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: None = None, *, impl: str | None = None
+) -> Tensor: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, impl: str | None = None
@@ -34,12 +36,15 @@ def rms_norm(
     Source: RMSNorm, arXiv:1910.07467.
     """
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: weight {list(weight.shape)} does not fit x {list(x.shape)}; "
-                         "it must be [hidden_size]")
+        raise ValueError(
+            f"rms_norm: weight {list(weight.shape)} does not fit x {list(x.shape)}; it must be [hidden_size]"
+        )
     if weight.dtype != x.dtype:
         raise ValueError(f"rms_norm: weight is {weight.dtype}, x is {x.dtype}; they must be equal")
     if residual is not None and (residual.shape != x.shape or residual.dtype != torch.float32):
-        raise ValueError(f"rms_norm: residual {list(residual.shape)} {residual.dtype} does not fit x "
-                         f"{list(x.shape)}; it must have that shape, in torch.float32")
+        raise ValueError(
+            f"rms_norm: residual {list(residual.shape)} {residual.dtype} does not fit x "
+            f"{list(x.shape)}; it must have that shape, in torch.float32"
+        )
     out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", x, impl)(x, weight, eps, residual)
     return out

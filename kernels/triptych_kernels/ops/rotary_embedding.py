@@ -29,14 +29,21 @@ def rotary_embedding(
     Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
     """
     if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
-        raise ValueError(f"rotary_embedding: query {list(query.shape)} and key {list(key.shape)} must be "
-                         "[num_tokens, heads, head_dim] with equal num_tokens and head_dim")
+        raise ValueError(
+            f"rotary_embedding: query {list(query.shape)} and key {list(key.shape)} must be "
+            "[num_tokens, heads, head_dim] with equal num_tokens and head_dim"
+        )
     if positions.shape != query.shape[:1]:
-        raise ValueError(f"rotary_embedding: positions {list(positions.shape)} do not fit "
-                         f"query {list(query.shape)}; they must be [num_tokens]")
+        raise ValueError(
+            f"rotary_embedding: positions {list(positions.shape)} do not fit "
+            f"query {list(query.shape)}; they must be [num_tokens]"
+        )
     if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
-        raise ValueError(f"rotary_embedding: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
-                         f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even")
+        raise ValueError(
+            f"rotary_embedding: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
+            f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even"
+        )
     rotated: tuple[Tensor, Tensor] = find_impl("rotary_embedding", query, impl)(
-        query, key, positions, cos_sin_cache)
+        query, key, positions, cos_sin_cache
+    )
     return rotated

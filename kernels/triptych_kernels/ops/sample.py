@@ -56,13 +56,22 @@ def sample(
         min-p, arXiv:2407.01082.
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"sample: logits {list(logits.shape)} {logits.dtype} must be "
-                         "[num_rows, vocab_size] torch.float32")
-    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-               "seeds": seeds, "positions": positions}
+        raise ValueError(
+            f"sample: logits {list(logits.shape)} {logits.dtype} must be [num_rows, vocab_size] torch.float32"
+        )
+    columns = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seeds": seeds,
+        "positions": positions,
+    }
     for name, column in columns.items():
         if column.shape != logits.shape[:1]:
-            raise ValueError(f"sample: {name} {list(column.shape)} does not fit logits {list(logits.shape)}; "
-                             "it must be [num_rows]")
+            raise ValueError(
+                f"sample: {name} {list(column.shape)} does not fit logits {list(logits.shape)}; "
+                "it must be [num_rows]"
+            )
     token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
     return token_ids

@@ -26,13 +26,18 @@ def token_logprobs(
         ValueError: shapes disagree, or num_top is out of range; names both.
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"token_logprobs: logits {list(logits.shape)} {logits.dtype} must be "
-                         "[num_rows, vocab_size] torch.float32")
+        raise ValueError(
+            f"token_logprobs: logits {list(logits.shape)} {logits.dtype} must be "
+            "[num_rows, vocab_size] torch.float32"
+        )
     if token_ids.shape != logits.shape[:1]:
-        raise ValueError(f"token_logprobs: token_ids {list(token_ids.shape)} do not fit "
-                         f"logits {list(logits.shape)}; they must be [num_rows]")
+        raise ValueError(
+            f"token_logprobs: token_ids {list(token_ids.shape)} do not fit "
+            f"logits {list(logits.shape)}; they must be [num_rows]"
+        )
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"token_logprobs: num_top {num_top} must be 0..vocab_size = {logits.shape[1]}")
     looked_up: tuple[Tensor, Tensor, Tensor, Tensor] = find_impl("token_logprobs", logits, impl)(
-        logits, token_ids, num_top)
+        logits, token_ids, num_top
+    )
     return looked_up

@@ -23,14 +23,20 @@ def write_kv(
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2:
-        raise ValueError(f"write_kv: kv_cache {list(kv_cache.shape)} must be "
-                         "[num_blocks, 2, num_kv_heads, block_size, head_dim]")
+        raise ValueError(
+            f"write_kv: kv_cache {list(kv_cache.shape)} must be "
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
+        )
     if key.ndim != 3 or key.shape[1:] != (kv_cache.shape[2], kv_cache.shape[4]):
-        raise ValueError(f"write_kv: key {list(key.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
-                         "it must be [num_tokens, num_kv_heads, head_dim]")
+        raise ValueError(
+            f"write_kv: key {list(key.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
+            "it must be [num_tokens, num_kv_heads, head_dim]"
+        )
     if value.shape != key.shape:
         raise ValueError(f"write_kv: value {list(value.shape)} is not like key {list(key.shape)}")
     if slot_mapping.shape != key.shape[:1]:
-        raise ValueError(f"write_kv: slot_mapping {list(slot_mapping.shape)} does not fit "
-                         f"key {list(key.shape)}; it must be [num_tokens]")
+        raise ValueError(
+            f"write_kv: slot_mapping {list(slot_mapping.shape)} does not fit "
+            f"key {list(key.shape)}; it must be [num_tokens]"
+        )
     find_impl("write_kv", kv_cache, impl)(key, value, kv_cache, slot_mapping)

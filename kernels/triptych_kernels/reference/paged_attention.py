@@ -29,7 +29,9 @@ def paged_attention(
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
                 keys = torch.stack([kv_cache[block, 0, kv_head, offset] for block, offset in slots]).double()
-                values = torch.stack([kv_cache[block, 1, kv_head, offset] for block, offset in slots]).double()
+                values = torch.stack(
+                    [kv_cache[block, 1, kv_head, offset] for block, offset in slots]
+                ).double()
                 weights = torch.softmax(keys @ query[token, head].double() * scale, dim=0)
                 out[token, head] = weights @ values
     return out

@@ -95,13 +95,16 @@ def _attend_decodes(
         mask = tile.seen[:, None, None, :]
     # heads that share keys act as queries of one head: no key is repeated, and one query needs no causal mask
     out[tile.tokens] = scaled_dot_product_attention(
-        query[tile.tokens], keys_values[0], keys_values[1], attn_mask=mask, scale=scale)
+        query[tile.tokens], keys_values[0], keys_values[1], attn_mask=mask, scale=scale
+    )
 
 
 def _attend_chunk(
     chunk: _Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
 ) -> None:
-    keys_values = _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len).to(query.dtype)
+    keys_values = _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len).to(
+        query.dtype
+    )
     # [num_kv_heads, heads per key head, seq_len, head_dim]: a view, repeated by a stride of 0
     keys, values = keys_values.transpose(1, 2).expand(-1, -1, query.shape[2], -1, -1)
     num_earlier = chunk.seq_len - chunk.query_len  # keys that every query sees
@@ -115,8 +118,13 @@ def _attend_chunk(
             mask = mask.tril_(num_earlier + start)  # query start + i sees the keys 0..num_earlier + start + i
         tokens = slice(chunk.first_token + start, chunk.first_token + end)
         attended = scaled_dot_product_attention(
-            query[tokens].permute(1, 2, 0, 3), keys[:, :, :num_keys], values[:, :, :num_keys],
-            attn_mask=mask, is_causal=mask is None, scale=scale)
+            query[tokens].permute(1, 2, 0, 3),
+            keys[:, :, :num_keys],
+            values[:, :, :num_keys],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+        )
         out[tokens] = attended.permute(2, 0, 1, 3)
 
 
@@ -129,14 +137,22 @@ def _gather_pages(kv_cache: Tensor, block_tables: Tensor, num_keys: int) -> Tens
     num_pages = -(-num_keys // block_size)
     block_ids = block_tables[:, :num_pages].long()  # [num_rows, num_pages]
     halves = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
-    pages = block_ids[None, :, None, :] * (2 * num_kv_heads) + halves  # [2, num_rows, num_kv_heads, num_pages]
+    pages = (
+        block_ids[None, :, None, :] * (2 * num_kv_heads) + halves
+    )  # [2, num_rows, num_kv_heads, num_pages]
     gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, pages.flatten())
-    return gathered.view(2, len(block_ids), num_kv_heads, num_pages * block_size, head_dim)[:, :, :, :num_keys]
+    return gathered.view(2, len(block_ids), num_kv_heads, num_pages * block_size, head_dim)[
+        :, :, :, :num_keys
+    ]
 
 
 @lru_cache(maxsize=2)  # every layer of a step asks the same
 def _plan(
-    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], block_size: int, tile_pages: int, device: torch.device
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    block_size: int,
+    tile_pages: int,
+    device: torch.device,
 ) -> _Plan:
     decodes: list[tuple[int, int, int]] = []  # (seq_len, row, token)
     chunks: list[_Chunk] = []

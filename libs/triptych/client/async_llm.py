@@ -18,9 +18,10 @@ from triptych.client.launch import (
     request_model,
     stack_config,
 )
-from triptych.client.local import EngineUnavailable, LocalCluster
+from triptych.client.local import LocalCluster
 from triptych.client.request import Prompt, RequestOptions
 from triptych.config.fields import EngineConfig
+from triptych.errors import EngineUnavailable
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import OutputKind, SamplingParams
 

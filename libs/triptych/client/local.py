@@ -158,7 +158,9 @@ class LocalCluster:
             on_progress(Progress(Phase.STARTING))
             if time.monotonic() > deadline:
                 waited_for = ", ".join(s.name for s in self._services if not s.is_bound)
-                raise EngineUnavailable(f"not started after {timeout_s:g} s: {waited_for}{self._last_lines()}")
+                raise EngineUnavailable(
+                    f"not started after {timeout_s:g} s: {waited_for}{self._last_lines()}"
+                )
 
     def wait_ready(self, timeout_s: float, on_progress: OnProgress = lambda progress: None) -> None:
         """Return once the frontend takes requests; `on_progress` is called again and again until then.

@@ -181,8 +181,11 @@ def _rope_parameters(config: _JsonFile, max_positions: int) -> RopeParameters:
     kind = rope.text("rope_type" if "rope_type" in rope.values else "type", default="default")
     for section in (rope, config):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
-            section.fail("partial_rotary_factor", section.values["partial_rotary_factor"],
-                         "is not supported: all of a head must be rotated")
+            section.fail(
+                "partial_rotary_factor",
+                section.values["partial_rotary_factor"],
+                "is not supported: all of a head must be rotated",
+            )
     if kind == "llama3":  # no default may stand in for a factor that the kind is made of
         factors = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = rope.integer("original_max_position_embeddings")

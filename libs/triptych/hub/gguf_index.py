@@ -57,7 +57,11 @@ class GgufIndex:
         path = directory / GGUF_INDEX_FILE
         try:
             values = json.loads(path.read_text())
-            tensors = [GgufTensor(**entry | {"shape": tuple(entry["shape"])}) for entry in values.pop("tensors")]
+            tensors = [
+                GgufTensor(**entry | {"shape": tuple(entry["shape"])}) for entry in values.pop("tensors")
+            ]
             return cls(tensors=tuple(tensors), **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path}: cannot be read: {error!r}; delete {directory} to convert anew") from error
+            raise ModelError(
+                f"{path}: cannot be read: {error!r}; delete {directory} to convert anew"
+            ) from error

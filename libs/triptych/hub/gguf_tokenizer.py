@@ -53,7 +53,8 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"), pretty=False)
     config = _tokenizer_config(metadata)
     (directory / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
@@ -89,8 +90,10 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     kind = _BYTE_LEVEL_KINDS.get(pre) if isinstance(pre, str) else None
     if kind is None:
-        raise ModelError(f"gguf: tokenizer.ggml.pre: {pre!r} is not supported, only "
-                         f"{', '.join(_BYTE_LEVEL_KINDS)}; use the model's safetensors directory")
+        raise ModelError(
+            f"gguf: tokenizer.ggml.pre: {pre!r} is not supported, only "
+            f"{', '.join(_BYTE_LEVEL_KINDS)}; use the model's safetensors directory"
+        )
     merges = [_split_merge(merge) for merge in _required(metadata, "tokenizer.ggml.merges")]
     # Llama 3 takes a word that is a token as it is, even where its merges would not lead there.
     tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=kind == "llama3"))
@@ -114,15 +117,25 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
     vocabulary = _vocabulary(metadata)
     scores = _required(metadata, "tokenizer.ggml.scores")
-    unknown = [token for token, kind in zip(vocabulary, _token_types(metadata), strict=True)
-               if kind == TokenType.UNKNOWN]
-    tokenizer = Tokenizer(models.BPE(
-        vocabulary, _merges_of_scores(vocabulary, scores), unk_token=unknown[0] if unknown else None,
-        fuse_unk=True, byte_fallback=True))
+    unknown = [
+        token
+        for token, kind in zip(vocabulary, _token_types(metadata), strict=True)
+        if kind == TokenType.UNKNOWN
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            _merges_of_scores(vocabulary, scores),
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spell_spaces = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spell_spaces] if prefix
-                                                else [spell_spaces])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE), spell_spaces] if prefix else [spell_spaces]
+    )
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
@@ -158,8 +171,10 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
     """What the file says; where it is silent, what llama.cpp does for this kind of tokenizer."""
-    silent = (metadata["tokenizer.ggml.model"] == "llama"
-              or _BYTE_LEVEL_KINDS.get(metadata.get("tokenizer.ggml.pre", "")) == "llama3")
+    silent = (
+        metadata["tokenizer.ggml.model"] == "llama"
+        or _BYTE_LEVEL_KINDS.get(metadata.get("tokenizer.ggml.pre", "")) == "llama3"
+    )
     return bool(metadata.get("tokenizer.ggml.add_bos_token", silent))
 
 
@@ -170,8 +185,10 @@ def _prepend_bos(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     if bos is None:
         raise ModelError("gguf: tokenizer.ggml.bos_token_id: is missing, but add_bos_token asks for it")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"],
-        special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])])
+        single=[bos, "$A"],
+        pair=[bos, "$A", f"{bos}:1", "$B:1"],
+        special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])],
+    )
 
 
 def _tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +221,9 @@ def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise ModelError(f"gguf: tokenizer.ggml.tokens: {len(tokens) - len(vocabulary)} tokens stand there twice")
+        raise ModelError(
+            f"gguf: tokenizer.ggml.tokens: {len(tokens) - len(vocabulary)} tokens stand there twice"
+        )
     return vocabulary
 
 

@@ -47,8 +47,9 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
         from triptych.hub.snapshot import fetch_snapshot
 
         return _check_directory(fetch_snapshot(model, progress=progress))
-    raise ModelNotFound(f"model: {model!r}: no such directory or .gguf file, and not a hub id; "
-                        f"`{EMBEDDED}` is always there")
+    raise ModelNotFound(
+        f"model: {model!r}: no such directory or .gguf file, and not a hub id; `{EMBEDDED}` is always there"
+    )
 
 
 def _check_directory(directory: Path) -> Path:
@@ -58,6 +59,8 @@ def _check_directory(directory: Path) -> Path:
         hint = f"; pass the file itself: {gguf_files[0]}" if gguf_files else ""
         raise ModelError(f"model: {directory} has no {CONFIG_FILE}{hint}")
     if not (directory / "tokenizer.json").is_file():
-        raise ModelError(f"model: {directory} has no tokenizer.json; write one with "
-                         "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers")
+        raise ModelError(
+            f"model: {directory} has no tokenizer.json; write one with "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers"
+        )
     return directory

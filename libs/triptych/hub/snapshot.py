@@ -28,11 +28,13 @@ def fetch_snapshot(hub_id: str, *, progress: bool) -> Path:
         disable_progress_bars()
     try:
         directory = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS))
+            hub_id, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
+        )
     except Exception as error:  # the client raises its own, its transport's and OSError, by version
         reason = f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
         raise ModelNotFound(
             f"model: {hub_id!r} is no directory here, and the Hugging Face hub did not give it: {reason} "
             "(a wrong name, a gated model without HF_TOKEN, or no network). A directory or .gguf file "
-            "works without a network, and so does `embedded` once it is in the cache") from error
+            "works without a network, and so does `embedded` once it is in the cache"
+        ) from error
     return Path(directory)

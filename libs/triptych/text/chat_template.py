@@ -34,9 +34,16 @@ class ChatTemplate:
         Raises:
             ModelError: the template is not valid Jinja.
         """
-        self._variables = {name: value for name, value in (
-            ("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token),
-            ("unk_token", tokenizer.unk_token), ("pad_token", tokenizer.pad_token)) if value is not None}
+        self._variables = {
+            name: value
+            for name, value in (
+                ("bos_token", tokenizer.bos_token),
+                ("eos_token", tokenizer.eos_token),
+                ("unk_token", tokenizer.unk_token),
+                ("pad_token", tokenizer.pad_token),
+            )
+            if value is not None
+        }
         self._template: jinja2.Template | None = None
         if tokenizer.chat_template is not None:
             try:
@@ -63,12 +70,18 @@ class ChatTemplate:
             InvalidRequest: on `messages`: the model has no template, or its template refuses them.
         """
         if self._template is None:
-            raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead, or "
-                                 "add `chat_template` to its tokenizer_config.json")
+            raise InvalidRequest(
+                "messages",
+                "this model has no chat template; send a plain prompt instead, or "
+                "add `chat_template` to its tokenizer_config.json",
+            )
         try:
             return self._template.render(
-                **self._variables | variables, messages=messages, tools=tools,
-                add_generation_prompt=add_generation_prompt)
+                **self._variables | variables,
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
         except Exception as error:
             # A template is a program that came with the model: given messages of an odd form it fails in
             # ways of its own (TypeError, KeyError, recursion), and none of our code runs inside it.
@@ -87,7 +100,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -102,7 +116,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -50,8 +50,10 @@ class IncrementalDetokenizer:
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Like `push`, one text per token: what `StopChecker` needs to tell which token ended it."""
-        return [self._text(b"" if token_id in self._skipped else self._token_bytes(token_id))
-                for token_id in token_ids]
+        return [
+            self._text(b"" if token_id in self._skipped else self._token_bytes(token_id))
+            for token_id in token_ids
+        ]
 
     def flush(self) -> str:
         """The end of the output: U+FFFD for a character that never was completed, else empty."""

@@ -60,19 +60,31 @@ def read_spelling(backend: Backend) -> Spelling:
     match steps:
         case [{"type": "ByteLevel"}]:
             return ByteLevelSpelling()
-        case [{"type": "Replace", "pattern": {"String": space}, "content": " "},
-              {"type": "ByteFallback"}, {"type": "Fuse"}]:
+        case [
+            {"type": "Replace", "pattern": {"String": space}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]:
             return ByteFallbackSpelling(space, strips_leading_space=False)
-        case [{"type": "Replace", "pattern": {"String": space}, "content": " "},
-              {"type": "ByteFallback"}, {"type": "Fuse"},
-              {"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
+        case [
+            {"type": "Replace", "pattern": {"String": space}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]:
             return ByteFallbackSpelling(space, strips_leading_space=True)
-    raise ModelError(f"decoder: {description} is not supported, only ByteLevel (GPT-2, Llama 3, Qwen) and "
-                     "Replace, ByteFallback, Fuse and Strip of one leading space (SentencePiece)")
+    raise ModelError(
+        f"decoder: {description} is not supported, only ByteLevel (GPT-2, Llama 3, Qwen) and "
+        "Replace, ByteFallback, Fuse and Strip of one leading space (SentencePiece)"
+    )
 
 
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: the printable bytes of Latin-1 are themselves, the others go from U+0100 up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

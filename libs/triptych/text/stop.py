@@ -42,7 +42,7 @@ class StopChecker:
                 if stop is not None:
                     text += piece[:index]
                     self._held = ""
-                    shown = text if self._include else text[:len(text) - len(stop)]
+                    shown = text if self._include else text[: len(text) - len(stop)]
                     return shown, StopMatch(stop, num_pieces)
             text += piece
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)

@@ -31,7 +31,8 @@ class Tokenizer:
         self._spelling = read_spelling(backend)
         self._token_id_to_bytes: dict[int, bytes] = {}
         self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
         """Ids of the control tokens, which text for people leaves out."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         """Tokens known here; a model's logits may have more columns, for padding."""
@@ -73,7 +74,7 @@ class Tokenizer:
         """
         # Of the library's ways this one holds the GIL least, which counts on a thread beside an event loop:
         # at most 3 ms for 1 MB of text, where `encode` held it for 26.
-        encoding, = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

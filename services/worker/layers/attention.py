@@ -15,13 +15,22 @@ class Attention(nn.Module):
         super().__init__()
         self.scale = head_dim**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
         """Rotated query [num_tokens, num_heads, head_dim], key, value -> [num_tokens, num_heads * head_dim].
 
         All writes of a step come before any read, so rows may share blocks that one of them fills in this step.
         """
         write_kv(key, value, kv_cache, batch.slot_mapping)
         attended = paged_attention(
-            query, kv_cache, batch.block_tables, batch.query_starts, batch.seq_lens, self.scale,
-            query_lens_list=batch.query_lens_list, seq_lens_list=batch.seq_lens_list)
+            query,
+            kv_cache,
+            batch.block_tables,
+            batch.query_starts,
+            batch.seq_lens,
+            self.scale,
+            query_lens_list=batch.query_lens_list,
+            seq_lens_list=batch.seq_lens_list,
+        )
         return attended.flatten(1)

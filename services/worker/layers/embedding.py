@@ -49,7 +49,9 @@ class LogitsHead(WeightedLayer):
         self.vocab_size = vocab_size
         self.is_tied = tied_to is not None
         self.start, length = share(vocab_size, what="vocab_size", config=config)
-        self.weight = empty_parameter(length, hidden_size, config=config) if tied_to is None else tied_to.weight
+        self.weight = (
+            empty_parameter(length, hidden_size, config=config) if tied_to is None else tied_to.weight
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 logits [num_rows, this rank's vocabulary]"""

@@ -33,7 +33,7 @@ class Piece:
 class PackedLinear(WeightedLayer):
     """Several projections of the same input as one product; the outputs stand one after the other.
 
-        weight  [ q_proj | k_proj | v_proj ]   along the outputs, each this rank's share
+    weight  [ q_proj | k_proj | v_proj ]   along the outputs, each this rank's share
     """
 
     def __init__(
@@ -58,9 +58,12 @@ class PackedLinear(WeightedLayer):
             rows = slice(offset, offset + piece.length)
             name = f"{self.prefix}.{piece.name}"
             targets[f"{name}.weight"] = WeightTarget(
-                self.weight[rows], (piece.out_features, in_features), start=piece.start)
+                self.weight[rows], (piece.out_features, in_features), start=piece.start
+            )
             if self.bias is not None:
-                targets[f"{name}.bias"] = WeightTarget(self.bias[rows], (piece.out_features,), start=piece.start)
+                targets[f"{name}.bias"] = WeightTarget(
+                    self.bias[rows], (piece.out_features,), start=piece.start
+                )
             offset += piece.length
         return targets
 
@@ -88,7 +91,10 @@ class QKVLinear(PackedLinear):
         pieces = tuple(
             Piece(name, total * head_dim, first * head_dim, length * head_dim)
             for name, total, (first, length) in (
-                ("q_proj", num_heads, heads), ("k_proj", num_kv_heads, kv_heads), ("v_proj", num_kv_heads, kv_heads))
+                ("q_proj", num_heads, heads),
+                ("k_proj", num_kv_heads, kv_heads),
+                ("v_proj", num_kv_heads, kv_heads),
+            )
         )
         super().__init__(hidden_size, pieces, bias=bias, config=config, prefix=prefix)
         self.head_dim = head_dim
@@ -135,8 +141,11 @@ class RowLinear(WeightedLayer):
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         out_features = self.weight.shape[0]
-        targets = {f"{self.prefix}.weight": WeightTarget(
-            self.weight, (out_features, self.in_features), dim=1, start=self.start)}
+        targets = {
+            f"{self.prefix}.weight": WeightTarget(
+                self.weight, (out_features, self.in_features), dim=1, start=self.start
+            )
+        }
         if self.bias is not None:
             targets[f"{self.prefix}.bias"] = WeightTarget(self.bias, (out_features,))
         return targets

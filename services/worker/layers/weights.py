@@ -36,8 +36,10 @@ class WeightTarget:
             ModelError: the tensor has another shape; names both.
         """
         if tuple(tensor.shape) != self.checkpoint_shape:
-            raise ModelError(f"{name}: the checkpoint holds {list(tensor.shape)}, "
-                             f"the model needs {list(self.checkpoint_shape)}")
+            raise ModelError(
+                f"{name}: the checkpoint holds {list(tensor.shape)}, "
+                f"the model needs {list(self.checkpoint_shape)}"
+            )
         self.storage.copy_(tensor.narrow(self.dim, self.start, self.storage.shape[self.dim]))
 
 
@@ -78,7 +80,9 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
                 assert name not in targets, f"two layers ask for {name}"
                 targets[name] = target
     num_targeted = sum(target.storage.numel() for target in targets.values())
-    assert num_targeted == sum(parameter.numel() for parameter in model.parameters()), "a parameter has no source"
+    assert num_targeted == sum(parameter.numel() for parameter in model.parameters()), (
+        "a parameter has no source"
+    )
     return targets
 
 
@@ -107,11 +111,14 @@ def load_weights(
                 unexpected.append(name)
     complaints = [
         f"{len(names)} tensors are {what}: {_listed(names)}"
-        for what, names in (("missing", list(missing)), ("unexpected", unexpected)) if names
+        for what, names in (("missing", list(missing)), ("unexpected", unexpected))
+        if names
     ]
     if complaints:
-        raise ModelError(f"the checkpoint does not fit {type(model).__name__}: {'; '.join(complaints)}; "
-                         "compare its config.json with its weights")
+        raise ModelError(
+            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(complaints)}; "
+            "compare its config.json with its weights"
+        )
 
 
 def _listed(names: list[str]) -> str:

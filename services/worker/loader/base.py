@@ -54,17 +54,21 @@ class MappedFile:
         except OSError as error:
             raise ModelError(f"{path}: weight file cannot be read: {error.strerror}") from error
         if found_size != expected_size:
-            raise ModelError(f"{path}: weight file has {found_size} bytes, expected {expected_size}; "
-                             "it was cut short or replaced, fetch it again")
+            raise ModelError(
+                f"{path}: weight file has {found_size} bytes, expected {expected_size}; "
+                "it was cut short or replaced, fetch it again"
+            )
         # Private: a stray write would change our copy of the page and never the file.
         self._bytes = torch.from_file(str(path), shared=False, size=found_size, dtype=torch.uint8)
 
     def read(self, offset: int, size: int) -> Tensor:
         """[size] uint8, a view of the file."""
-        return self._bytes[offset:offset + size]
+        return self._bytes[offset : offset + size]
 
 
-def fingerprint(checkpoint: Checkpoint, architecture: ModelArchitecture, dtype: str, quantization: str) -> str:
+def fingerprint(
+    checkpoint: Checkpoint, architecture: ModelArchitecture, dtype: str, quantization: str
+) -> str:
     """sha256, in hex, over everything that two workers of one model must share, short of the weights' bytes:
     architecture, tensor names, shapes and types, file sizes, dtype, quantization.
     """

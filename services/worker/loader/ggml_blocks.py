@@ -72,19 +72,19 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     step = _CHUNK_WEIGHTS // form.num_weights
     scratch = torch.empty(min(step, len(blocks)), form.num_weights)
     for start in range(0, len(blocks), step):
-        chunk = blocks[start:start + step]
-        target = weights[start:start + step]
+        chunk = blocks[start : start + step]
+        target = weights[start : start + step]
         if dtype == torch.float32:
             form.unpack(chunk, target)
         else:
-            form.unpack(chunk, scratch[:len(chunk)])
-            target.copy_(scratch[:len(chunk)])
+            form.unpack(chunk, scratch[: len(chunk)])
+            target.copy_(scratch[: len(chunk)])
     return weights.view(-1)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
     """[n, 1] float32: the float16 at byte `start` of each block."""
-    return blocks[:, start:start + 2].view(torch.float16).float()
+    return blocks[:, start : start + 2].view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
@@ -97,7 +97,7 @@ def _nibbles(packed: Tensor, out: Tensor) -> None:
 def _add_fifth_bit(blocks: Tensor, start: int, out: Tensor) -> None:
     """Add 16 where the weight's bit is set in the 32 bits at byte `start` of each block."""
     shifts = torch.arange(8, dtype=torch.uint8)
-    bits = (blocks[:, start:start + 4, None] >> shifts) & 1  # [n, 4, 8]
+    bits = (blocks[:, start : start + 4, None] >> shifts) & 1  # [n, 4, 8]
     out.add_(bits.view(-1, 32), alpha=16)
 
 

@@ -28,12 +28,15 @@ class GgufCheckpoint(Checkpoint):
         path = directory / index.file
         self._file = MappedFile(path, index.file_size)
         if index.mtime_ns is not None and path.stat().st_mtime_ns != index.mtime_ns:
-            raise ModelError(f"{path}: changed since it was converted; start again with the path of the .gguf file")
+            raise ModelError(
+                f"{path}: changed since it was converted; start again with the path of the .gguf file"
+            )
         self._entries = {tensor.name: tensor for tensor in index.tensors}
         for tensor in index.tensors:
             _check(path, tensor, index.file_size)
-        self.tensors = {tensor.name: StoredTensor(tensor.shape, tensor.type, tensor.size)
-                        for tensor in index.tensors}
+        self.tensors = {
+            tensor.name: StoredTensor(tensor.shape, tensor.type, tensor.size) for tensor in index.tensors
+        }
         self.file_name_to_size = {path.name: index.file_size}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -56,9 +59,13 @@ def _undo_permutation(data: Tensor, *, num_rows: int, num_heads: int) -> Tensor:
 
 def _check(path: Path, tensor: GgufTensor, file_size: int) -> None:
     if tensor.type not in supported_types():
-        raise ModelError(f"{path}: {tensor.gguf_name}: type {tensor.type} is not supported, only "
-                         f"{', '.join(supported_types())}")
+        raise ModelError(
+            f"{path}: {tensor.gguf_name}: type {tensor.type} is not supported, only "
+            f"{', '.join(supported_types())}"
+        )
     expected = stored_size(tensor.type, math.prod(tensor.shape))
     if tensor.size != expected or tensor.offset + tensor.size > file_size:
-        raise ModelError(f"{path}: {tensor.gguf_name}: {tensor.size} bytes at {tensor.offset} of {file_size}, "
-                         f"expected {expected} for {tensor.type} {tensor.shape}")
+        raise ModelError(
+            f"{path}: {tensor.gguf_name}: {tensor.size} bytes at {tensor.offset} of {file_size}, "
+            f"expected {expected} for {tensor.type} {tensor.shape}"
+        )

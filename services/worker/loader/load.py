@@ -38,12 +38,16 @@ def open_checkpoint(directory: Path, *, format: str = "auto", seed: int = 0) -> 
         return RandomCheckpoint(read_architecture(directory), seed)
     is_gguf = (directory / GGUF_INDEX_FILE).is_file()
     if format not in ("auto", "gguf" if is_gguf else "safetensors"):
-        raise ModelError(f"load.format: {format}, but {directory} holds {'GGUF' if is_gguf else 'no GGUF'} weights; "
-                         "set it to auto")
+        raise ModelError(
+            f"load.format: {format}, but {directory} holds {'GGUF' if is_gguf else 'no GGUF'} weights; "
+            "set it to auto"
+        )
     return GgufCheckpoint(directory) if is_gguf else SafetensorsCheckpoint(directory)
 
 
-def load_model(config: ResolvedConfig, checkpoint: Checkpoint, *, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    config: ResolvedConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
+) -> CausalLM:
     """Create the model that `config.architecture` names and stream the weights into it, tensor by tensor.
 
     Raises:

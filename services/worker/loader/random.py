@@ -22,12 +22,15 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, architecture: ModelArchitecture, seed: int) -> None:
         """Raises ModelError for an architecture whose tensors are not known here."""
         if architecture.name not in _LLAMA_SHAPED:
-            raise ModelError(f"load.format: random: {architecture.name} is not supported, only "
-                             f"{', '.join(_LLAMA_SHAPED)}")
+            raise ModelError(
+                f"load.format: random: {architecture.name} is not supported, only {', '.join(_LLAMA_SHAPED)}"
+            )
         self._seed = seed
         # The seed is part of the type, so that models of two seeds have two fingerprints.
-        self.tensors = {name: StoredTensor(shape, f"random:{seed}", 4 * math.prod(shape))
-                        for name, shape in _llama_shapes(architecture).items()}
+        self.tensors = {
+            name: StoredTensor(shape, f"random:{seed}", 4 * math.prod(shape))
+            for name, shape in _llama_shapes(architecture).items()
+        }
         self.file_name_to_size: dict[str, int] = {}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:

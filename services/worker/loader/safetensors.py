@@ -38,7 +38,9 @@ class SafetensorsCheckpoint(Checkpoint):
             self._add_file(directory / file_name)
         for name, file_name in expected.items():
             if name and name not in self.tensors:
-                raise ModelError(f"{directory / file_name}: {name}: is missing, but {SHARD_INDEX_FILE} names it")
+                raise ModelError(
+                    f"{directory / file_name}: {name}: is missing, but {SHARD_INDEX_FILE} names it"
+                )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor, (file, offset) = self.tensors[name], self._places[name]
@@ -59,7 +61,9 @@ class SafetensorsCheckpoint(Checkpoint):
             tensor = StoredTensor(entry.shape, entry.type, entry.end - entry.begin)
             dtype = _STORED_DTYPES.get(tensor.type)
             if entry.begin < 0 or (dtype and math.prod(tensor.shape) * dtype.itemsize != tensor.size):
-                raise ModelError(f"{path}: {name}: {tensor.size} bytes do not hold {tensor.type} {tensor.shape}")
+                raise ModelError(
+                    f"{path}: {name}: {tensor.size} bytes do not hold {tensor.type} {tensor.shape}"
+                )
             if name in self.tensors:
                 raise ModelError(f"{path}: {name}: stands in another file too")
             self.tensors[name] = tensor
@@ -81,7 +85,9 @@ def _expected_files(directory: Path) -> dict[str, str]:
     index = directory / SHARD_INDEX_FILE
     if not index.is_file():
         if not (directory / SINGLE_FILE).is_file():
-            raise ModelError(f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there")
+            raise ModelError(
+                f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there"
+            )
         return {"": SINGLE_FILE}
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -99,14 +105,20 @@ def _read_header(path: Path) -> tuple[dict[str, _HeaderEntry], int]:
     except OSError as error:
         raise ModelError(f"{path}: weight file cannot be read: {error.strerror}") from error
     if len(text) != length:
-        raise ModelError(f"{path}: weight file has {path.stat().st_size} bytes, expected {8 + length} for its header "
-                         "alone; it was cut short, or is no safetensors file")
+        raise ModelError(
+            f"{path}: weight file has {path.stat().st_size} bytes, expected {8 + length} for its header "
+            "alone; it was cut short, or is no safetensors file"
+        )
     try:
         entries = {}
         for name, values in json.loads(text).items():
             if name != "__metadata__":
                 begin, end = map(int, values["data_offsets"])
-                entries[name] = _HeaderEntry(str(values["dtype"]), tuple(map(int, values["shape"])), begin, end)
+                entries[name] = _HeaderEntry(
+                    str(values["dtype"]), tuple(map(int, values["shape"])), begin, end
+                )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: header cannot be read: {error!r}; no safetensors file, or damaged") from error
+        raise ModelError(
+            f"{path}: header cannot be read: {error!r}; no safetensors file, or damaged"
+        ) from error
     return entries, 8 + length

@@ -27,9 +27,12 @@ class LlamaForCausalLM(nn.Module):
         architecture = config.architecture
         self.model = LlamaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = LogitsHead(
-            architecture.vocab_size, architecture.hidden_size,
+            architecture.vocab_size,
+            architecture.hidden_size,
             tied_to=self.model.embed_tokens if architecture.tie_word_embeddings else None,
-            config=config, prefix=f"{prefix}lm_head")
+            config=config,
+            prefix=f"{prefix}lm_head",
+        )
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
@@ -56,12 +59,16 @@ class LlamaModel(nn.Module):
         super().__init__()
         architecture = config.architecture
         self.embed_tokens = VocabEmbedding(
-            architecture.vocab_size, architecture.hidden_size, config=config, prefix=f"{prefix}.embed_tokens")
+            architecture.vocab_size, architecture.hidden_size, config=config, prefix=f"{prefix}.embed_tokens"
+        )
         self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, config=config)
         self.layers = nn.ModuleList(
-            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}") for index in range(architecture.num_layers))
+            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}")
+            for index in range(architecture.num_layers)
+        )
         self.norm = RMSNorm(
-            architecture.hidden_size, architecture.rms_norm_eps, config=config, prefix=f"{prefix}.norm")
+            architecture.hidden_size, architecture.rms_norm_eps, config=config, prefix=f"{prefix}.norm"
+        )
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
@@ -84,7 +91,8 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps, config=config, prefix=f"{prefix}.input_layernorm")
         self.self_attn = LlamaAttention(config=config, prefix=f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(
-            hidden_size, eps, config=config, prefix=f"{prefix}.post_attention_layernorm")
+            hidden_size, eps, config=config, prefix=f"{prefix}.post_attention_layernorm"
+        )
         self.mlp = LlamaMLP(config=config, prefix=f"{prefix}.mlp")
 
     def forward(
@@ -114,15 +122,30 @@ class LlamaAttention(nn.Module):
         architecture = config.architecture
         num_heads, head_dim = architecture.num_heads, architecture.head_dim
         self.qkv_proj = QKVLinear(
-            architecture.hidden_size, num_heads, architecture.num_kv_heads, head_dim,
-            bias=architecture.attention_bias, config=config, prefix=prefix)
+            architecture.hidden_size,
+            num_heads,
+            architecture.num_kv_heads,
+            head_dim,
+            bias=architecture.attention_bias,
+            config=config,
+            prefix=prefix,
+        )
         self.attention = Attention(head_dim)
         self.o_proj = RowLinear(
-            num_heads * head_dim, architecture.hidden_size,
-            bias=architecture.attention_bias, config=config, prefix=f"{prefix}.o_proj")
+            num_heads * head_dim,
+            architecture.hidden_size,
+            bias=architecture.attention_bias,
+            config=config,
+            prefix=f"{prefix}.o_proj",
+        )
 
     def forward(
-        self, hidden: Tensor, rotary: RotaryEmbedding, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch
+        self,
+        hidden: Tensor,
+        rotary: RotaryEmbedding,
+        positions: Tensor,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
     ) -> Tensor:
         query, key, value = self.qkv_proj.split_heads(self.qkv_proj(hidden))
         query, key = rotary(query, key, positions)
@@ -138,9 +161,15 @@ class LlamaMLP(nn.Module):
         architecture = config.architecture
         hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
         self.gate_up_proj = GateUpLinear(
-            hidden_size, intermediate_size, bias=architecture.mlp_bias, config=config, prefix=prefix)
+            hidden_size, intermediate_size, bias=architecture.mlp_bias, config=config, prefix=prefix
+        )
         self.down_proj = RowLinear(
-            intermediate_size, hidden_size, bias=architecture.mlp_bias, config=config, prefix=f"{prefix}.down_proj")
+            intermediate_size,
+            hidden_size,
+            bias=architecture.mlp_bias,
+            config=config,
+            prefix=f"{prefix}.down_proj",
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
@@ -155,10 +184,15 @@ def _refuse_unbuilt(config: ResolvedConfig) -> None:
     """
     architecture, rank = config.architecture, config.rank
     if architecture.hidden_act != "silu":
-        raise FeatureDisabled(f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone")
+        raise FeatureDisabled(
+            f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone"
+        )
     if rank.tensor_parallel_size > 1:
-        raise FeatureDisabled(f"tensor_parallel_size {rank.tensor_parallel_size}",
-                              "layers shard their weights, but sums over ranks are not built; set it to 1")
+        raise FeatureDisabled(
+            f"tensor_parallel_size {rank.tensor_parallel_size}",
+            "layers shard their weights, but sums over ranks are not built; set it to 1",
+        )
     if rank.pipeline_parallel_size > 1:
-        raise FeatureDisabled(f"pipeline_parallel_size {rank.pipeline_parallel_size}",
-                              "every rank runs all layers; set it to 1")
+        raise FeatureDisabled(
+            f"pipeline_parallel_size {rank.pipeline_parallel_size}", "every rank runs all layers; set it to 1"
+        )
