@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # A Python thread that computes would keep the GIL for 5 ms at a time and the wire waiting: with a busy
 # thread beside it a step's round trip measured 5.3 ms at the default and 0.7 ms at this.
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 _STOP_GRACE_S = 1.0
 _DRAIN_S = 10.0  # steps in flight take milliseconds; a prefill of a large budget may take seconds
 _POLL_S = 0.02
@@ -44,7 +44,7 @@ async def run(arguments: ServiceArguments) -> int:
     started = time.monotonic()
     config = arguments.config
     observe_logging.configure(config.log, "worker")
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = stop_event()
     server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
     board, metrics = InfoBoard(), WorkerMetrics.create()
