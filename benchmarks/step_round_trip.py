@@ -116,7 +116,9 @@ def _plan(step_id: int, num_new: int) -> StepPlan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000, help="per round (default: 2000)")
     parser.add_argument("--rounds", type=int, default=3, help="medians are taken over them (default: 3)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -124,9 +126,7 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve())
         return
-    with subprocess.Popen(
-        [sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True
-    ) as worker:
+    with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         port = int(worker.stdout.readline())
         print(f"{'rows':>6} {'window':>6} {'p50 us':>8} {'p99 us':>8} {'us/step':>8}")

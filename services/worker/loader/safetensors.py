@@ -4,121 +4,83 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.loader.base import Checkpoint, MappedFile, StoredTensor
+from services.worker.loader.base import Checkpoint, StoredTensor
 from triptych.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 
-_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MAX_HEADER_SIZE = 100_000_000  # the format's own limit, in bytes
+_TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of all files, mapped: reading one touches its pages alone."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers and check that every file is whole.
+        """Open the files; the library checks that each is whole.
 
         Raises:
-            ModelError: a file is missing, cut short or no safetensors file, or a tensor of the shard
-                index is missing; names the file and, for a cut one, both sizes.
+            ModelError: a file is missing, cut short, damaged or no safetensors file; or a tensor has a type
+                that cannot be read, stands in two files, or is missing though the shard index names it.
         """
         self.tensors: dict[str, StoredTensor] = {}
         self.file_name_to_size: dict[str, int] = {}
-        self._places: dict[str, tuple[MappedFile, int]] = {}  # file and offset of each tensor
-        expected = _expected_files(directory)
-        for file_name in sorted(set(expected.values())):
+        self._files: dict[str, safe_open] = {}  # by the name of the tensor
+        weight_map = _read_shard_index(directory)
+        for file_name in sorted(set(weight_map.values())) or [SINGLE_FILE]:
             self._add_file(directory / file_name)
-        for name, file_name in expected.items():
-            if name and name not in self.tensors:
+        for name, file_name in weight_map.items():
+            if name not in self.tensors:
                 raise ModelError(
                     f"{directory / file_name}: {name}: is missing, but {SHARD_INDEX_FILE} names it"
                 )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor, (file, offset) = self.tensors[name], self._places[name]
-        stored_dtype = _STORED_DTYPES.get(tensor.type)
-        if stored_dtype is None:
-            raise ModelError(f"{name}: type {tensor.type} is not supported, only {', '.join(_STORED_DTYPES)}")
-        data = file.read(offset, tensor.size)
-        if data.data_ptr() % stored_dtype.itemsize:  # writers align, but the format does not demand it
-            data = data.clone()
-        return data.view(stored_dtype).reshape(tensor.shape).to(dtype)
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor.to(dtype)
 
     def _add_file(self, path: Path) -> None:
-        entries, data_start = _read_header(path)
-        size = data_start + max((entry.end for entry in entries.values()), default=0)
-        file = MappedFile(path, expected_size=size)
+        try:
+            size = path.stat().st_size
+            file = safe_open(path, framework="pt", device="cpu")
+        except OSError as error:
+            raise ModelError(f"{path}: weight file cannot be read: {error.strerror or error}") from error
+        except SafetensorError as error:
+            raise ModelError(
+                f"{path}: weight file of {size} bytes cannot be read: {error}; "
+                "it was cut short or damaged, fetch it again"
+            ) from error
         self.file_name_to_size[path.name] = size
-        for name, entry in entries.items():
-            tensor = StoredTensor(entry.shape, entry.type, entry.end - entry.begin)
-            dtype = _STORED_DTYPES.get(tensor.type)
-            if entry.begin < 0 or (dtype and math.prod(tensor.shape) * dtype.itemsize != tensor.size):
+        for name in file.offset_keys():
+            view = file.get_slice(name)
+            shape, type_ = tuple(view.get_shape()), view.get_dtype()
+            if type_ not in _TYPE_SIZES:
                 raise ModelError(
-                    f"{path}: {name}: {tensor.size} bytes do not hold {tensor.type} {tensor.shape}"
+                    f"{path}: {name}: type {type_} is not supported, only {', '.join(_TYPE_SIZES)}"
                 )
             if name in self.tensors:
                 raise ModelError(f"{path}: {name}: stands in another file too")
-            self.tensors[name] = tensor
-            self._places[name] = file, data_start + entry.begin
+            self.tensors[name] = StoredTensor(shape, type_, math.prod(shape) * _TYPE_SIZES[type_])
+            self._files[name] = file
 
 
-@dataclass(frozen=True, slots=True)
-class _HeaderEntry:
-    """One tensor as the header has it; offsets in bytes from the start of the data."""
-
-    type: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def _expected_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name by the shard index; without one, the only file under the empty name."""
+def _read_shard_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> name of its file; empty where all tensors stand in the single file."""
     index = directory / SHARD_INDEX_FILE
     if not index.is_file():
         if not (directory / SINGLE_FILE).is_file():
             raise ModelError(
                 f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there"
             )
-        return {"": SINGLE_FILE}
+        return {}
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         return {str(name): str(file_name) for name, file_name in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index}: cannot be read: {error!r}") from error
-
-
-def _read_header(path: Path) -> tuple[dict[str, _HeaderEntry], int]:
-    """The tensors of a file, and where the data after the header starts. Format: u64 length, JSON, data."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(min(length, _MAX_HEADER_SIZE))
-    except OSError as error:
-        raise ModelError(f"{path}: weight file cannot be read: {error.strerror}") from error
-    if len(text) != length:
-        raise ModelError(
-            f"{path}: weight file has {path.stat().st_size} bytes, expected {8 + length} for its header "
-            "alone; it was cut short, or is no safetensors file"
-        )
-    try:
-        entries = {}
-        for name, values in json.loads(text).items():
-            if name != "__metadata__":
-                begin, end = map(int, values["data_offsets"])
-                entries[name] = _HeaderEntry(
-                    str(values["dtype"]), tuple(map(int, values["shape"])), begin, end
-                )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{path}: header cannot be read: {error!r}; no safetensors file, or damaged"
-        ) from error
-    return entries, 8 + length
