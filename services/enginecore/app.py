@@ -96,6 +96,7 @@ async def _export_metrics(loop: EngineLoop, metrics: EngineMetrics) -> None:
 async def _drain(server: RpcServer, loop: EngineLoop, drain_s: float, loop_task: asyncio.Task[None]) -> None:
     """Leave the load balancer, let what is alive finish."""
     log.info("stopping: draining %d requests", loop.num_requests)
+    loop.start_draining()
     await server.set_ready(False)
     deadline = time.monotonic() + drain_s
     while loop.num_requests and time.monotonic() < deadline and not loop_task.done():

@@ -15,7 +15,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler import Failed, Finished, Scheduler
 from services.enginecore.session_outputs import SessionOutputs
 from triptych.config import EngineConfig
-from triptych.errors import EngineFailure, EngineUnavailable, FeatureDisabled, TriptychError
+from triptych.errors import EngineFailure, EngineUnavailable, FeatureDisabled, InvalidRequest, TriptychError
 from triptych.types.facts import EngineStatus, WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepPlan, StepResult
@@ -101,8 +101,9 @@ class EngineCore:
         try:
             if submit.adapter:
                 raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
-            if self._scheduler is None:
+            if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
+            _check_vocabulary(submit, self._facts.model.vocab_size)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
             self._scheduler.add(Request.from_submit(submit, session=session, deadline=deadline))
@@ -197,3 +198,9 @@ class EngineCore:
             interval = now - self._last_result_at
             self._step_s += _STEP_WEIGHT * (interval - self._step_s) if self._step_s else interval
         self._last_result_at = now if self.num_in_flight else None
+
+
+def _check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
+    """The frontend has looked already; one id beyond the embedding would cost all requests their worker."""
+    if len(submit.token_ids) and (worst := int(submit.token_ids.max())) >= vocab_size:
+        raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")

@@ -55,6 +55,7 @@ class EngineLoop:
         self._session_numbers = itertools.count(1)
         self._sent_at: deque[float] = deque()
         self._window = 0
+        self._is_draining = False
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
@@ -87,6 +88,11 @@ class EngineLoop:
 
     def abort(self, session: int, number: int) -> None:
         self._post(lambda: self._engine.abort(session, number))
+
+    def start_draining(self) -> None:
+        """Tell frontends to send no more; what is here goes on."""
+        self._is_draining = True
+        self._set_ready(False, "the engine is draining")
 
     def reset_prefix_cache(self) -> int:
         """See `EngineCore.reset_prefix_cache`; runs between two turns of the loop."""
@@ -193,7 +199,9 @@ class EngineLoop:
                 outbox.put(batch)
 
     def _set_ready(self, ready: bool, why_not_ready: str) -> None:
-        """Tell health and every frontend, if anything has changed."""
+        """Tell health and every frontend, if anything has changed; draining is for good."""
+        if self._is_draining:
+            ready, why_not_ready = False, "the engine is draining"
         welcome = EngineWelcome(
             engine_id=self.welcome.engine_id,
             epoch=self._epoch,

@@ -114,6 +114,10 @@ class SessionGate:
             raise HandshakeMismatch(
                 f"protocol: engine speaks {hello.min_protocol}..{hello.max_protocol}, worker {PROTOCOL_VERSION}"
             )
+        if hello.window < 1:
+            raise HandshakeMismatch(
+                f"window: {hello.window} steps in flight compute nothing; ask for 1 at least"
+            )
         check_shared(engine=hello.shared_config, worker=self._shared_config)
         if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
             raise HandshakeMismatch(

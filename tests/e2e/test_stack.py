@@ -120,6 +120,21 @@ def test_the_official_client_chats_streams_and_completes(cluster: LocalCluster) 
     assert completion.usage.completion_tokens == 5
 
 
+def test_logprobs_come_with_the_tokens(cluster: LocalCluster) -> None:
+    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="embedded", messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3
+    )
+    entries = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries).startswith(ANSWER)
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.token == entry.top_logprobs[0].token, "greedy takes the best"
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert entry.logprob <= 0
+
+
 async def test_the_official_async_client_too(cluster: LocalCluster) -> None:
     client = openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
     stream = await client.chat.completions.create(

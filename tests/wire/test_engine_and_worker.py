@@ -212,3 +212,43 @@ async def test_no_worker_is_an_engine_that_is_not_ready_and_says_why() -> None:
     assert frontend.ends[1].code == EngineUnavailable.code
     await frontend.stop()
     await engine.stop()
+
+
+async def test_a_token_beyond_the_vocabulary_costs_nobody_else_the_worker() -> None:
+    async with running_stack() as (_, _, frontend):
+        await frontend.submit(1, [3, 61])
+        await frontend.submit(2, make_prompt(6))
+        await frontend.wait_for(lambda: len(frontend.ends) == 2)
+        assert frontend.ends[1].code == "INVALID_REQUEST"
+        assert "61 is not in the vocabulary, 0..60" in frontend.ends[1].message
+        assert frontend.tokens[2] == expected(2, make_prompt(6))[0]
+
+
+async def test_a_window_of_nothing_is_refused() -> None:
+    config = make_config()
+    worker = WorkerStack(config, NaiveRunner(config))
+    await worker.start()
+    engine = GrpcExecutor(
+        address=f"127.0.0.1:{worker.port}",
+        engine_id="engine-0",
+        epoch=1,
+        shared_config=shared_config(config),
+        window=0,
+    )
+    with pytest.raises(HandshakeMismatch, match="window: 0"):
+        await engine.connect(lambda: None)
+    await engine.close()
+    await worker.stop()
+
+
+async def test_a_draining_engine_tells_its_frontends_and_finishes_what_it_has() -> None:
+    async with running_stack() as (worker, engine, frontend):
+        worker.runner.may_step.clear()
+        await frontend.submit(1, make_prompt(6))
+        await frontend.wait_status(lambda status: status.num_running + status.num_waiting == 1)
+        engine.loop.start_draining()
+        await frontend.wait_for(lambda: not frontend.welcomes[-1].ready)
+        assert frontend.welcomes[-1].why_not_ready == "the engine is draining"
+        worker.runner.may_step.set()
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected(1, make_prompt(6))[0]

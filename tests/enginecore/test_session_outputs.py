@@ -1,0 +1,87 @@
+"""Tokens and log-probabilities of a step, sorted by frontend and joined over steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.enginecore.scheduler import StepOutput
+from services.enginecore.session_outputs import SessionOutputs
+from triptych.errors import QueueFull
+from triptych.types.step import LogprobColumns, StepResult
+
+
+def u32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint32)
+
+
+def step(sessions: list[int], numbers: list[int], rows: list[int]) -> tuple[StepOutput, StepResult]:
+    """Result row r has token 10 + r; rows 1 and 3 asked for logprobs: two candidates, then three."""
+    output = StepOutput(
+        sessions=np.array(sessions),
+        numbers=u32(*numbers),
+        token_ids=u32(*(10 + r for r in rows)),
+        rows=np.array(rows),
+    )
+    logprobs = LogprobColumns(
+        rows=u32(1, 3),
+        offsets=u32(0, 2, 5),
+        token_ids=u32(11, 5, 13, 6, 7),
+        logprobs=np.array([-0.1, -2.0, -0.3, -1.0, -3.0], dtype=np.float32),
+        ranks=u32(1, 4),
+    )
+    return output, StepResult(step_id=1, token_ids=u32(10, 11, 12, 13), logprobs=logprobs)
+
+
+def entries(columns: LogprobColumns) -> dict[int, list[int]]:
+    """Token place -> candidates."""
+    return {
+        int(row): columns.token_ids[columns.offsets[i] : columns.offsets[i + 1]].tolist()
+        for i, row in enumerate(columns.rows)
+    }
+
+
+def test_one_session_gets_its_columns_with_places_of_its_own_batch() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.add_step(*step([1, 1, 1], [7, 8, 9], rows=[0, 1, 3]))  # row 2 was nobody's any more
+    batch = outputs.take()[1]
+    assert batch.token_ids.tolist() == [10, 11, 13]
+    assert entries(batch.logprobs) == {1: [11, 5], 2: [13, 6, 7]}
+    assert batch.logprobs.ranks.tolist() == [1, 4]
+
+
+def test_two_sessions_get_what_is_theirs() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.open(2)
+    outputs.add_step(*step([1, 2, 1, 2], [7, 1, 8, 2], rows=[0, 1, 2, 3]))
+    batches = outputs.take()
+    assert batches[1].token_ids.tolist() == [10, 12]
+    assert batches[1].logprobs is None
+    assert batches[2].numbers.tolist() == [1, 2]
+    assert entries(batches[2].logprobs) == {0: [11, 5], 1: [13, 6, 7]}
+
+
+def test_two_steps_join_into_one_batch() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
+    outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
+    batch = outputs.take()[1]
+    assert batch.numbers.tolist() == [7, 8, 7, 8]
+    assert entries(batch.logprobs) == {0: [11, 5], 1: [13, 6, 7], 2: [11, 5], 3: [13, 6, 7]}
+    assert outputs.take() == {}
+
+
+def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, 4)
+    assert outputs.take()[1].batch_id == 1
+    outputs.fail(1, 5, QueueFull("full", 1.5))
+    batch = outputs.take()[1]
+    assert (batch.batch_id, batch.failures[0].retry_after_ms) == (2, 1500)
+    outputs.close(1)
+    outputs.admit(1, 6)
+    outputs.add_step(*step([1], [7], rows=[0]))
+    assert outputs.take() == {}
