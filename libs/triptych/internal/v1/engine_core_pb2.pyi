@@ -73,7 +73,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "traceparent")
+    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -85,7 +85,6 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     token_ids: bytes
@@ -97,8 +96,7 @@ class Submit(_message.Message):
     cache_salt: str
     deadline_remaining_ms: int
     adapter: str
-    traceparent: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("request_ids", "numbers", "tokens_received")
