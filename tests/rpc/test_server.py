@@ -153,7 +153,8 @@ async def test_stopping_lets_a_running_call_finish_and_refuses_new_ones(serve):
         stopping = asyncio.create_task(running.server.stop(DEADLINE_S))
         with pytest.raises(grpc.RpcError) as refused:
             await running.generation.Detokenize(generation_pb2.DetokenizeRequest(), timeout=DEADLINE_S)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        # gRPC says the one or the other, by whether the call or the GOAWAY was on its way first
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         leave.set()
         assert (await call).status.engine_id == "e"
         await asyncio.wait_for(stopping, DEADLINE_S)
