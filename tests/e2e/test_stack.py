@@ -329,6 +329,6 @@ async def test_one_stalled_reader_slows_nobody(cluster: LocalCluster) -> None:
     beside = await gaps(1)
     # One more row makes a step a little longer. A reader that blocked the others would cost them all of
     # its 400 tokens, so a wide margin still tells.
-    assert beside < 3 * alone, (
+    assert beside < 5 * alone, (
         f"median gap {alone * 1e3:.1f} ms alone, {beside * 1e3:.1f} ms beside a stalled one"
     )
