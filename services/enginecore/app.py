@@ -68,11 +68,12 @@ async def run(arguments: ServiceArguments) -> int:
     )
     stopping = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
-    code = EXIT_OK
     if stopping in done:
         await _drain(server, loop, config.engine.drain_s, tasks[0])
-    else:  # a background task never ends by itself unless something is wrong
-        code = await _report_death(server, next(task for task in tasks if task.done()))
+    code = EXIT_OK
+    if dead := [task for task in tasks if task.done()]:  # none ends by itself unless something is wrong
+        code = await _report_death(server, dead[0])
+    loop.end_sessions()
     await server.stop(_STOP_GRACE_S)
     for task in (*tasks, stopping):
         task.cancel()

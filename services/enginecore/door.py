@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from services.enginecore.loop import EngineLoop
+from services.enginecore.outbox import Outbox
 from triptych.errors import (
     EngineUnavailable,
     FeatureDisabled,
@@ -47,16 +48,15 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
         frontend_id = await _read_hello(request_iterator)
         session, outbox = self._loop.open_session()
         log.info("frontend %s connected", frontend_id)
-        reader = asyncio.create_task(self._read(request_iterator, session), name=f"read-{frontend_id}")
-        reader.add_done_callback(lambda _: outbox.close())
+        reader = asyncio.create_task(
+            self._read(request_iterator, session, outbox), name=f"read-{frontend_id}"
+        )
         try:
             async for message in outbox.messages():
                 if isinstance(message, OutputBatch):
                     yield engine_core_pb2.ConnectResponse(outputs=outputs_to_proto(message))
                 else:
                     yield engine_core_pb2.ConnectResponse(welcome=welcome_to_proto(message))
-            if reader.done() and not reader.cancelled():
-                reader.result()
         finally:
             reader.cancel()
             self._loop.close_session(session)
@@ -72,21 +72,33 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
             engine_id=welcome.engine_id, epoch=welcome.epoch, facts=worker_facts_to_proto(facts)
         )
 
-    async def _read(self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], session: int) -> None:
-        async for request in requests:
-            match request.WhichOneof("message"):
-                case "submit":
-                    for message in request.submit.requests:
-                        self._loop.submit(session, submit_from_proto(message))
-                case "abort":
-                    for number in u32_from_bytes(request.abort).tolist():
-                        self._loop.abort(session, number)
-                case "last_batch_seen":
-                    pass  # acknowledgements free nothing yet: a lost stream's outputs are not kept
-                case "attach":
-                    raise FeatureDisabled("attach", "a broken stream's requests cannot be taken up yet")
-                case other:
-                    raise ProtocolViolation(f"expected a submit or an abort, got {other}")
+    async def _read(
+        self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], session: int, outbox: Outbox
+    ) -> None:
+        """Post what comes until the frontend closes its half; what goes wrong ends the session's outputs."""
+        try:
+            async for request in requests:
+                self._take(request, session)
+                await self._loop.wait_for_room()
+        except Exception as error:
+            outbox.close(error)
+        else:
+            outbox.close()
+
+    def _take(self, request: engine_core_pb2.ConnectRequest, session: int) -> None:
+        match request.WhichOneof("message"):
+            case "submit":
+                for message in request.submit.requests:
+                    self._loop.submit(session, submit_from_proto(message))
+            case "abort":
+                for number in u32_from_bytes(request.abort).tolist():
+                    self._loop.abort(session, number)
+            case "last_batch_seen":
+                pass  # acknowledgements free nothing yet: a lost stream's outputs are not kept
+            case "attach":
+                raise FeatureDisabled("attach", "a broken stream's requests cannot be taken up yet")
+            case other:
+                raise ProtocolViolation(f"expected a submit or an abort, got {other}")
 
 
 class AdminDoor(admin_pb2_grpc.AdminServiceServicer):

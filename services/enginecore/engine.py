@@ -15,10 +15,17 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler import Failed, Finished, Scheduler
 from services.enginecore.session_outputs import SessionOutputs
 from triptych.config import EngineConfig
-from triptych.errors import EngineFailure, EngineUnavailable, FeatureDisabled, InvalidRequest, TriptychError
+from triptych.errors import (
+    EngineFailure,
+    EngineUnavailable,
+    FeatureDisabled,
+    InvalidRequest,
+    ProtocolViolation,
+    TriptychError,
+)
 from triptych.types.facts import EngineStatus, WorkerFacts
 from triptych.types.outputs import OutputBatch
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.step import U32, StepPlan, StepResult
 from triptych.types.submit import SubmitRequest
 
 log = logging.getLogger(__name__)
@@ -80,7 +87,8 @@ class EngineCore:
         """The step stream has ended; no result will come for what is in flight."""
         assert self._scheduler is not None, "a worker was lost that was never ready"
         self._last_result_at = None
-        self._num_losses_in_a_row += 1
+        if self._scheduler.num_in_flight:  # an idle worker's end accuses nobody
+            self._num_losses_in_a_row += 1
         if self._num_losses_in_a_row >= _MAX_LOSSES_IN_A_ROW:
             why = f"the worker was lost {self._num_losses_in_a_row} times in a row while it computed this request"
             self._note_failed(self._scheduler.fail_running(EngineFailure(why)))
@@ -97,7 +105,12 @@ class EngineCore:
         self._outputs.close(session)
 
     def submit(self, session: int, submit: SubmitRequest) -> None:
-        """Queue a request; a refusal is an output of its session, never an exception."""
+        """Queue a request; a refusal is an output of its session, never an exception.
+
+        On a session that has ended meanwhile nothing happens: nobody would see the end of the request.
+        """
+        if not self._outputs.is_open(session):
+            return
         try:
             if submit.adapter:
                 raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
@@ -130,9 +143,13 @@ class EngineCore:
         """Take in one step's result; its outputs wait for `take_outputs`.
 
         Raises:
-            ProtocolViolation: it does not answer the oldest step in flight.
+            ProtocolViolation: it does not answer the oldest step in flight, or is no result of this model;
+                nothing has changed.
         """
         assert self._scheduler is not None, "a result came before any worker was ready"
+        assert self._facts is not None
+        if (worst := _largest(result.token_ids)) >= self._facts.model.vocab_size:
+            raise ProtocolViolation(f"result of step {result.step_id}: {worst} is not in the vocabulary")
         output = self._scheduler.update(result)
         self._num_losses_in_a_row = 0
         self._outputs.add_step(output, result)
@@ -202,5 +219,10 @@ class EngineCore:
 
 def _check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
     """The frontend has looked already; one id beyond the embedding would cost all requests their worker."""
-    if len(submit.token_ids) and (worst := int(submit.token_ids.max())) >= vocab_size:
+    if (worst := _largest(submit.token_ids)) >= vocab_size:
         raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")
+
+
+def _largest(token_ids: U32) -> int:
+    """-1 of none."""
+    return int(token_ids.max()) if len(token_ids) else -1

@@ -11,13 +11,14 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.executor.base import Executor, WorkerLost
 from services.enginecore.outbox import Outbox
 from triptych.config import EngineConfig
-from triptych.errors import ProtocolViolation, TriptychError
+from triptych.errors import EngineUnavailable, ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.facts import EngineStatus, WorkerFacts
@@ -29,6 +30,9 @@ _FIRST_REDIAL_S = 0.05
 _MAX_REDIAL_S = 1.0
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
 _MAX_WHY = 500
+_MAX_INBOX = 4096  # frontends that send faster than turns come are read no further
+
+_T = TypeVar("_T")
 
 
 class EngineLoop:
@@ -51,6 +55,7 @@ class EngineLoop:
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._has_room = asyncio.Event()
         self._outboxes: dict[int, Outbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent_at: deque[float] = deque()
@@ -83,6 +88,17 @@ class EngineLoop:
         self._outboxes.pop(session).close()
         self._post(lambda: self._engine.close_session(session))
 
+    def end_sessions(self) -> None:
+        """End every frontend's stream, each after what it has been given."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    async def wait_for_room(self) -> None:
+        """Doors wait here between two messages; gRPC then holds back the frontend that sends too fast."""
+        while len(self._inbox) >= _MAX_INBOX:
+            self._has_room.clear()
+            await self._has_room.wait()
+
     def submit(self, session: int, request: SubmitRequest) -> None:
         self._post(lambda: self._engine.submit(session, request))
 
@@ -109,35 +125,34 @@ class EngineLoop:
         Raises:
             ConfigError: this engine's config can never work with its worker's facts.
         """
-        while True:
-            await self._connect()
-            try:
-                await self._serve()
-            except WorkerLost as loss:
-                why = f"the worker at {self._config.engine.worker_address} was lost: {loss}"
-            except ProtocolViolation as violation:
-                why = f"the worker broke the protocol: {violation}"
-            log.warning("%s", why, extra=with_fields(requests_requeued=self._engine.num_requests))
-            self._metrics.worker_losses.inc()
-            self._sent_at.clear()
-            self._engine.worker_lost()
-            self._send_outputs()
+        try:
+            while True:
+                await self._connect()
+                why = await self._serve()
+                log.warning("%s", why, extra=with_fields(requests_requeued=self._engine.num_requests))
+                self._metrics.worker_losses.inc()
+                self._sent_at.clear()
+                self._engine.worker_lost()
+                self._send_outputs()
+        finally:
+            await self._executor.close()
 
     async def _connect(self) -> None:
         """Dial until the worker welcomes us. Requests queue meanwhile; readiness lasts `resume_ttl_s`."""
         delay_s, lost_at, last_why = _FIRST_REDIAL_S, time.monotonic(), ""
         while True:
             try:
-                connected = await self._executor.connect(self._wake.set)
+                connected = await self._meanwhile(self._executor.connect(self._wake.set))
                 break
             except TriptychError as error:
                 why = error.message[:_MAX_WHY]
                 if why != last_why:
-                    log.info("worker %s: %s", self._config.engine.worker_address, why)
+                    level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
+                    log.log(level, "worker %s: %s", self._config.engine.worker_address, why)
                     last_why = why
             if not self.welcome.ready or time.monotonic() - lost_at > self._config.engine.resume_ttl_s:
                 self._set_ready(False, last_why)
-            await self._idle(delay_s)
+            await self._meanwhile(asyncio.sleep(delay_s))
             delay_s = min(2 * delay_s, _MAX_REDIAL_S)
         self._engine.worker_ready(connected.facts)
         self.facts, self._window = connected.facts, connected.window
@@ -152,31 +167,47 @@ class EngineLoop:
             ),
         )
 
-    async def _idle(self, duration_s: float) -> None:
-        """Take in requests and notice deadlines while there is no worker."""
-        until = time.monotonic() + duration_s
-        while (remaining_s := until - time.monotonic()) > 0:
-            self._drain_inbox()
-            self._engine.expire()
-            self._send_outputs()
-            await self._wait(min(remaining_s, _TICK_S))
+    async def _meanwhile(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Take in requests and notice deadlines until `work` is done, while there is no worker."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not task.done():
+                self._wake.clear()
+                self._drain_inbox()
+                self._engine.expire()
+                self._send_outputs()
+                await self._wait(_TICK_S)
+            return task.result()
+        finally:
+            task.cancel()
 
-    async def _serve(self) -> None:
-        """Plan and send steps, take in results, until the stream breaks (WorkerLost)."""
+    async def _serve(self) -> str:
+        """Plan and send steps, take in results, until the stream breaks; returns why."""
+        try:
+            while True:
+                await self._turn()
+        except WorkerLost as loss:
+            return f"the worker at {self._config.engine.worker_address} was lost: {loss}"
+        except ProtocolViolation as violation:
+            return f"the worker broke the protocol: {violation}"
+
+    async def _turn(self) -> None:
         engine = self._engine
-        while True:
-            self._wake.clear()
-            self._drain_inbox()
-            for result in self._executor.receive():
+        self._wake.clear()
+        self._drain_inbox()
+        while results := self._executor.receive():  # until it has none, or tells of the loss behind them
+            received_at = time.monotonic()
+            for result in results:
                 engine.apply(result)
-                self._metrics.step_seconds.observe(time.monotonic() - self._sent_at.popleft())
-            engine.expire()
-            while engine.num_in_flight < self._window and (plan := engine.plan()) is not None:
-                self._sent_at.append(time.monotonic())
-                await self._executor.send(plan)
-            self._send_outputs()
-            if not self._inbox:
-                await self._wait(_TICK_S if engine.num_requests else None)
+                self._metrics.step_seconds.observe(received_at - self._sent_at.popleft())
+        engine.expire()
+        while engine.num_in_flight < self._window and (plan := engine.plan()) is not None:
+            self._sent_at.append(time.monotonic())
+            await self._executor.send(plan)
+        self._send_outputs()
+        if not self._inbox:
+            await self._wait(_TICK_S if engine.num_requests else None)
 
     async def _wait(self, timeout_s: float | None) -> None:
         try:
@@ -192,11 +223,15 @@ class EngineLoop:
     def _drain_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+        self._has_room.set()
 
     def _send_outputs(self) -> None:
         for session, batch in self._engine.take_outputs().items():
             if (outbox := self._outboxes.get(session)) is not None:
                 outbox.put(batch)
+                if outbox.is_overrun:
+                    log.warning("session %d does not read its outputs: its requests are aborted", session)
+                    self._engine.close_session(session)
 
     def _set_ready(self, ready: bool, why_not_ready: str) -> None:
         """Tell health and every frontend, if anything has changed; draining is for good."""

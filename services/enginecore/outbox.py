@@ -22,11 +22,12 @@ class Outbox:
         self._pending: deque[OutputBatch | EngineWelcome] = deque()
         self._news = asyncio.Event()
         self._is_closed = False
+        self._error: Exception | None = None
         self.is_overrun = False
 
     def put(self, item: OutputBatch | EngineWelcome) -> None:
-        """Queue one message; past the bound the session is overrun and its stream ends."""
-        if self._is_closed:
+        """Queue one message; past the bound the session is overrun and gets nothing more."""
+        if self._is_closed or self.is_overrun:
             return
         if len(self._pending) >= MAX_PENDING:
             self.is_overrun = True
@@ -35,9 +36,10 @@ class Outbox:
             self._pending.append(item)
         self._news.set()
 
-    def close(self) -> None:
-        """Let the reader finish what is pending, then end."""
-        self._is_closed = True
+    def close(self, error: Exception | None = None) -> None:
+        """Let the reader finish what is pending, then end, with `error` if that is why."""
+        if not self._is_closed:
+            self._is_closed, self._error = True, error
         self._news.set()
 
     async def messages(self) -> AsyncIterator[OutputBatch | EngineWelcome]:
@@ -45,12 +47,15 @@ class Outbox:
 
         Raises:
             EngineFailure: the reader fell too far behind.
+            Exception: what the session was closed with.
         """
         while True:
             while self._pending:
                 yield self._pending.popleft()
             if self.is_overrun:
                 raise EngineFailure(f"the frontend is more than {MAX_PENDING} output batches behind")
+            if self._error is not None:
+                raise self._error
             if self._is_closed:
                 return
             self._news.clear()

@@ -39,6 +39,9 @@ class SessionOutputs:
     def open(self, session: int) -> None:
         self._gathered[session] = _Gathered()
 
+    def is_open(self, session: int) -> bool:
+        return session in self._gathered
+
     def close(self, session: int) -> None:
         self._gathered.pop(session, None)
 

@@ -95,7 +95,9 @@ async def run(arguments: ServiceArguments) -> int:
         return await _fail(server, thread)
     await _drain(server, board, gate)
     if ready.is_set():  # while it loads, the thread cannot be interrupted; as a daemon it ends with us
-        await thread.stop()
+        await thread.stop(_STOP_GRACE_S)
+        if thread.ended.done() and thread.ended.exception() is not None:
+            return await _fail(server, thread)
     log.info("stopped")
     return EXIT_OK
 
@@ -112,6 +114,7 @@ async def _drain(server: RpcServer, board: InfoBoard, gate: SessionGate) -> None
     log.info("stopping: finishing %d steps in flight", gate.num_in_flight)
     board.change(phase=Phase.DRAINING, progress=0.0)
     await server.set_ready(False)
+    gate.drain()
     deadline = time.monotonic() + _DRAIN_S
     while gate.num_in_flight and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)

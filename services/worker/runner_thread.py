@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from services.worker.runner.base import Runner
+from triptych.errors import EngineFailure, TriptychError
 from triptych.types.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,11 @@ class RunnerThread:
         if session == self._current:
             self._current += 1
 
-    async def stop(self) -> None:
-        """Let the step in hand finish, then end the thread."""
+    async def stop(self, grace_s: float) -> None:
+        """End the thread after the step in hand; past `grace_s` leave it to the end of the process."""
         self._current += 1
         self._inbox.put(None)
-        await asyncio.wait([self.ended])
+        await asyncio.wait([self.ended], timeout=grace_s)
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -129,5 +130,7 @@ def _execute(runner: Runner, plan: StepPlan, idle_ns: int) -> StepResult | Excep
         result = runner.execute(plan)
     except Exception as error:
         log.error("step %d failed: %r", plan.step_id, error, exc_info=error)
-        return error
+        if isinstance(error, TriptychError):
+            return error
+        return EngineFailure(f"step {plan.step_id} failed: {error!r}")
     return replace(result, timings=replace(result.timings, idle_ns=idle_ns))

@@ -32,6 +32,10 @@ class EngineHello:
     shared_config: Mapping[str, str]
     window: int
 
+    def is_of_same_engine(self, other: EngineHello) -> bool:
+        """The same process: an epoch is drawn at its start."""
+        return (self.engine_id, self.epoch) == (other.engine_id, other.epoch)
+
     def __str__(self) -> str:
         return f"engine {self.engine_id} (epoch {self.epoch})"
 
@@ -47,14 +51,17 @@ class Session:
         self._results: asyncio.Queue[StepResult | Exception | None] = asyncio.Queue()
         self._number = thread.open_session(self._results.put_nowait)
         self._last_step = 0
+        self._is_draining = False
         self.num_in_flight = 0
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one step.
+        """Queue one step; while the session drains it is dropped, and the engine plans it anew elsewhere.
 
         Raises:
             ProtocolViolation: not the step after the last one, or more than the window in flight.
         """
+        if self._is_draining:
+            return
         if plan.step_id != self._last_step + 1:
             raise ProtocolViolation(f"STEP_GAP: step {plan.step_id} after step {self._last_step}")
         if self.num_in_flight >= self.window:
@@ -65,6 +72,11 @@ class Session:
         self.num_in_flight += 1
         self._thread.submit(self._number, plan)
 
+    def drain(self) -> None:
+        """Take no more steps; the stream ends behind the results of those in flight."""
+        self._is_draining = True
+        self._end_if_drained()
+
     def end(self, error: Exception | None) -> None:
         """No more steps will come; `error` says why, None that the engine left in order."""
         self._results.put_nowait(error)
@@ -74,8 +86,14 @@ class Session:
         outcome = await self._results.get()
         if isinstance(outcome, Exception):
             raise outcome
-        self.num_in_flight -= 1
+        if outcome is not None:
+            self.num_in_flight -= 1
+            self._end_if_drained()
         return outcome
+
+    def _end_if_drained(self) -> None:
+        if self._is_draining and not self.num_in_flight:
+            self.end(EngineUnavailable("the worker is stopping"))
 
     def close(self) -> None:
         self._thread.close_session(self._number)
@@ -94,8 +112,14 @@ class SessionGate:
     def num_in_flight(self) -> int:
         return self._holder.num_in_flight if self._holder else 0
 
+    def drain(self) -> None:
+        """Let the steps in flight be the last ones."""
+        if self._holder is not None:
+            self._holder.drain()
+
     def open(self, hello: EngineHello) -> Session:
-        """Admit an engine.
+        """Admit an engine. One that dials again takes its own place: its first stream is broken, and this
+        side may learn of it much later.
 
         Raises:
             EngineUnavailable: not ready yet; says how far it is.
@@ -105,7 +129,7 @@ class SessionGate:
         state = self._board.state
         if not state.is_ready or state.facts is None:
             raise EngineUnavailable(f"the worker is {state.phase} ({state.progress:.0%})")
-        if self._holder is not None:
+        if self._holder is not None and not self._holder.hello.is_of_same_engine(hello):
             raise WorkerHeld(
                 f"this worker is held by {self._holder.hello}; it serves one engine at a time: "
                 f"stop that engine, or give {hello} another worker"
@@ -123,6 +147,8 @@ class SessionGate:
             raise HandshakeMismatch(
                 f"fingerprint: engine expects {hello.fingerprint}, worker has {state.facts.model.fingerprint}"
             )
+        if self._holder is not None:
+            self._holder.end(ProtocolViolation(f"{hello} has dialled again"))
         self._holder = Session(hello, state.facts, self._thread)
         self._board.change(held_by=str(hello))
         return self._holder

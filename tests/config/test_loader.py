@@ -230,8 +230,11 @@ def test_a_missing_file_is_named(tmp_path):
         ("scheduler: {", "is not yaml"),
         ("- scheduler", "expected a mapping of sections, found list"),
         ("just text", "expected a mapping of sections, found str"),
-        ("scheduler: 4", "scheduler"),
+        ("scheduler: 4", "scheduler: expected a mapping of options, found 4"),
         ("nonsense: 4", "nonsense: no such option"),
+        ("nonsense:", "nonsense: no such option"),
+        ("schedule: {}", "schedule: no such option"),
+        ("7: 8", "7: no such option"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(yaml, words, tmp_path):
@@ -239,6 +242,16 @@ def test_a_file_of_another_shape_is_refused(yaml, words, tmp_path):
         load(yaml, tmp=tmp_path)
     assert words in caught.value.message
     assert "triptych.yaml" in caught.value.message
+
+
+def test_an_empty_section_changes_nothing(tmp_path):
+    assert load("scheduler:\nlog: {}", tmp=tmp_path) == EngineConfig()
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "triptych.yaml").write_bytes(b"log: {level: \xff\xfe}")
+    with pytest.raises(ConfigError, match=r"triptych\.yaml is not yaml: "):
+        load_config(file=tmp_path / "triptych.yaml", env={})
 
 
 # Flags

@@ -89,8 +89,8 @@ class WorkerStack:
             on_phase=lambda phase, progress: self.board.change(phase=phase, progress=progress),
             on_ready=on_ready,
         )
-        gate = SessionGate(self.board, self._thread, shared_config(config))
-        door = WorkerDoor(gate, self.board, WorkerMetrics.create(CollectorRegistry()))
+        self._gate = SessionGate(self.board, self._thread, shared_config(config))
+        door = WorkerDoor(self._gate, self.board, WorkerMetrics.create(CollectorRegistry()))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, self._server.grpc)
         self.port = 0
 
@@ -99,10 +99,19 @@ class WorkerStack:
         await self._server.start()
         self._thread.start()
 
+    @property
+    def num_in_flight(self) -> int:
+        return self._gate.num_in_flight
+
+    def drain(self) -> None:
+        """As the app does on SIGTERM."""
+        self.board.change(phase=Phase.DRAINING, progress=0.0)
+        self._gate.drain()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         await self._server.stop(grace_s)
         self.runner.may_step.set()
-        await self._thread.stop()
+        await self._thread.stop(DEADLINE_S)
 
 
 class EngineStack:
@@ -137,7 +146,6 @@ class EngineStack:
         await self._server.stop(0)
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self.loop._executor.close()
 
 
 class FakeFrontend:
@@ -174,6 +182,13 @@ class FakeFrontend:
         for end in (*batch.finished, *batch.failures):
             assert end.number not in self.ends, "a second end"
             self.ends[end.number] = end
+
+    async def send(self, message: engine_core_pb2.ConnectRequest) -> None:
+        await self._call.write(message)
+
+    async def ended(self) -> None:
+        """Until the stream has ended; raises its status if that is an error."""
+        await self._reader
 
     async def submit(self, number: int, prompt: Sequence[int], **fields: Any) -> None:
         sampling = SamplingParams(**{"max_tokens": 16, **fields.pop("sampling", {})})

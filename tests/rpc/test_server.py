@@ -201,3 +201,10 @@ def test_the_ready_file_holds_pid_and_ports_and_no_leftovers(tmp_path):
 
 def test_without_a_ready_file_nothing_is_written():
     write_ready_file(None, {"port": 1})
+
+
+def test_a_ready_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"--ready-file .*gone/ready\.json: cannot be written \(No such file"
+    ):
+        write_ready_file(tmp_path / "gone" / "ready.json", {"port": 1})

@@ -162,7 +162,57 @@ def test_an_internal_status_names_the_request():
     assert "(request abc)" in internal_status("abc").details
 
 
+# Errors too large for a status
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest([errors.FieldViolation(f"stop[{i}]", "x" * 100) for i in range(300)]),
+        errors.InvalidRequest("stop", "é" * 5000),
+        errors.InvalidRequest("€" * 5000, "%" * 5000),
+        errors.EngineUnavailable("\n" * 20_000),
+    ],
+    ids=["many violations", "one of many bytes", "a long field", "a long message"],
+)
+async def test_a_large_error_arrives_cut_and_keeps_its_code(error, serve):
+    async def behave():
+        raise error
+
+    async with serve(behave) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert caught.value.code() is row_of(error).grpc_code
+    assert caught.value.details().endswith("…")
+    rebuilt = from_rpc_error(caught.value)
+    assert type(rebuilt) is type(error)
+
+
+async def test_violations_beyond_what_fits_are_counted(serve):
+    async def behave():
+        raise errors.InvalidRequest([errors.FieldViolation(f"stop[{i}]", "x" * 100) for i in range(300)])
+
+    async with serve(behave) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    *shown, last = from_rpc_error(caught.value).violations
+    assert len(shown) > 20
+    assert [violation.field for violation in shown] == [f"stop[{i}]" for i in range(len(shown))]
+    assert last.description == f"and {300 - len(shown)} more"
+
+
 # Statuses that no Triptych door wrote
+
+
+@pytest.mark.parametrize("details", [b"\xff", internal_status().trailing_metadata[0][1]])
+def test_details_that_contradict_their_status_are_not_believed(details):
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="no healthy upstream"
+    )
+    rebuilt = from_rpc_error(error)
+    assert type(rebuilt) is errors.EngineUnavailable
+    assert rebuilt.message == "UNAVAILABLE: no healthy upstream"
 
 
 async def test_a_method_that_is_not_there_is_a_plain_error_with_the_status_in_words(serve):

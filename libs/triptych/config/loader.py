@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _from_file(file: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {file}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {file} is not yaml: {error}") from None
     if document is None:
         return {}
@@ -172,15 +172,16 @@ def _from_file(file: Path, options: Mapping[str, Option]) -> dict[str, Any]:
             f"config file {file}: expected a mapping of sections, found {type(document).__name__}"
         )
     values: dict[str, Any] = {}
+    sections = [leaf.name for leaf in fields(EngineConfig)]
     for leaf, section in document.items():
-        if section is None:
-            continue
-        if not isinstance(section, dict):
-            _find(str(leaf), options, str(file))
+        if isinstance(section, dict):
+            for name, raw in section.items():
+                option = _find(f"{leaf}.{name}", options, str(file))
+                values[option.key] = _parse(option, raw, str(file))
+        elif leaf in sections and section is not None:
             raise ConfigError(f"{leaf}: expected a mapping of options, found {section!r} ({file})")
-        for name, raw in section.items():
-            option = _find(f"{leaf}.{name}", options, str(file))
-            values[option.key] = _parse(option, raw, str(file))
+        if leaf not in sections:
+            raise ConfigError(f"{leaf}: no such option ({file}){_suggest(str(leaf), sections)}")
     return values
 
 
@@ -203,8 +204,8 @@ def _find(key: str, options: Mapping[str, Option], source: str) -> Option:
     return options[key]
 
 
-def _suggest(name: str, known: Mapping[str, Option]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else "; see --help for all of them"
 
 

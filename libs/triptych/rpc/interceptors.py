@@ -77,7 +77,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: st
     if isinstance(error, TriptychError):
         status = to_status(error)
         if status.code is grpc.StatusCode.INTERNAL:
-            log.error("%s failed: %s", method, error, exc_info=error)
+            log.error("%s failed: %s", method, error, exc_info=error.__cause__)
     else:
         log.error("%s failed by a bug: %r", method, error, exc_info=error)
         status = internal_status()

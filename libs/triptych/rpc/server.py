@@ -96,12 +96,19 @@ class RpcServer:
 
 
 def write_ready_file(path: Path | None, ports: Mapping[str, int]) -> None:
-    """Write the bound ports as JSON, atomically; whoever started us reads it."""
+    """Write the bound ports as JSON, atomically; whoever started us reads it.
+
+    Raises:
+        ConfigError: it cannot be written; names it.
+    """
     if path is None:
         return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump({"pid": os.getpid(), **ports}, file)
-    os.replace(file.name, path)
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"pid": os.getpid(), **ports}, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {path}: cannot be written ({error.strerror or error})") from None
 
 
 def stop_event() -> asyncio.Event:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -19,6 +20,11 @@ from triptych import errors
 from triptych.errors import FieldViolation, TriptychError
 
 ERROR_DOMAIN = "triptych"
+
+# Clients refuse more than 8 KiB of trailing metadata and see RESOURCE_EXHAUSTED in place of the status. It
+# holds the message twice, once percent-encoded, which makes three bytes of one; and the violations once.
+_MAX_MESSAGE_BYTES = 1024
+_MAX_VIOLATIONS_BYTES = 3072
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +71,41 @@ def row_of(error: TriptychError) -> ErrorRow:
 
 
 def to_status(error: TriptychError) -> grpc.Status:
-    """The gRPC status with all its details."""
+    """The gRPC status with all its details, cut to what a client's gRPC accepts."""
     row = row_of(error)
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code, domain=ERROR_DOMAIN)]
     if isinstance(error, errors.InvalidRequest):
-        bad_request = error_details_pb2.BadRequest()
-        for violation in error.violations:
-            bad_request.field_violations.add(field=violation.field, description=violation.description)
-        details.append(bad_request)
+        details.append(_bad_request(error.violations))
     if isinstance(error, errors.QueueFull):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(max(1, round(error.retry_after_s * 1000)))
         details.append(retry)
-    message = status_pb2.Status(code=row.grpc_code.value[0], message=error.message)
+    message = status_pb2.Status(code=row.grpc_code.value[0], message=_cut(error.message, _MAX_MESSAGE_BYTES))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
         message.details.append(packed)
     return rpc_status.to_status(message)
+
+
+def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadRequest:
+    message, room = error_details_pb2.BadRequest(), _MAX_VIOLATIONS_BYTES
+    for index, violation in enumerate(violations):
+        field, description = _cut(violation.field, 256), _cut(violation.description, _MAX_MESSAGE_BYTES)
+        room -= len(field.encode()) + len(description.encode())
+        if room < 0:
+            message.field_violations.add(description=f"and {len(violations) - index} more")
+            break
+        message.field_violations.add(field=field, description=description)
+    return message
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    """`text`, or as much of its beginning as fits in `max_bytes` of UTF-8 with an ellipsis."""
+    encoded = text.encode()
+    if len(encoded) <= max_bytes:
+        return text
+    return encoded[: max_bytes - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def internal_status(request_id: str = "") -> grpc.Status:
@@ -99,8 +122,7 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     """The typed error that a status stands for; UNKNOWN and the like become plain TriptychError."""
     code = error.code()
     text = error.details() or code.name
-    call: Any = error  # grpc.aio's errors have the methods of a Call without being one
-    status = rpc_status.from_call(call)
+    status = _rich_status(error)
     reason, retry_after_s = "", 0.0
     violations: list[FieldViolation] = []
     for detail in status.details if status is not None else ():
@@ -119,6 +141,16 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     if reason in _ROW_BY_CODE:
         return error_from_code(reason, text, violations, retry_after_s)
     return _ERROR_BY_GRPC_CODE.get(code, TriptychError)(f"{code.name}: {text}")
+
+
+def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
+    """The details that came with a status; None if there are none, or if whoever stands between has changed
+    the one and not the other: then only the plain status can be believed."""
+    call: Any = error  # grpc.aio's errors have the methods of a Call without being one
+    try:
+        return rpc_status.from_call(call)
+    except (ValueError, DecodeError):
+        return None
 
 
 def error_from_code(

@@ -77,6 +77,12 @@ class GrpcExecutor:
         if first.WhichOneof("message") != "welcome":
             raise ProtocolViolation(f"worker {self._address} answered hello with no welcome")
         welcome = first.welcome
+        if not 1 <= welcome.window <= self._hello.window:
+            raise ProtocolViolation(
+                f"worker {self._address} grants a window of {welcome.window}, 1..{self._hello.window} was asked"
+            )
+        # What is on its way was tokenized for this model and begun by it; no other may go on with it.
+        self._hello.fingerprint = welcome.facts.model.fingerprint
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
         return Connected(worker_facts_from_proto(welcome.facts), welcome.window)
 
@@ -114,11 +120,15 @@ class GrpcExecutor:
         """Collect results until the stream ends, for whatever reason."""
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
+                if (kind := response.WhichOneof("message")) != "result":
+                    raise ProtocolViolation(f"expected a result, got {kind}")
                 self._arrived.append(result_from_proto(response.result))
                 on_event()
             self._why_lost = (await self._refusal(None)).message
         except grpc.aio.AioRpcError as error:
             self._why_lost = from_rpc_error(error).message
+        except TriptychError as error:
+            self._why_lost = error.message
         except Exception as error:
             log.error("cannot read the worker's results: %r", error, exc_info=error)
             self._why_lost = repr(error)

@@ -1,0 +1,68 @@
+"""The engine core without its wires."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.enginecore.engine import EngineCore
+from tests.helpers.stack import NaiveRunner, make_config
+from triptych.types.sampling import SamplingParams
+from triptych.types.submit import SubmitRequest
+
+SESSION = 1
+
+
+def make_engine() -> tuple[EngineCore, NaiveRunner]:
+    config = make_config()
+    engine, runner = EngineCore(config), NaiveRunner(config)
+    engine.open_session(SESSION)
+    engine.worker_ready(runner.facts)
+    return engine, runner
+
+
+def submit(engine: EngineCore, number: int, session: int = SESSION) -> None:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.submit(
+        session,
+        SubmitRequest(number, f"{session}-{number}", np.array([1, 2, 3], np.uint32), 3, sampling, seed=1),
+    )
+
+
+def lose_the_worker(engine: EngineCore, runner: NaiveRunner) -> None:
+    engine.worker_lost()
+    runner.reset()
+    engine.worker_ready(runner.facts)
+
+
+def test_a_worker_that_is_lost_while_idle_says_nothing_against_the_next_request() -> None:
+    engine, runner = make_engine()
+    for _ in range(5):
+        lose_the_worker(engine, runner)
+    submit(engine, 1)
+    assert engine.plan() is not None
+    lose_the_worker(engine, runner)
+    assert not engine.take_outputs()[SESSION].failures
+    assert engine.num_requests == 1
+
+
+def test_a_request_in_flight_at_three_losses_in_a_row_ends_in_an_error() -> None:
+    engine, runner = make_engine()
+    submit(engine, 1)
+    for _ in range(2):
+        assert engine.plan() is not None
+        lose_the_worker(engine, runner)
+        assert engine.num_requests == 1
+    assert engine.plan() is not None
+    lose_the_worker(engine, runner)
+    (failure,) = engine.take_outputs()[SESSION].failures
+    assert failure.code == "ENGINE_FAILURE"
+    assert "3 times in a row" in failure.message
+    assert engine.num_requests == 0
+
+
+def test_a_submit_on_a_stream_that_has_ended_is_nobodys() -> None:
+    engine, _ = make_engine()
+    engine.close_session(SESSION)
+    submit(engine, 1)
+    assert engine.num_requests == 0
+    assert not engine.take_outputs()

@@ -1,0 +1,385 @@
+"""What goes wrong between the tiers costs those who caused it, and nobody waits for what will not come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.enginecore import outbox as outbox_module
+from services.enginecore.executor.base import Connected, WorkerLost
+from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.loop import EngineLoop
+from tests.helpers.scheduling import EOS, make_prompt, naive_generation
+from tests.helpers.stack import (
+    DEADLINE_S,
+    EngineStack,
+    FakeFrontend,
+    NaiveRunner,
+    WorkerStack,
+    make_config,
+    running_stack,
+)
+from triptych.config.shared import shared_config
+from triptych.internal.v1 import engine_core_pb2, worker_pb2_grpc
+from triptych.observe.metrics import EngineMetrics
+from triptych.rpc.server import RpcServer
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import SubmitRequest
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def expected_tokens(number: int, prompt: list[int], **sampling: object) -> list[int]:
+    params = SamplingParams(**{"max_tokens": 16, **sampling})
+    return naive_generation(prompt, number, params, (EOS,), 512)[0]
+
+
+def make_submit(number: int, prompt: list[int], **sampling: object) -> SubmitRequest:
+    return SubmitRequest(
+        number=number,
+        request_id=f"direct-{number}",
+        token_ids=np.array(prompt, np.uint32),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(**sampling),
+        seed=number,
+    )
+
+
+async def wait_until(condition) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# No worker
+
+
+async def test_an_engine_that_waits_for_its_worker_leaves_the_event_loop_to_others() -> None:
+    engine = EngineStack(make_config(worker_port=1))
+    await engine.start()
+    session, _ = engine.loop.open_session()
+    engine.loop.submit(session, make_submit(1, [1, 2], max_tokens=4))
+    longest, last = 0.0, time.monotonic()
+    until = last + 1.7  # past the redial that waits for 0.8 s
+    while last < until:
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    await engine.stop()
+    assert longest < 0.3
+
+
+class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
+    async def Execute(self, request_iterator, context):
+        await asyncio.Event().wait()
+        yield
+
+
+async def test_a_worker_that_accepts_and_says_nothing_holds_up_no_deadline_and_no_newcomer() -> None:
+    async with running_stack() as (worker, _, frontend):
+        worker.runner.may_step.clear()
+        await frontend.submit(1, make_prompt(6), deadline_remaining_ms=2500, sampling=LONG)
+        await frontend.wait_status(lambda status: status.num_running == 1)
+        port = worker.port
+        await worker.stop()
+        silent = RpcServer(services=(), limit_bytes=1000)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(SilentWorker(), silent.grpc)
+        silent.bind("127.0.0.1", port, option="worker.port")
+        await silent.start()
+        await asyncio.sleep(1.1)  # past every redial that was under way
+        started = time.monotonic()
+        await frontend.submit(2, make_prompt(600))
+        await frontend.wait_for(lambda: 1 in frontend.ends and 2 in frontend.ends)
+        assert time.monotonic() - started < 5.0
+        assert frontend.ends[1].code == "DEADLINE_EXCEEDED"
+        assert frontend.ends[2].code == "INVALID_REQUEST"
+        await silent.stop(0)
+
+
+async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) -> None:
+    async with running_stack() as (worker, _, _):
+        port = worker.port
+        await worker.stop()
+        config = make_config()
+        runner = NaiveRunner(config)
+        runner.facts = replace(runner.facts, model=replace(runner.facts.model, fingerprint="0" * 64))
+        other = WorkerStack(config, runner)
+        await other.start(port)
+        await wait_until(lambda: any("fingerprint" in record.getMessage() for record in caplog.records))
+        told = next(record for record in caplog.records if "fingerprint" in record.getMessage())
+        assert told.levelno == logging.WARNING
+        assert "engine expects " + "f" * 64 + ", worker has " + "0" * 64 in told.getMessage()
+        assert not other.board.state.held_by
+        await other.stop()
+
+
+# The stream is lost
+
+
+class ScriptedExecutor:
+    """Answers every step with one token and loses the stream at once, both before the loop looks."""
+
+    def __init__(self, facts) -> None:
+        self.facts = facts
+        self.num_connects = 0
+        self.is_closed = False
+        self._arrived: list[StepResult] = []
+        self._is_lost = False
+
+    async def connect(self, on_event) -> Connected:
+        self.num_connects += 1
+        self._is_lost = False
+        self._on_event = on_event
+        return Connected(self.facts, 1)
+
+    async def send(self, plan: StepPlan) -> None:
+        self._arrived.append(StepResult(plan.step_id, np.array([5], np.uint32)))
+        self._is_lost = True
+        self._on_event()
+
+    def receive(self) -> list[StepResult]:
+        results, self._arrived = self._arrived, []
+        if not results and self._is_lost:
+            raise WorkerLost("told to")
+        return results
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_loss_right_behind_the_last_result_is_noticed() -> None:
+    config = make_config()
+    executor = ScriptedExecutor(NaiveRunner(config).facts)
+    loop = EngineLoop(
+        config=config,
+        executor=executor,
+        epoch=1,
+        metrics=EngineMetrics.create(CollectorRegistry()),
+        on_ready_change=lambda ready: None,
+    )
+    task = asyncio.create_task(loop.run())
+    session, _ = loop.open_session()
+    await wait_until(lambda: loop.welcome.ready)
+    loop.submit(session, make_submit(1, [1, 2], max_tokens=1))
+    await wait_until(lambda: loop.status().num_finished.get("length") == 1)
+    await wait_until(lambda: executor.num_connects == 2)
+    task.cancel()
+    await asyncio.wait([task])
+    assert executor.is_closed, "the loop leaves its stream open"
+
+
+async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() -> None:
+    config = make_config()
+    worker = WorkerStack(config, NaiveRunner(config))
+    await worker.start()
+    executors = [
+        GrpcExecutor(
+            address=f"127.0.0.1:{worker.port}",
+            engine_id="engine-0",
+            epoch=1,
+            shared_config=shared_config(config),
+            window=2,
+        )
+        for _ in range(2)
+    ]
+    news = asyncio.Event()
+    await executors[0].connect(news.set)
+    await executors[1].connect(lambda: None)
+    async with asyncio.timeout(DEADLINE_S):
+        await news.wait()
+    with pytest.raises(WorkerLost, match="dialled again"):
+        executors[0].receive()
+    assert "engine-0" in worker.board.state.held_by
+    for executor in executors:
+        await executor.close()
+    await worker.stop()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda result: replace(result, step_id=result.step_id + 1),
+        lambda result: replace(result, token_ids=np.append(result.token_ids, np.uint32(1))),
+        lambda result: replace(result, token_ids=np.full_like(result.token_ids, 61)),
+    ],
+    ids=["another step", "a token too many", "a token beyond the vocabulary"],
+)
+async def test_a_wrong_result_costs_the_stream_and_no_token_and_is_told_in_one_line(spoil, caplog) -> None:
+    async with running_stack() as (worker, _, frontend):
+        honest, num_steps = worker.runner.execute, 0
+
+        def execute(plan: StepPlan) -> StepResult:
+            nonlocal num_steps
+            num_steps += 1
+            result = honest(plan)
+            return spoil(result) if num_steps == 3 else result
+
+        worker.runner.execute = execute
+        with caplog.at_level(logging.INFO):
+            await frontend.submit(1, make_prompt(6), sampling={"ignore_eos": True})
+            await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected_tokens(1, make_prompt(6), ignore_eos=True)
+        told = [record for record in caplog.records if record.name.startswith("services.enginecore")]
+        assert [record.levelname for record in told if record.levelno >= logging.WARNING] == ["WARNING"]
+        assert not any(record.exc_info for record in told)
+
+
+async def test_a_failed_step_is_explained_to_the_engine(caplog) -> None:
+    async with running_stack() as (worker, _, frontend):
+        is_first = iter([True])
+        worker.runner.fail_at = lambda plan: next(is_first, False)
+        with caplog.at_level(logging.WARNING):
+            await frontend.submit(1, make_prompt(6))
+            await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected_tokens(1, make_prompt(6))
+        warnings = [r.getMessage() for r in caplog.records if r.name == "services.enginecore.loop"]
+        assert len(warnings) == 1
+        assert "step 1 failed: RuntimeError('told to fail')" in warnings[0]
+        assert sum(record.exc_info is not None for record in caplog.records) == 1, "one traceback is enough"
+
+
+# A worker that drains
+
+
+async def test_a_worker_that_drains_under_load_ends_after_the_steps_it_has() -> None:
+    async with running_stack() as (worker, _, frontend):
+        for number in range(1, 9):
+            await frontend.submit(number, make_prompt(6, seed=number), sampling=LONG)
+        await frontend.wait_for(lambda: len(frontend.tokens) == 8)
+        port = worker.port
+        worker.drain()
+        await wait_until(lambda: not worker.num_in_flight)
+        await worker.stop()
+        config = make_config()
+        second = WorkerStack(config, NaiveRunner(config))
+        await second.start(port)
+        await frontend.wait_for(lambda: len(frontend.ends) == 8)
+        for number in range(1, 9):
+            assert frontend.tokens[number] == expected_tokens(number, make_prompt(6, seed=number), **LONG)
+        await second.stop()
+
+
+# A frontend that misbehaves
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"token_ids": b"", "num_prompt_tokens": 0}, "INVALID_REQUEST"),
+        ({"num_prompt_tokens": 0}, "INVALID_REQUEST"),
+        ({"num_prompt_tokens": 4_294_967_295}, "INVALID_REQUEST"),
+        ({"token_ids": b"\xff\xff\xff\xff", "num_prompt_tokens": 1}, "INVALID_REQUEST"),
+        ({"deadline_remaining_ms": 0}, "DEADLINE_EXCEEDED"),
+        ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seed": 2**64 - 1}, None),
+    ],
+)
+async def test_a_malformed_submit_ends_alone(fields, code) -> None:
+    async with running_stack() as (_, _engine, frontend):
+        good = engine_core_pb2.Submit(
+            number=1, request_id="odd", token_ids=b"\1\0\0\0\2\0\0\0", num_prompt_tokens=2, seed=1
+        )
+        good.sampling.max_tokens = 4
+        good.MergeFrom(engine_core_pb2.Submit(**{k: v for k, v in fields.items() if v}))
+        for name, value in fields.items():
+            setattr(good, name, value)
+        await frontend.send(engine_core_pb2.ConnectRequest(submit={"requests": [good]}))
+        await frontend.submit(2, make_prompt(6))
+        await frontend.wait_for(lambda: 2 in frontend.ends and 1 in frontend.ends)
+        assert getattr(frontend.ends[1], "code", None) == code
+        assert frontend.tokens[2] == expected_tokens(2, make_prompt(6))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        engine_core_pb2.ConnectRequest(submit={"requests": [engine_core_pb2.Submit(token_ids=b"\1\0\0")]}),
+        engine_core_pb2.ConnectRequest(abort=b"\1"),
+        engine_core_pb2.ConnectRequest(hello={"min_protocol": 1, "max_protocol": 1}),
+        engine_core_pb2.ConnectRequest(),
+    ],
+    ids=["half an id", "half a number", "a second hello", "nothing"],
+)
+async def test_a_message_that_is_none_ends_its_stream_with_a_reason_and_no_other(message) -> None:
+    async with running_stack() as (_, engine, frontend):
+        other = FakeFrontend(engine.address)
+        await other.start()
+        await other.wait_ready()
+        await other.send(message)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(DEADLINE_S):
+                await other.ended()
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        await other.stop()
+        await frontend.submit(1, make_prompt(6))
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected_tokens(1, make_prompt(6))
+
+
+async def test_a_frontend_that_stops_reading_loses_its_requests_and_gets_no_gap(monkeypatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_PENDING", 5)
+    async with running_stack() as (_, engine, frontend):
+        session, stalled = engine.loop.open_session()
+        engine.loop.submit(session, make_submit(1, make_prompt(6), **LONG))
+        await frontend.wait_status(lambda status: status.num_finished["abort"] == 1)
+        engine.loop.submit(session, make_submit(2, make_prompt(6), **LONG))
+        status = await frontend.status()
+        assert (status.num_running, status.num_waiting, status.num_used_blocks) == (0, 0, 0)
+        with pytest.raises(Exception, match="more than 5 output batches behind"):
+            await anext(stalled.messages())
+        engine.loop.close_session(session)
+        monkeypatch.undo()
+        await frontend.submit(3, make_prompt(6))
+        await frontend.wait_for(lambda: 3 in frontend.ends)
+
+
+async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
+    engine = EngineStack(make_config(worker_port=1))  # its loop does not run
+    session, _ = engine.loop.open_session()
+    num_submitted = 0
+    try:
+        async with asyncio.timeout(0.5):
+            while True:
+                await engine.loop.wait_for_room()
+                engine.loop.submit(session, make_submit(num_submitted, [1], max_tokens=1))
+                num_submitted += 1
+    except TimeoutError:
+        pass
+    assert 100 < num_submitted < 100_000
+    await engine.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.loop.wait_for_room()
+    await engine.stop()
+
+
+async def test_a_reset_of_the_cache_while_results_are_on_their_way_spoils_nothing() -> None:
+    async with running_stack() as (worker, engine, frontend):
+        await frontend.submit(1, make_prompt(40), sampling={"max_tokens": 20, "ignore_eos": True})
+        await frontend.wait_for(lambda: 1 in frontend.tokens)
+        worker.runner.may_step.clear()
+        await wait_until(lambda: engine.loop._engine.num_in_flight == 2)
+        await frontend.abort(1)
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert engine.loop.reset_prefix_cache() > 0
+        await frontend.submit(2, make_prompt(40), sampling={"max_tokens": 20, "ignore_eos": True})
+        worker.runner.may_step.set()
+        await frontend.wait_for(lambda: 2 in frontend.ends)
+        assert frontend.ends[2].num_cached_tokens == 0
+        assert frontend.tokens[2] == expected_tokens(2, make_prompt(40), max_tokens=20, ignore_eos=True)
+
+
+async def test_streams_end_in_order_when_the_engine_has_drained() -> None:
+    async with running_stack() as (_, engine, frontend):
+        engine.loop.start_draining()
+        engine.loop.end_sessions()
+        async with asyncio.timeout(DEADLINE_S):
+            await frontend.ended()
+        assert not frontend.welcomes[-1].ready
