@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 
 from triptych.config.loader import parse_service_arguments
 from triptych.rpc.server import write_ready_file
@@ -26,8 +25,7 @@ def run(name: str, leaf: str) -> None:
             print(f"{leaf}.port: {config.port} is taken", file=sys.stderr)
             raise SystemExit(2) from None
         server.listen()
-        stopped = threading.Event()
-        signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         upstream = getattr(config, "worker_address", getattr(config, "engine_addresses", "nobody"))
         print(f"{name} calls {upstream}", file=sys.stderr)
         write_ready_file(arguments.ready_file, {"port": server.getsockname()[1], "metrics_port": 1})
@@ -35,6 +33,6 @@ def run(name: str, leaf: str) -> None:
         if kind == "exit":
             print(f"{name} meets its end", file=sys.stderr)
             raise SystemExit(int(code))
-        while not stopped.wait() or kind == "stay":
+        while signal.sigwait({signal.SIGTERM}) and kind == "stay":
             pass
         print(f"{name} leaves", file=sys.stderr)
