@@ -130,10 +130,22 @@ class WorkerHeld(TriptychError):
     code = "WORKER_HELD"
 
 
+class StaleEpoch(TriptychError):
+    """An engine that started later has taken this one's place at the worker; this one must end."""
+
+    code = "STALE_EPOCH"
+
+
 class ProtocolViolation(TriptychError):
-    """The other side broke the step protocol (a gap, a stale epoch); the stream ends."""
+    """The other side broke the protocol of a stream between two tiers; the stream ends."""
 
     code = "PROTOCOL_VIOLATION"
+
+
+class StepGap(ProtocolViolation):
+    """A step, or a result, is not the one after the last: something between is missing."""
+
+    code = "STEP_GAP"
 
 
 class EngineFailure(TriptychError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from services.enginecore.app import EXIT_MISCONFIGURED, run
+from services.enginecore.app import run
 from triptych.config.loader import parse_service_arguments
 from triptych.errors import ConfigError
+from triptych.types.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -16,7 +17,7 @@ def main() -> int:
         return asyncio.run(run(arguments))
     except ConfigError as error:
         print(f"services.enginecore: {error}", file=sys.stderr)
-        return EXIT_MISCONFIGURED
+        return ExitCode.MISCONFIGURED
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 
@@ -10,14 +11,16 @@ from services.enginecore.door import ADMIN_SERVICE, SERVICE, AdminDoor, EngineCo
 from services.enginecore.executor.grpc_executor import GrpcExecutor
 from services.enginecore.loop import EngineLoop
 from services.enginecore.metrics import export_status
+from services.enginecore.window import MAX_WINDOW
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, StaleEpoch
 from triptych.internal.v1 import engine_core_pb2_grpc
 from triptych.observe import logging as observe_logging
 from triptych.observe.metrics import EngineMetrics, serve_metrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer, stop_event, write_ready_file
+from triptych.types.exit_codes import ExitCode
 from triptych.v1 import admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -25,10 +28,6 @@ log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
 _POLL_S = 0.02
 _METRICS_INTERVAL_S = 1.0
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_MISCONFIGURED = 2
 
 
 async def run(arguments: ServiceArguments) -> int:
@@ -47,13 +46,14 @@ async def run(arguments: ServiceArguments) -> int:
             engine_id=config.engine.engine_id,
             epoch=epoch,
             shared_config=shared_config(config),
-            window=config.scheduler.window,
+            window=config.scheduler.window or MAX_WINDOW,
         ),
         epoch=epoch,
         metrics=metrics,
         on_ready_change=readiness.put_nowait,
     )
-    engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(EngineCoreDoor(loop), server.grpc)
+    door = EngineCoreDoor(loop, resume_ttl_s=config.engine.resume_ttl_s)
+    engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(door, server.grpc)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(loop), server.grpc)
     port = server.bind(config.engine.host, config.engine.port, option="engine.port")
     metrics_port = serve_metrics(config.engine.host, config.engine.metrics_port, option="engine.metrics_port")
@@ -61,6 +61,7 @@ async def run(arguments: ServiceArguments) -> int:
     write_ready_file(arguments.ready_file, {"port": port, "metrics_port": metrics_port})
     log.info("listening on %s:%d, worker %s", config.engine.host, port, config.engine.worker_address)
 
+    gc.freeze()  # modules and wiring live as long as the process: no collection need look at them again
     tasks = (
         asyncio.create_task(loop.run(), name="engine-loop"),
         asyncio.create_task(_follow_readiness(server, readiness), name="follow-readiness"),
@@ -70,10 +71,10 @@ async def run(arguments: ServiceArguments) -> int:
     done, _ = await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopping in done:
         await _drain(server, loop, config.engine.drain_s, tasks[0])
-    code = EXIT_OK
+    code: int = ExitCode.OK
     if dead := [task for task in tasks if task.done()]:  # none ends by itself unless something is wrong
         code = await _report_death(server, dead[0])
-    loop.end_sessions()
+    door.close()
     await server.stop(_STOP_GRACE_S)
     for task in (*tasks, stopping):
         task.cancel()
@@ -97,7 +98,7 @@ async def _export_metrics(loop: EngineLoop, metrics: EngineMetrics) -> None:
 async def _drain(server: RpcServer, loop: EngineLoop, drain_s: float, loop_task: asyncio.Task[None]) -> None:
     """Leave the load balancer, let what is alive finish."""
     log.info("stopping: draining %d requests", loop.num_requests)
-    loop.start_draining()
+    loop.stop_taking()
     await server.set_ready(False)
     deadline = time.monotonic() + drain_s
     while loop.num_requests and time.monotonic() < deadline and not loop_task.done():
@@ -111,6 +112,9 @@ async def _report_death(server: RpcServer, task: asyncio.Task[None]) -> int:
     await server.set_dead()
     if isinstance(error, ConfigError):
         log.error("cannot serve: %s", error)
-        return EXIT_MISCONFIGURED
+        return ExitCode.MISCONFIGURED
+    if isinstance(error, StaleEpoch):
+        log.error("fenced: %s", error)
+        return ExitCode.FENCED
     log.error("%s died: %r", task.get_name(), error, exc_info=error)
-    return EXIT_FAILED
+    return ExitCode.FAILED

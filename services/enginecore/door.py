@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from services.enginecore.frontend_sessions import FrontendSession, FrontendSessions
 from services.enginecore.loop import EngineLoop
-from services.enginecore.outbox import Outbox
 from triptych.errors import (
     EngineUnavailable,
     FeatureDisabled,
@@ -19,8 +19,9 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.types.outputs import OutputBatch
+from triptych.types.submit import SessionTerms
 from triptych.v1 import admin_pb2, admin_pb2_grpc
-from triptych.wire.admin import status_to_proto
+from triptych.wire.admin import pause_mode_from_proto, status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
 from triptych.wire.worker import PROTOCOL_VERSION, worker_facts_to_proto
@@ -37,30 +38,44 @@ _MIN_INTERVAL_MS = 100
 class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
     """Serves `triptych.internal.v1.EngineCoreService`."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, *, resume_ttl_s: float) -> None:
+        """`resume_ttl_s`: for how long a frontend's session outlives its stream."""
         self._loop = loop
+        self._sessions = FrontendSessions(loop, resume_ttl_s)
+
+    def close(self) -> None:
+        """End every session, each stream after what it has been given. The last call."""
+        self._sessions.end_all()
 
     async def Connect(
         self,
         request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
-        frontend_id = await _read_hello(request_iterator)
-        session, outbox = self._loop.open_session()
-        log.info("frontend %s connected", frontend_id)
+        hello = await _read_hello(request_iterator)
+        resumed = self._sessions.resume(hello.resume_session, hello.last_batch_seen)
+        session = resumed or self._sessions.open(hello.frontend_id)
+        stream = session.stream
+        messages = session.outbox.messages()
+        terms: SessionTerms | None = SessionTerms(
+            session.name, resumed is not None, session.messages_received, self._sessions.resume_ttl_s
+        )
         reader = asyncio.create_task(
-            self._read(request_iterator, session, outbox), name=f"read-{frontend_id}"
+            self._read(request_iterator, session, stream), name=f"read-{session.frontend_id}"
         )
         try:
-            async for message in outbox.messages():
+            async for message in messages:
                 if isinstance(message, OutputBatch):
-                    yield engine_core_pb2.ConnectResponse(outputs=outputs_to_proto(message))
-                else:
-                    yield engine_core_pb2.ConnectResponse(welcome=welcome_to_proto(message))
+                    outputs = outputs_to_proto(message, session.messages_received)
+                    yield engine_core_pb2.ConnectResponse(outputs=outputs)
+                else:  # first of all
+                    yield engine_core_pb2.ConnectResponse(welcome=welcome_to_proto(message, terms))
+                    terms = None
+            if session.stream != stream:
+                raise ProtocolViolation("this stream is not its session's any more")
         finally:
             reader.cancel()
-            self._loop.close_session(session)
-            log.info("frontend %s left", frontend_id)
+            self._sessions.lose(session, stream)
 
     async def GetEngineInfo(
         self, request: engine_core_pb2.GetEngineInfoRequest, context: grpc.aio.ServicerContext
@@ -73,32 +88,43 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
         )
 
     async def _read(
-        self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], session: int, outbox: Outbox
+        self,
+        requests: AsyncIterator[engine_core_pb2.ConnectRequest],
+        session: FrontendSession,
+        stream: int,
     ) -> None:
-        """Post what comes until the frontend closes its half; what goes wrong ends the session's outputs."""
+        """Post what comes while this is the session's stream; what goes wrong with it ends the session.
+
+        To gRPC, a peer that vanishes and one that closes its half look alike: the goodbye tells them apart.
+        """
         try:
             async for request in requests:
+                if session.stream != stream:  # what came late here comes once more on the next stream
+                    return
                 self._take(request, session)
                 await self._loop.wait_for_room()
         except Exception as error:
-            outbox.close(error)
+            session.outbox.close(error)
+            self._sessions.end(session, f"ended by an error: {error}")
         else:
-            outbox.close()
+            self._sessions.lose(session, stream)
 
-    def _take(self, request: engine_core_pb2.ConnectRequest, session: int) -> None:
+    def _take(self, request: engine_core_pb2.ConnectRequest, session: FrontendSession) -> None:
         match request.WhichOneof("message"):
             case "submit":
                 for message in request.submit.requests:
-                    self._loop.submit(session, submit_from_proto(message))
+                    self._loop.submit(session.number, submit_from_proto(message))
+                session.messages_received += 1
             case "abort":
                 for number in u32_from_bytes(request.abort).tolist():
-                    self._loop.abort(session, number)
+                    self._loop.abort(session.number, number)
+                session.messages_received += 1
             case "last_batch_seen":
-                pass  # acknowledgements free nothing yet: a lost stream's outputs are not kept
-            case "attach":
-                raise FeatureDisabled("attach", "a broken stream's requests cannot be taken up yet")
+                session.outbox.acknowledge(request.last_batch_seen)
+            case "goodbye":
+                self._sessions.end(session, "left")
             case other:
-                raise ProtocolViolation(f"expected a submit or an abort, got {other}")
+                raise ProtocolViolation(f"expected a submit, an abort or a goodbye, got {other}")
 
 
 class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
@@ -130,17 +156,20 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     async def Pause(
         self, request: admin_pb2.PauseRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.PauseResponse:
-        raise _not_built("Pause")
+        await self._loop.pause(pause_mode_from_proto(request.mode))
+        return admin_pb2.PauseResponse()
 
     async def Resume(
         self, request: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ResumeResponse:
-        raise _not_built("Resume")
+        await self._loop.resume()
+        return admin_pb2.ResumeResponse()
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.DrainResponse:
-        raise _not_built("Drain")
+        await self._loop.drain()
+        return admin_pb2.DrainResponse()
 
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
@@ -157,8 +186,9 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         return status_to_proto(self._loop.status(), model.name if model else "")
 
 
-async def _read_hello(requests: AsyncIterator[engine_core_pb2.ConnectRequest]) -> str:
-    """The frontend's name out of its hello."""
+async def _read_hello(
+    requests: AsyncIterator[engine_core_pb2.ConnectRequest],
+) -> engine_core_pb2.ConnectHello:
     try:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             first = await anext(requests, None)
@@ -171,7 +201,7 @@ async def _read_hello(requests: AsyncIterator[engine_core_pb2.ConnectRequest]) -
         raise HandshakeMismatch(
             f"protocol: frontend speaks {hello.min_protocol}..{hello.max_protocol}, engine {PROTOCOL_VERSION}"
         )
-    return str(hello.frontend_id)
+    return hello
 
 
 def _not_built(method: str) -> FeatureDisabled:

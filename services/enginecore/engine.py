@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from services.enginecore.crashes import CrashInquiry
+from services.enginecore.pause import Pause
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Failed, Finished, Scheduler
 from services.enginecore.session_outputs import SessionOutputs
@@ -23,15 +25,13 @@ from triptych.errors import (
     ProtocolViolation,
     TriptychError,
 )
-from triptych.types.facts import EngineStatus, WorkerFacts
+from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import U32, StepPlan, StepResult
 from triptych.types.submit import SubmitRequest
 
 log = logging.getLogger(__name__)
 
-# A worker lost so often with no step completed in between is not unlucky: something in flight kills it.
-_MAX_LOSSES_IN_A_ROW = 3
 _STEP_WEIGHT = 0.05  # of the latest step in the moving average
 
 
@@ -44,7 +44,10 @@ class EngineCore:
         self._scheduler: Scheduler | None = None
         self._facts: WorkerFacts | None = None
         self._outputs = SessionOutputs()
-        self._num_losses_in_a_row = 0
+        self._crashes = CrashInquiry()
+        self._interrupted: list[Request] = []
+        """In flight when the worker was lost, until the next one is there."""
+        self._pause: Pause | None = None
         self._last_result_at: float | None = None
         self._step_s = 0.0
 
@@ -63,8 +66,11 @@ class EngineCore:
         """For counters; None until a worker has been ready."""
         return self._scheduler
 
-    def worker_ready(self, facts: WorkerFacts) -> None:
+    def worker_ready(self, facts: WorkerFacts, *, after_crash: bool) -> None:
         """A worker has welcomed us, with no rows and no blocks: what ran before waits again.
+
+        Args:
+            after_crash: the last one died, so that something in flight may have killed it.
 
         Raises:
             ConfigError: this config cannot work with these facts; names both values.
@@ -82,17 +88,17 @@ class EngineCore:
         self._facts = facts
         if previous is not None:
             self._note_failed(self._scheduler.adopt(previous))
+        if after_crash and (culprit := self._crashes.note_crash(self._interrupted)) is not None:
+            why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
+            self._note_failed((self._scheduler.fail(culprit, EngineFailure(why)),))
+        self._interrupted = []
+        self._scheduler.admit_only(self._admissible())
 
     def worker_lost(self) -> None:
-        """The step stream has ended; no result will come for what is in flight."""
+        """No result will come for what is in flight: what runs waits again, with prompt and emitted tokens."""
         assert self._scheduler is not None, "a worker was lost that was never ready"
         self._last_result_at = None
-        if self._scheduler.num_in_flight:  # an idle worker's end accuses nobody
-            self._num_losses_in_a_row += 1
-        if self._num_losses_in_a_row >= _MAX_LOSSES_IN_A_ROW:
-            why = f"the worker was lost {self._num_losses_in_a_row} times in a row while it computed this request"
-            self._note_failed(self._scheduler.fail_running(EngineFailure(why)))
-            self._num_losses_in_a_row = 0
+        self._interrupted = self._scheduler.requests_in_flight()
         self._scheduler.requeue_all()
 
     def open_session(self, session: int) -> None:
@@ -137,7 +143,14 @@ class EngineCore:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
-        return self._scheduler.schedule() if self._scheduler else None
+        if self._scheduler is None:
+            return None
+        if self._pause is not None and self._pause.is_frozen:
+            return None
+        if self._crashes.is_open:
+            self._crashes.review()
+            self._restrict()
+        return self._scheduler.schedule()
 
     def apply(self, result: StepResult) -> None:
         """Take in one step's result; its outputs wait for `take_outputs`.
@@ -151,7 +164,7 @@ class EngineCore:
         if (worst := _largest(result.token_ids)) >= self._facts.model.vocab_size:
             raise ProtocolViolation(f"result of step {result.step_id}: {worst} is not in the vocabulary")
         output = self._scheduler.update(result)
-        self._num_losses_in_a_row = 0
+        self._crashes.note_step()
         self._outputs.add_step(output, result)
         self._note_finished(output.finished)
         self._note_failed(output.failed)
@@ -160,6 +173,25 @@ class EngineCore:
     def take_outputs(self) -> dict[int, OutputBatch]:
         """Session to everything that happened to its requests since the last call."""
         return self._outputs.take()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Plan no more than `mode` says, until `resume`; new requests queue. A second pause replaces the first."""
+        scheduler = self._scheduler
+        if mode is PauseMode.ABORT and scheduler is not None:
+            self._note_finished(scheduler.abort_all())
+        begun = scheduler.begun if scheduler is not None and mode is PauseMode.WAIT else ()
+        self._pause = Pause(begun, is_frozen=mode is PauseMode.KEEP)
+        self._restrict()
+
+    def resume(self) -> None:
+        """Go on as if there had been no pause."""
+        self._pause = None
+        self._restrict()
+
+    @property
+    def is_settling(self) -> bool:
+        """A pause has been asked for, and something that it lets finish has not."""
+        return self._pause is not None and not self._pause.is_settled(self.num_in_flight)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks lost their content.
@@ -198,7 +230,24 @@ class EngineCore:
             num_preemptions=counters.num_preemptions if counters else 0,
             num_scheduled_tokens=counters.num_scheduled_tokens if counters else 0,
             num_finished=dict(counters.num_finished) if counters else {},
+            paused=self._pause is not None,
         )
+
+    def close(self) -> None:
+        """No call comes after this one: for an engine that keeps a journal."""
+
+    def _restrict(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.admit_only(self._admissible())
+
+    def _admissible(self) -> Sequence[Request] | None:
+        """Whom trial and pause let into the worker; None: everybody."""
+        on_trial = self._crashes.on_trial
+        if self._pause is None:
+            return on_trial
+        if on_trial is None:
+            return self._pause.may_finish
+        return [request for request in on_trial if request in self._pause.may_finish]
 
     def _note_finished(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:

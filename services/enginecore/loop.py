@@ -9,25 +9,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.executor.base import Executor, WorkerLost
+from services.enginecore.executor.base import Connected, Executor, WorkerLost
+from services.enginecore.journal import create_engine
 from services.enginecore.outbox import Outbox
+from services.enginecore.window import WindowControl
 from triptych.config import EngineConfig
-from triptych.errors import EngineUnavailable, ProtocolViolation, TriptychError
+from triptych.errors import EngineUnavailable, ProtocolViolation, StaleEpoch, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
-from triptych.types.facts import EngineStatus, WorkerFacts
+from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.step import StepResult
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
 log = logging.getLogger(__name__)
 
 _FIRST_REDIAL_S = 0.05
 _MAX_REDIAL_S = 1.0
+_MAX_IDLE_RESUMES = 3  # a stream that breaks so often with no result between will not get any further
+_SILENCE_S = (
+    60.0  # a stream on which a result is due for so long may have lost something; resuming it costs nothing
+)
+_POLL_S = 0.01  # of operators' calls that wait for the loop
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
 _MAX_WHY = 500
 _MAX_INBOX = 4096  # frontends that send faster than turns come are read no further
@@ -49,7 +57,7 @@ class EngineLoop:
     ) -> None:
         self._config = config
         self._executor = executor
-        self._engine = EngineCore(config)
+        self._engine = create_engine(config, epoch)
         self._epoch = epoch
         self._metrics = metrics
         self._on_ready_change = on_ready_change
@@ -58,15 +66,24 @@ class EngineLoop:
         self._has_room = asyncio.Event()
         self._outboxes: dict[int, Outbox] = {}
         self._session_numbers = itertools.count(1)
-        self._sent_at: deque[float] = deque()
-        self._window = 0
+        self._sent: deque[tuple[float, bool]] = deque()
+        """Of each step in flight: when it was sent, and whether to a worker with nothing else to do."""
+        self._window = WindowControl(config.scheduler.window)
+        self._heard_at = 0.0
+        """When a result came last, or the stream began."""
+        self._num_idle_resumes = 0
+        self._has_session = False
+        """There are steps, or rows, that a broken stream can be resumed for."""
+        self._link = (False, f"connecting to worker {config.engine.worker_address}")
+        """Whether there is a worker, and if not, why."""
         self._is_draining = False
+        self._is_stopping = False
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
             epoch=epoch,
             ready=False,
-            why_not_ready=f"connecting to worker {config.engine.worker_address}",
+            why_not_ready=self._link[1],
             has_priorities=config.scheduler.policy == "priority",
         )
 
@@ -76,7 +93,7 @@ class EngineLoop:
         return self._engine.num_requests
 
     def open_session(self) -> tuple[int, Outbox]:
-        """A frontend has connected; its outbox begins with the current welcome."""
+        """A frontend begins anew; its outbox begins with the current welcome."""
         session, outbox = next(self._session_numbers), Outbox()
         self._outboxes[session] = outbox
         self._engine.open_session(session)
@@ -84,14 +101,9 @@ class EngineLoop:
         return session, outbox
 
     def close_session(self, session: int) -> None:
-        """A frontend has left; its requests end by the next step."""
+        """A frontend has left for good; its requests end by the next step."""
         self._outboxes.pop(session).close()
         self._post(lambda: self._engine.close_session(session))
-
-    def end_sessions(self) -> None:
-        """End every frontend's stream, each after what it has been given."""
-        for outbox in self._outboxes.values():
-            outbox.close()
 
     async def wait_for_room(self) -> None:
         """Doors wait here between two messages; gRPC then holds back the frontend that sends too fast."""
@@ -105,65 +117,120 @@ class EngineLoop:
     def abort(self, session: int, number: int) -> None:
         self._post(lambda: self._engine.abort(session, number))
 
-    def start_draining(self) -> None:
-        """Tell frontends to send no more; what is here goes on."""
-        self._is_draining = True
-        self._set_ready(False, "the engine is draining")
+    def stop_taking(self) -> None:
+        """This process is to end: tell frontends to send no more; what is here goes on, paused or not."""
+        self._is_stopping = True
+        self._post(self._engine.resume)
+        self._publish_readiness()
 
     def reset_prefix_cache(self) -> int:
         """See `EngineCore.reset_prefix_cache`; runs between two turns of the loop."""
         return self._engine.reset_prefix_cache()
 
+    async def pause(self, mode: PauseMode) -> None:
+        """See `EngineCore.pause`; returns when the last step is back, or when somebody resumes."""
+        await self._ask(lambda: self._engine.pause(mode))
+        while self._engine.is_settling:
+            await asyncio.sleep(_POLL_S)
+
+    async def resume(self) -> None:
+        """Go on after a pause, and take requests again after a drain."""
+        self._is_draining = False
+        self._publish_readiness()
+        await self._ask(self._engine.resume)
+
+    async def drain(self) -> None:
+        """Take no more requests; returns when all have ended, or when somebody resumes."""
+        self._is_draining = True
+        self._publish_readiness()
+        while self._is_draining and self._engine.num_requests:
+            await asyncio.sleep(_POLL_S)
+
     def status(self) -> EngineStatus:
         return self._engine.status(
-            ready=self.welcome.ready, why_not_ready=self.welcome.why_not_ready, window=self._window
+            ready=self.welcome.ready, why_not_ready=self.welcome.why_not_ready, window=self._window.size
         )
 
     async def run(self) -> None:
-        """Connect, serve, and when the worker is lost connect again, for ever.
+        """Connect and serve; when the stream breaks resume it, or go on with another worker, for ever.
 
         Raises:
+            StaleEpoch: another engine has this one's worker, and must not be disturbed.
             ConfigError: this engine's config can never work with its worker's facts.
         """
         try:
+            self._begin(await self._dial(math.inf), after_crash=False)
             while True:
-                await self._connect()
-                why = await self._serve()
-                log.warning("%s", why, extra=with_fields(requests_requeued=self._engine.num_requests))
+                loss = await self._serve()
+                log.warning("%s", loss, extra=with_fields(requests=self._engine.num_requests))
                 self._metrics.worker_losses.inc()
-                self._sent_at.clear()
-                self._engine.worker_lost()
-                self._send_outputs()
+                await self._recover(loss)
         finally:
+            self._engine.close()
             await self._executor.close()
 
-    async def _connect(self) -> None:
-        """Dial until the worker welcomes us. Requests queue meanwhile; readiness lasts `resume_ttl_s`."""
-        delay_s, lost_at, last_why = _FIRST_REDIAL_S, time.monotonic(), ""
+    async def _recover(self, loss: WorkerLost) -> None:
+        """Resume the session, or begin anew; requests queue meanwhile."""
+        boot_id = self.facts.boot_id if self.facts else ""
+        self._num_idle_resumes += 1
+        is_crash = loss.is_crash or self._num_idle_resumes > _MAX_IDLE_RESUMES
+        if is_crash:
+            self._abandon()
+        connected = await self._dial(time.monotonic() + self._config.engine.resume_ttl_s)
+        if connected.is_resumed:
+            log.info("stream resumed", extra=with_fields(steps_in_flight=self._engine.num_in_flight))
+            return
+        # A worker that lives and is asked in time keeps a session, unless a step has failed in it.
+        is_crash = is_crash or self._has_session or connected.facts.boot_id != boot_id
+        self._abandon()
+        self._begin(connected, after_crash=is_crash)
+
+    async def _dial(self, hope_ends_at: float) -> Connected:
+        """Dial until the worker welcomes us. A session not resumed by `hope_ends_at` is given up, and so is
+        readiness; requests queue all the while."""
+        delay_s, last_why = _FIRST_REDIAL_S, ""
         while True:
             try:
                 connected = await self._meanwhile(self._executor.connect(self._wake.set))
-                break
-            except TriptychError as error:
-                why = error.message[:_MAX_WHY]
+                self._heard_at = time.monotonic()
+                return connected
+            except StaleEpoch:
+                raise
+            except (TriptychError, WorkerLost) as error:
+                why = str(error)[:_MAX_WHY]
                 if why != last_why:
                     level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
                     log.log(level, "worker %s: %s", self._config.engine.worker_address, why)
                     last_why = why
-            if not self.welcome.ready or time.monotonic() - lost_at > self._config.engine.resume_ttl_s:
+            if not self.welcome.ready or time.monotonic() > hope_ends_at:
                 self._set_ready(False, last_why)
+            if time.monotonic() > hope_ends_at:
+                self._abandon()
             await self._meanwhile(asyncio.sleep(delay_s))
             delay_s = min(2 * delay_s, _MAX_REDIAL_S)
-        self._engine.worker_ready(connected.facts)
-        self.facts, self._window = connected.facts, connected.window
+
+    def _abandon(self) -> None:
+        """Give the session up: what ran waits again, and will be computed again."""
+        if self._has_session:
+            self._has_session = False
+            self._executor.forget_session()
+            self._sent.clear()
+            self._engine.worker_lost()
+            self._send_outputs()
+
+    def _begin(self, connected: Connected, *, after_crash: bool) -> None:
+        """A worker has welcomed us, with no rows and no blocks."""
+        self._engine.worker_ready(connected.facts, after_crash=after_crash)
+        self._has_session, self._num_idle_resumes = True, 0
+        self._window.start(connected.window)
+        self.facts = connected.facts
         self._set_ready(True, "")
         log.info(
             "worker connected",
             extra=with_fields(
                 model=connected.facts.model.name,
                 kv_blocks=connected.facts.kv.num_blocks,
-                window=connected.window,
-                requeued=self._engine.num_requests,
+                requests=self._engine.num_requests,
             ),
         )
 
@@ -182,15 +249,16 @@ class EngineLoop:
         finally:
             task.cancel()
 
-    async def _serve(self) -> str:
+    async def _serve(self) -> WorkerLost:
         """Plan and send steps, take in results, until the stream breaks; returns why."""
         try:
             while True:
                 await self._turn()
         except WorkerLost as loss:
-            return f"the worker at {self._config.engine.worker_address} was lost: {loss}"
+            why = f"the worker at {self._config.engine.worker_address} was lost: {loss}"
+            return WorkerLost(why, is_crash=loss.is_crash)
         except ProtocolViolation as violation:
-            return f"the worker broke the protocol: {violation}"
+            return WorkerLost(f"the worker broke the protocol: {violation}", is_crash=True)
 
     async def _turn(self) -> None:
         engine = self._engine
@@ -200,14 +268,27 @@ class EngineLoop:
             received_at = time.monotonic()
             for result in results:
                 engine.apply(result)
-                self._metrics.step_seconds.observe(received_at - self._sent_at.popleft())
+                self._note_step(result, received_at)
+        self._check_silence()
         engine.expire()
-        while engine.num_in_flight < self._window and (plan := engine.plan()) is not None:
-            self._sent_at.append(time.monotonic())
+        while engine.num_in_flight < self._window.size and (plan := engine.plan()) is not None:
+            self._sent.append((time.monotonic(), not self._sent))
             await self._executor.send(plan)
         self._send_outputs()
         if not self._inbox:
             await self._wait(_TICK_S if engine.num_requests else None)
+
+    def _note_step(self, result: StepResult, received_at: float) -> None:
+        sent_at, was_alone = self._sent.popleft()
+        self._heard_at, self._num_idle_resumes = received_at, 0
+        self._window.note(result.timings, received_at - sent_at, was_alone=was_alone)
+        self._metrics.step_seconds.observe(received_at - sent_at)
+
+    def _check_silence(self) -> None:
+        """A step that hangs is the worker's own affair; a message that got lost is nobody's but ours."""
+        if self._sent and time.monotonic() - max(self._heard_at, self._sent[0][0]) > _SILENCE_S:
+            self._num_idle_resumes = 0  # nothing speaks against the worker
+            raise WorkerLost(f"no result for {_SILENCE_S:g} s")
 
     async def _wait(self, timeout_s: float | None) -> None:
         try:
@@ -219,6 +300,17 @@ class EngineLoop:
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self._wake.set()
+
+    async def _ask(self, action: Callable[[], None]) -> None:
+        """Have the loop do something, and wait until it has."""
+        done = asyncio.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self._post(act)
+        await done.wait()
 
     def _drain_inbox(self) -> None:
         while self._inbox:
@@ -234,9 +326,14 @@ class EngineLoop:
                     self._engine.close_session(session)
 
     def _set_ready(self, ready: bool, why_not_ready: str) -> None:
-        """Tell health and every frontend, if anything has changed; draining is for good."""
-        if self._is_draining:
-            ready, why_not_ready = False, "the engine is draining"
+        self._link = (ready, why_not_ready)
+        self._publish_readiness()
+
+    def _publish_readiness(self) -> None:
+        """Tell health and every frontend, if anything has changed."""
+        ready, why_not_ready = self._link
+        if self._is_stopping or self._is_draining:
+            ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
         welcome = EngineWelcome(
             engine_id=self.welcome.engine_id,
             epoch=self._epoch,

@@ -53,6 +53,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     arrival: int = 0
     """Place in the order of arrival."""
+    account: int = 0
+    """Its tenant's, in `FairShares`."""
     limit: int = 0
     """Tokens it may grow to, prompt included: the smaller of max_tokens' and the model's."""
     slot: int = 0
@@ -87,6 +89,11 @@ class Request:
             deadline=deadline,
             blocks=BlockTable(extras={0: salt} if salt else {}),
         )
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it has run before."""
+        return self.planned_at is not None
 
     @property
     def timings(self) -> StageTimings:

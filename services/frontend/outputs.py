@@ -133,7 +133,7 @@ class RequestOutputs:
 
 
 class Choice:
-    """One choice's output; the sink of one submission (`engine_client.OutputSink`)."""
+    """One choice's output; the sink of one submission (`engine_session.OutputSink`)."""
 
     def __init__(
         self,

@@ -6,9 +6,10 @@ import asyncio
 import os
 import sys
 
-from services.worker.app import EXIT_MISCONFIGURED, run
+from services.worker.app import run
 from triptych.config.loader import parse_service_arguments
 from triptych.errors import ConfigError
+from triptych.types.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -17,7 +18,7 @@ def main() -> int:
         return asyncio.run(run(arguments))
     except ConfigError as error:
         print(f"services.worker: {error}", file=sys.stderr)
-        return EXIT_MISCONFIGURED
+        return ExitCode.MISCONFIGURED
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
 import logging
 import sys
@@ -10,10 +11,11 @@ import time
 from typing import Any
 
 from services.worker.door import SERVICE, WorkerDoor
+from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner.base import Runner
 from services.worker.runner_thread import PhaseChange, RunnerThread
-from services.worker.session import SessionGate
+from services.worker.watchdog import StepHung, Watchdog
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
 from triptych.errors import TriptychError
@@ -23,6 +25,7 @@ from triptych.observe.logging import with_fields
 from triptych.observe.metrics import WorkerMetrics, serve_metrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer, stop_event, write_ready_file
+from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import Phase
 
 log = logging.getLogger(__name__)
@@ -33,10 +36,6 @@ SWITCH_INTERVAL_S = 0.0005
 _STOP_GRACE_S = 1.0
 _DRAIN_S = 10.0  # steps in flight take milliseconds; a prefill of a large budget may take seconds
 _POLL_S = 0.02
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_MISCONFIGURED = 2
 
 
 async def run(arguments: ServiceArguments) -> int:
@@ -59,7 +58,8 @@ async def run(arguments: ServiceArguments) -> int:
         ready.set()
 
     thread = RunnerThread(functools.partial(_load, arguments), on_phase=on_phase, on_ready=on_ready)
-    gate = SessionGate(board, thread, shared_config(config))
+    gate = SessionGate(board, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s)
+    watchdog = Watchdog(thread.steps, hang_timeout_s=config.worker.hang_timeout_s)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerDoor(gate, board, metrics), server.grpc)
     port = server.bind(config.worker.host, config.worker.port, option="worker.port")
     metrics_port = serve_metrics(config.worker.host, config.worker.metrics_port, option="worker.metrics_port")
@@ -69,8 +69,9 @@ async def run(arguments: ServiceArguments) -> int:
     thread.start()
 
     waiters: list[asyncio.Future[Any]] = [asyncio.create_task(event.wait()) for event in (ready, stop)]
-    ended: asyncio.Future[Any] = thread.ended
-    await asyncio.wait([*waiters, ended], return_when=asyncio.FIRST_COMPLETED)
+    watching = asyncio.create_task(watchdog.run(), name="watchdog")
+    ends: list[asyncio.Future[Any]] = [thread.ended, watching]
+    await asyncio.wait([*waiters, *ends], return_when=asyncio.FIRST_COMPLETED)
     if ready.is_set() and board.state.facts is not None:
         facts = board.state.facts
         metrics.kv_blocks.set(facts.kv.num_blocks)
@@ -88,18 +89,21 @@ async def run(arguments: ServiceArguments) -> int:
                 after_s=time.monotonic() - started,
             ),
         )
-        await asyncio.wait([waiters[1], ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waiters[1], *ends], return_when=asyncio.FIRST_COMPLETED)
     for waiter in waiters:
         waiter.cancel()
+    if watching.done():
+        return await _give_up(server, watching)
     if thread.ended.done():
         return await _fail(server, thread)
     await _drain(server, board, gate)
+    watching.cancel()
     if ready.is_set():  # while it loads, the thread cannot be interrupted; as a daemon it ends with us
         await thread.stop(_STOP_GRACE_S)
         if thread.ended.done() and thread.ended.exception() is not None:
             return await _fail(server, thread)
     log.info("stopped")
-    return EXIT_OK
+    return ExitCode.OK
 
 
 def _load(arguments: ServiceArguments, on_phase: PhaseChange) -> Runner:
@@ -121,12 +125,25 @@ async def _drain(server: RpcServer, board: InfoBoard, gate: SessionGate) -> None
     await server.stop(_STOP_GRACE_S)
 
 
+async def _give_up(server: RpcServer, watching: asyncio.Future[None]) -> int:
+    """Leave although a step is in hand: nothing can interrupt it, and the engine goes on with another worker."""
+    error = watching.exception()
+    if not isinstance(error, StepHung):
+        log.error("the watchdog died: %r", error, exc_info=error)
+        await server.set_dead()
+        return ExitCode.FAILED
+    log.error("%s; this is where it stands:", error)
+    faulthandler.dump_traceback(sys.stderr)
+    await server.set_dead()
+    return ExitCode.HUNG
+
+
 async def _fail(server: RpcServer, thread: RunnerThread) -> int:
     error = thread.ended.exception()
     await server.set_dead()
     await server.stop(_STOP_GRACE_S)
     if isinstance(error, TriptychError):
         log.error("cannot serve: %s", error)
-        return EXIT_MISCONFIGURED
+        return ExitCode.MISCONFIGURED
     log.error("the runner thread died: %r", error, exc_info=error)
-    return EXIT_FAILED
+    return ExitCode.FAILED

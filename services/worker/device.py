@@ -1,4 +1,4 @@
-"""Choosing the device, the threads and the precision, and refusing what this worker cannot do."""
+"""Choosing the device and the threads, and what torch says of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from services.worker import host
+from services.worker.resolution import resolve_for_device
 from triptych.config.architecture import ModelArchitecture
 from triptych.config.fields import EngineConfig
 from triptych.config.resolved import ResolvedConfig
-from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import RankFacts
+from triptych.errors import ConfigError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,38 +27,9 @@ def resolve_config(
         ConfigError: a device that is not there, or a max_model_len above the model's own.
         FeatureDisabled: a value that this build knows and does not serve.
     """
-    refuse_unbuilt(engine)
-    own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
-    if asked > own_limit:
-        raise ConfigError(
-            f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "
-            f"at most {own_limit}, or to 0 for the model's limit"
-        )
     device = choose_device(engine.worker.device, engine.parallel.local_rank)
-    dtype = choose_dtype(engine.model.dtype, architecture, native_bfloat16=has_native_bfloat16(device, root))
-    return ResolvedConfig(
-        engine=engine,
-        architecture=architecture,
-        rank=RankFacts(local_rank=engine.parallel.local_rank, device=str(device)),
-        dtype=dtype,
-        kv_dtype=dtype if engine.cache.dtype == "auto" else engine.cache.dtype,
-    )
-
-
-def refuse_unbuilt(engine: EngineConfig) -> None:
-    """Refuse, naming key and value, what the config can say and this worker does not do.
-
-    Raises:
-        FeatureDisabled: weight-only quantization or more than one worker per model.
-    """
-    for key, value, served in (
-        ("model.quantization", engine.model.quantization, "none"),
-        ("parallel.tensor_parallel_size", engine.parallel.tensor_parallel_size, 1),
-        ("parallel.pipeline_parallel_size", engine.parallel.pipeline_parallel_size, 1),
-        ("parallel.rank", engine.parallel.rank, 0),
-    ):
-        if value != served:
-            raise FeatureDisabled(f"{key} = {value}", f"this worker serves {key} = {served} alone; set it so")
+    native_bfloat16 = has_native_bfloat16(device, root)
+    return resolve_for_device(engine, architecture, device=str(device), native_bfloat16=native_bfloat16)
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
@@ -80,18 +51,6 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
             f"parallel.local_rank: {local_rank}, but torch sees {num_devices} CUDA device(s), numbered from 0"
         )
     return torch.device("cuda", local_rank)
-
-
-def choose_dtype(requested: str, architecture: ModelArchitecture, *, native_bfloat16: bool) -> str:
-    """The precision that `model.dtype` means; `auto` is the checkpoint's, where the device can do it.
-
-    GGUF files are quantized, so their own precision says nothing: they count as bfloat16, which becomes
-    float32 on a device that would only emulate it.
-    """
-    if requested != "auto":
-        return requested
-    stored = "bfloat16" if architecture.is_gguf else architecture.dtype
-    return "float32" if stored == "bfloat16" and not native_bfloat16 else stored
 
 
 def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from services.worker.gate import Entry, SessionGate
+from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard, WorkerState
-from services.worker.session import EngineHello, Session, SessionGate
+from services.worker.session import StepStream
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
@@ -39,18 +41,19 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         hello = await _read_hello(request_iterator)
-        session = self._gate.open(hello)
-        log.info("%s connected, window %d", hello, session.window)
-        reader = asyncio.create_task(self._read_steps(request_iterator, session), name="read-steps")
+        entry = self._gate.open(hello)
+        how = "resumed" if entry.is_resumed else "connected"
+        log.info("%s %s, window %d", hello, how, entry.session.window)
+        welcome = _welcome(entry)  # before any step of this stream counts
+        reader = asyncio.create_task(self._read_steps(request_iterator, entry.stream), name="read-steps")
         try:
-            yield worker_pb2.ExecuteResponse(welcome=_welcome(session))
-            while (result := await session.next_result()) is not None:
+            yield worker_pb2.ExecuteResponse(welcome=welcome)
+            while (result := await entry.stream.next_result()) is not None:
                 self._count(result)
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(result))
         finally:
             reader.cancel()
-            self._gate.close(session)
-            log.info("%s left", hello)
+            self._gate.leave(entry)
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -63,19 +66,25 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
         async for state in self._board.watch():
             yield worker_pb2.WatchInfoResponse(info=_info(state))
 
-    async def _read_steps(self, requests: AsyncIterator[worker_pb2.ExecuteRequest], session: Session) -> None:
-        """Submit steps until the engine closes its half; what goes wrong ends the session's results."""
+    async def _read_steps(
+        self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: StepStream
+    ) -> None:
+        """Submit steps until the engine says goodbye or is gone; what goes wrong ends the stream's results."""
         try:
             async for request in requests:
-                if request.WhichOneof("message") != "step":
-                    raise ProtocolViolation(f"expected a step, got {request.WhichOneof('message')}")
-                plan = plan_from_proto(request.step)
-                session.submit(plan)
-                self._metrics.tokens.inc(plan.num_tokens)
+                match request.WhichOneof("message"):
+                    case "step":
+                        plan = plan_from_proto(request.step)
+                        stream.submit(plan)
+                        self._metrics.tokens.inc(plan.num_tokens)
+                    case "goodbye":
+                        stream.leave()
+                    case other:
+                        raise ProtocolViolation(f"expected a step, got {other}")
         except Exception as error:
-            session.end(error)
+            stream.end(error)
         else:
-            session.end(None)
+            stream.end(None)
 
     def _count(self, result: StepResult) -> None:
         timings, stage = result.timings, self._metrics.stage_seconds
@@ -103,16 +112,23 @@ async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> Eng
         fingerprint=hello.fingerprint,
         shared_config=dict(hello.shared_config),
         window=hello.window,
+        resume_session=hello.resume_session,
+        last_result_seen=hello.last_result_seen,
     )
 
 
-def _welcome(session: Session) -> worker_pb2.Welcome:
+def _welcome(entry: Entry) -> worker_pb2.Welcome:
+    session, state = entry.session, entry.session.state
+    kind = worker_pb2.SESSION_KIND_RESUMED if entry.is_resumed else worker_pb2.SESSION_KIND_FRESH
     return worker_pb2.Welcome(
         protocol=PROTOCOL_VERSION,
         boot_id=session.facts.boot_id,
-        session=worker_pb2.SESSION_KIND_FRESH,
+        session=kind,
+        last_step_received=state.last_step_received,
+        last_step_completed=state.last_step_completed,
         window=session.window,
         facts=worker_facts_to_proto(session.facts),
+        session_name=session.name,
     )
 
 

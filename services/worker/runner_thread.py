@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from services.worker.runner.base import Runner
+from services.worker.watchdog import StepClock
 from triptych.errors import EngineFailure, TriptychError
 from triptych.types.step import StepPlan, StepResult
 
@@ -55,6 +56,7 @@ class RunnerThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[_Opened | _Planned | None] = queue.SimpleQueue()
         self._current = 0
+        self.steps = StepClock()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when the thread has ended; holds the exception if that was no `stop()`."""
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
@@ -105,7 +107,9 @@ class RunnerThread:
                     runner.reset()
                     deliver = item.deliver
                 case _Planned() if deliver is not None and item.session == self._current:
+                    self.steps.start(item.plan.step_id)
                     outcome = _execute(runner, item.plan, idle_ns)
+                    self.steps.stop()
                     self._post(deliver, outcome)
                     if isinstance(outcome, Exception):
                         deliver = None  # rows are undefined until the next session resets them

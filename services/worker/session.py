@@ -1,160 +1,181 @@
-"""Who may send steps, and in which order: the worker's side of the step protocol, without gRPC.
+"""One engine's steps, from a fresh welcome to a goodbye: taken in order, each computed once, its result kept
+until the engine has it. Streams come and go; the session stays.
 
-hello -> admitted, or refused: not ready, held by a living engine, config differs, protocol unknown
-step  -> must be the last one + 1, and fit into the window
+step -> the last one + 1: computed. One of before: its stored result again. Any other: refused, and no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.worker.info import InfoBoard
+from services.worker.hello import EngineHello
 from services.worker.runner_thread import RunnerThread
-from triptych.config.shared import check_shared
-from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolation, WorkerHeld
+from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, StepGap
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult
-from triptych.wire.worker import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class EngineHello:
-    """Who calls, and what it expects."""
+class SessionState:
+    """How far a session is; its welcome tells the engine."""
 
-    engine_id: str
-    epoch: int
-    min_protocol: int
-    max_protocol: int
-    fingerprint: str
-    """Empty: whatever the worker has."""
-    shared_config: Mapping[str, str]
-    window: int
+    last_step_received: int = 0
+    last_step_completed: int = 0
 
-    def is_of_same_engine(self, other: EngineHello) -> bool:
-        """The same process: an epoch is drawn at its start."""
-        return (self.engine_id, self.epoch) == (other.engine_id, other.epoch)
 
-    def __str__(self) -> str:
-        return f"engine {self.engine_id} (epoch {self.epoch})"
+class StepStream:
+    """One stream's half of a session: steps in, results out. Owned by the door's handler."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._outcomes: asyncio.Queue[StepResult | Exception | None] = asyncio.Queue()
+
+    def submit(self, plan: StepPlan) -> None:
+        """See `Session.submit`; of a stream that another has replaced nothing is taken any more."""
+        if self.session.stream is self:
+            self.session.submit(plan)
+
+    def leave(self) -> None:
+        """The engine has said goodbye on this stream."""
+        if self.session.stream is self:
+            self.session.leave()
+
+    def put(self, result: StepResult) -> None:
+        self._outcomes.put_nowait(result)
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing follows what is queued; `error` says why, None that there is nothing to say."""
+        self._outcomes.put_nowait(error)
+
+    async def next_result(self) -> StepResult | None:
+        """The next result; None at the end. Raises what ended the stream, if that was an error."""
+        outcome = await self._outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class Session:
-    """One engine's step stream, from its welcome to its end. Owned by the door's handler."""
+    """Rows in the runner that one engine fills. Owned by the gate."""
 
     def __init__(self, hello: EngineHello, facts: WorkerFacts, thread: RunnerThread) -> None:
         self.hello = hello
         self.facts = facts
         self.window = min(hello.window, facts.max_window)
+        self.stream: StepStream | None = None
+        """The one that lives; None while the engine is away."""
         self._thread = thread
-        self._results: asyncio.Queue[StepResult | Exception | None] = asyncio.Queue()
-        self._number = thread.open_session(self._results.put_nowait)
-        self._last_step = 0
+        self._number = thread.open_session(self._take)
+        self.name = f"{facts.boot_id}/{self._number}"
+        self._last_received = self._last_completed = self._last_acknowledged = 0
+        self._results: dict[int, StepResult] = {}  # completed and not acknowledged: twice the window at most
+        self._failure: Exception | None = None
         self._is_draining = False
-        self.num_in_flight = 0
+        self._has_left = False
+
+    @property
+    def state(self) -> SessionState:
+        return SessionState(self._last_received, self._last_completed)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps received and not completed."""
+        return 0 if self._failure is not None else self._last_received - self._last_completed
+
+    @property
+    def is_over(self) -> bool:
+        """There is nothing that a later stream could go on with."""
+        return self._has_left or self._is_draining or self._failure is not None
+
+    def can_resume(self, last_result_seen: int) -> bool:
+        """Whether an engine that holds results up to this step can go on here with nothing lost."""
+        is_kept = self._last_acknowledged <= last_result_seen <= self._last_completed
+        return is_kept and not self.is_over
+
+    def attach(self, last_result_seen: int = 0) -> StepStream:
+        """Go on over a new stream; what the engine has not seen is sent first."""
+        self._hang_up(self.hello)
+        self._acknowledge(last_result_seen)
+        self.stream = StepStream(self)
+        for result in self._results.values():
+            self.stream.put(result)
+        return self.stream
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one step; while the session drains it is dropped, and the engine plans it anew elsewhere.
+        """Queue one step; while the session drains a new one is dropped, and the engine plans it elsewhere.
 
         Raises:
-            ProtocolViolation: not the step after the last one, or more than the window in flight.
+            StepGap: not the step after the last one; it had no effect.
+            ProtocolViolation: more than the window in flight, or results acknowledged that do not exist.
         """
+        if plan.step_id <= self._last_received:
+            if (result := self._results.get(plan.step_id)) is not None and self.stream is not None:
+                self.stream.put(result)
+            return  # else it is being computed, and its result will come; or the engine has it
         if self._is_draining:
             return
-        if plan.step_id != self._last_step + 1:
-            raise ProtocolViolation(f"STEP_GAP: step {plan.step_id} after step {self._last_step}")
-        if self.num_in_flight >= self.window:
+        if plan.step_id != self._last_received + 1:
+            raise StepGap(f"step {plan.step_id} after step {self._last_received}")
+        if self._last_received - self._last_completed >= self.window:
             raise ProtocolViolation(
                 f"step {plan.step_id} exceeds the window of {self.window} steps in flight"
             )
-        self._last_step = plan.step_id
-        self.num_in_flight += 1
+        if plan.last_result_seen > self._last_completed:
+            raise ProtocolViolation(
+                f"last_result_seen: {plan.last_result_seen} is above {self._last_completed}, the last step completed"
+            )
+        self._acknowledge(plan.last_result_seen)
+        self._last_received = plan.step_id
         self._thread.submit(self._number, plan)
+
+    def leave(self) -> None:
+        """The engine says goodbye: its rows go with its stream."""
+        self._has_left = True
+        if self.stream is not None:
+            self.stream.end(None)
 
     def drain(self) -> None:
         """Take no more steps; the stream ends behind the results of those in flight."""
         self._is_draining = True
         self._end_if_drained()
 
-    def end(self, error: Exception | None) -> None:
-        """No more steps will come; `error` says why, None that the engine left in order."""
-        self._results.put_nowait(error)
-
-    async def next_result(self) -> StepResult | None:
-        """The next result, in order; None at the end. Raises what a step, or the stream, raised."""
-        outcome = await self._results.get()
-        if isinstance(outcome, Exception):
-            raise outcome
-        if outcome is not None:
-            self.num_in_flight -= 1
-            self._end_if_drained()
-        return outcome
-
-    def _end_if_drained(self) -> None:
-        if self._is_draining and not self.num_in_flight:
-            self.end(EngineUnavailable("the worker is stopping"))
+    def supersede(self, successor: EngineHello) -> None:
+        """Another session, of the same engine or of one that started later, begins."""
+        self._hang_up(successor)
+        self.close()
 
     def close(self) -> None:
+        """Forget it all: steps that have not begun are never computed."""
         self._thread.close_session(self._number)
 
+    def _hang_up(self, caller: EngineHello) -> None:
+        if self.stream is not None:
+            self.stream.end(ProtocolViolation(f"{caller} has dialled again"))
+            self.stream = None
 
-class SessionGate:
-    """Lets one engine in at a time. Owned by the worker's event loop."""
+    def _take(self, outcome: StepResult | Exception) -> None:
+        """From the runner thread, by way of the event loop, in order."""
+        if isinstance(outcome, StepResult) and outcome.step_id != self._last_completed + 1:
+            due = self._last_completed + 1
+            outcome = EngineFailure(f"the runner answered step {outcome.step_id}, but step {due} is due")
+        if isinstance(outcome, Exception):
+            self._failure = outcome
+            self._thread.close_session(self._number)
+            if self.stream is not None:
+                self.stream.end(outcome)
+            return
+        self._last_completed = outcome.step_id
+        self._results[outcome.step_id] = outcome
+        if self.stream is not None:
+            self.stream.put(outcome)
+        self._end_if_drained()
 
-    def __init__(self, board: InfoBoard, thread: RunnerThread, shared_config: Mapping[str, str]) -> None:
-        self._board = board
-        self._thread = thread
-        self._shared_config = shared_config
-        self._holder: Session | None = None
+    def _acknowledge(self, last_result_seen: int) -> None:
+        for step_id in range(self._last_acknowledged + 1, last_result_seen + 1):
+            del self._results[step_id]
+        self._last_acknowledged = max(self._last_acknowledged, last_result_seen)
 
-    @property
-    def num_in_flight(self) -> int:
-        return self._holder.num_in_flight if self._holder else 0
-
-    def drain(self) -> None:
-        """Let the steps in flight be the last ones."""
-        if self._holder is not None:
-            self._holder.drain()
-
-    def open(self, hello: EngineHello) -> Session:
-        """Admit an engine. One that dials again takes its own place: its first stream is broken, and this
-        side may learn of it much later.
-
-        Raises:
-            EngineUnavailable: not ready yet; says how far it is.
-            WorkerHeld: another engine's stream is open; names it.
-            HandshakeMismatch: protocol, fingerprint or config differ; names them.
-        """
-        state = self._board.state
-        if not state.is_ready or state.facts is None:
-            raise EngineUnavailable(f"the worker is {state.phase} ({state.progress:.0%})")
-        if self._holder is not None and not self._holder.hello.is_of_same_engine(hello):
-            raise WorkerHeld(
-                f"this worker is held by {self._holder.hello}; it serves one engine at a time: "
-                f"stop that engine, or give {hello} another worker"
-            )
-        if not hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol:
-            raise HandshakeMismatch(
-                f"protocol: engine speaks {hello.min_protocol}..{hello.max_protocol}, worker {PROTOCOL_VERSION}"
-            )
-        if hello.window < 1:
-            raise HandshakeMismatch(
-                f"window: {hello.window} steps in flight compute nothing; ask for 1 at least"
-            )
-        check_shared(engine=hello.shared_config, worker=self._shared_config)
-        if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
-            raise HandshakeMismatch(
-                f"fingerprint: engine expects {hello.fingerprint}, worker has {state.facts.model.fingerprint}"
-            )
-        if self._holder is not None:
-            self._holder.end(ProtocolViolation(f"{hello} has dialled again"))
-        self._holder = Session(hello, state.facts, self._thread)
-        self._board.change(held_by=str(hello))
-        return self._holder
-
-    def close(self, session: Session) -> None:
-        session.close()
-        if session is self._holder:
-            self._holder = None
-            self._board.change(held_by="")
+    def _end_if_drained(self) -> None:
+        if self._is_draining and not self.num_in_flight and self.stream is not None:
+            self.stream.end(EngineUnavailable("the worker is stopping"))

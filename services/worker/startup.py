@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from services.worker.device import resolve_config
 from services.worker.runner.base import Runner
-from services.worker.runner.create import create_runner
 from services.worker.runner_thread import PhaseChange
 from triptych.config import EngineConfig
 from triptych.config.checkpoint import read_architecture
@@ -15,7 +13,7 @@ from triptych.types.facts import Phase
 
 
 def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
-    """Find the files, load the weights, build the KV cache, warm up.
+    """Find the model's files, then load it, or simulate it where `simulation.enabled` asks for that.
 
     Raises:
         ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
@@ -23,5 +21,14 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
     """
     on_phase(Phase.LOADING, 0.0)
     directory = resolve_model(config.model.model)
+    boot_id = str(uuid.uuid4())
+    # Each kind imports its own: a simulation is ready before torch would be.
+    if config.simulation.enabled:
+        from services.worker.simulation.create import create_simulated_runner
+
+        return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
+    from services.worker.device import resolve_config
+    from services.worker.runner.create import create_runner
+
     resolved = resolve_config(config, read_architecture(directory))
-    return create_runner(resolved, directory, boot_id=str(uuid.uuid4()), on_phase=on_phase)
+    return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase)

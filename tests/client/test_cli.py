@@ -16,7 +16,7 @@ from tests.helpers.fake_frontend import SERVICE, FakeFrontend
 from triptych.client.cli import main
 from triptych.errors import EngineFailure
 
-COMMANDS = ("serve", "chat", "complete", "demo", "bench", "env", "health")
+COMMANDS = ("serve", "chat", "complete", "demo", "bench", "fit", "replay", "env", "health")
 NOBODY = "127.0.0.1:1"
 
 
@@ -238,6 +238,7 @@ def test_bench_ends_at_the_first_error(frontend, capsys):
         (("bench", "latency", "--address", NOBODY, "--model.dtype", "float32"), "model.dtype: the stack at"),
         (("serve", "--scheduler.max-num-seqs", "0"), "scheduler.max_num_seqs: '0' is out of range"),
         (("serve", "a", "--model.model", "b"), "MODEL 'a' and --model.model 'b' disagree"),
+        (("serve", "--sim", "--simulation.enabled", "no"), "--sim and --simulation.enabled no disagree"),
         (("serve", "--config", "/no/such.yaml"), "/no/such.yaml"),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from services.enginecore.scheduler import Finished
-from services.enginecore.scheduler.pace import EndingPace
 from tests.helpers.scheduling import (
     Clock,
     Engine,
@@ -45,24 +44,6 @@ def test_no_queue_at_all_still_lets_the_seats_be_taken() -> None:
     scheduler.add(make_request(1, [1]))
     with pytest.raises(QueueFull):
         scheduler.add(make_request(2, [1]))
-
-
-def test_refused_clients_are_told_to_come_back_one_after_the_other() -> None:
-    pace = EndingPace()
-    assert pace.refuse() == 1.0, "nothing measured yet"
-    for second in range(0, 8, 2):
-        pace.note_ending(float(second))
-    assert [pace.refuse() for _ in range(3)] == [2.0, 4.0, 6.0]
-    pace.note_ending(8.0)
-    assert pace.refuse() == 2.0
-    assert [pace.refuse() for _ in range(40)][-1] == 30.0, "nobody is told to wait for ever"
-
-
-def test_an_idle_hour_does_not_spoil_the_pace() -> None:
-    pace = EndingPace()
-    for second in (0.0, 1.0, 2.0, 3602.0):
-        pace.note_ending(second)
-    assert pace.refuse() < 4.0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +96,7 @@ def test_a_name_in_use_is_refused_until_its_holder_has_ended() -> None:
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 99, "max_model_len": 100},
             ["99", "100"],
         ),
+        ({"max_long_partial_prefills": 3}, ["max_long_partial_prefills 3", "long_prefill_token_threshold"]),
         (
             {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8, "max_model_len": 100},
             ["long_prefill_token_threshold 8", "enable_chunked_prefill"],
@@ -235,11 +217,13 @@ def test_a_deadline_ends_a_running_request_and_frees_its_blocks() -> None:
 def test_clients_that_come_and_go_leave_nothing_in_the_queues() -> None:
     clock = Clock()
     scheduler = make_scheduler(max_num_seqs=1, clock=clock)
-    scheduler.add(make_request(0, [1], priority=-1))
+    scheduler.add(make_request(0, [1]))
     for number in range(1, 2000):
         scheduler.add(make_request(number, [1], deadline=clock.now + number))
         scheduler.abort(0, number)
-    for heap in (scheduler._roster.waiting, scheduler._deadlines):
+    (level,) = scheduler._roster.waiting._short._levels.values()
+    (lane,) = level._lanes.values()
+    for heap in (lane, level._accounts, scheduler._deadlines):
         assert len(heap) <= 1
         assert len(heap._entries) < 100
 

@@ -268,8 +268,9 @@ def test_all_that_a_lost_worker_computed_can_be_failed_and_the_waiting_go_on() -
     for number in range(3):
         engine.add(make_request(number, make_prompt(20, seed=number), max_tokens=8))
     engine.plan()
-    failed = engine.scheduler.fail_running(EngineFailure("the worker was lost"))
-    assert [outcome.request.number for outcome in failed] == [0, 1]
+    interrupted = engine.scheduler.requests_in_flight()
+    assert [request.number for request in interrupted] == [0, 1]
+    failed = [engine.scheduler.fail(request, EngineFailure("the worker was lost")) for request in interrupted]
     for outcome in failed:
         engine.note(outcome)
     engine.lose_worker()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.enginecore.scheduler import Failed, Finished
+from services.enginecore.request import Request, RequestState
+from services.enginecore.scheduler import Failed, Finished, Scheduler
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -19,7 +21,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
-from triptych.errors import DeadlineExceeded, EngineFailure, QueueFull
+from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, QueueFull
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
@@ -31,6 +33,7 @@ MOST_IN_FLIGHT = 4
 PREFIXES = st.sampled_from(
     [[], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9], [5] * 12]
 )
+TENANTS = st.sampled_from(["", "a", "b", "c"])
 SAMPLING = st.fixed_dictionaries(
     {},
     optional={
@@ -41,6 +44,58 @@ SAMPLING = st.fixed_dictionaries(
         "prompt_logprobs": st.just(1),
     },
 )
+
+
+@dataclass
+class NaiveOrder:
+    """Who is admitted next, by the rules read aloud: counters in a dict, and a search through all."""
+
+    service: dict[tuple[int, str], int] = field(default_factory=dict)
+    last_waited: dict[int, str] = field(default_factory=dict)
+    """Priority to the tenant whose waiting requests were the last to come to none."""
+    alive: list[Request] = field(default_factory=list)
+    admitted: set[Request] = field(default_factory=set)
+
+    def add(self, request: Request) -> None:
+        level, tenant = request.priority, request.tenant
+        others = [other for other in self.alive if other.priority == level and other not in self.admitted]
+        if all(other.tenant != tenant for other in others):
+            floor = 0
+            if others:
+                floor = min(self.service[level, other.tenant] for other in others)
+            elif level in self.last_waited:
+                floor = self.service[level, self.last_waited[level]]
+            self.service[level, tenant] = max(floor, self.service.get((level, tenant), 0))
+        self.alive.append(request)
+
+    def place_of(self, request: Request) -> tuple[int, bool, int, int]:
+        """Lower first; those that have run; the tenant served least; the first to come."""
+        if request in self.admitted:
+            return request.priority, False, 0, request.arrival
+        return request.priority, True, self.service[request.priority, request.tenant], request.arrival
+
+    def admit(self, request: Request, num_computed_tokens: int) -> None:
+        if request not in self.admitted:
+            self.charge(request, len(request.token_ids) - num_computed_tokens)
+            self.admitted.add(request)
+            self._note_no_longer_waiting(request)
+
+    def charge(self, request: Request, cost: int) -> None:
+        self.service[request.priority, request.tenant] += cost
+
+    def end(self, request: Request) -> None:
+        self.alive.remove(request)
+        if request not in self.admitted:
+            self._note_no_longer_waiting(request)
+        if all(other.priority != request.priority for other in self.alive):
+            self.last_waited.pop(request.priority, None)
+            self.service = {key: cost for key, cost in self.service.items() if key[0] != request.priority}
+
+    def _note_no_longer_waiting(self, request: Request) -> None:
+        mine = request.priority, request.tenant
+        waiting = [other for other in self.alive if other not in self.admitted]
+        if all((other.priority, other.tenant) != mine for other in waiting):
+            self.last_waited[request.priority] = request.tenant
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -55,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_num_batched_tokens": st.integers(1, 50),
                 "long_prefill_token_threshold": st.sampled_from([0, 0, 1, 6]),
                 "max_num_waiting": st.integers(0, 6),
+                "max_long_partial_prefills": st.sampled_from([0, 1, 2]),
                 "policy": st.sampled_from(["fcfs", "priority"]),
             }
         ),
@@ -66,21 +122,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         if not is_chunked:
             config |= {"max_num_batched_tokens": MAX_MODEL_LEN + 5, "long_prefill_token_threshold": 0}
+        if not config["long_prefill_token_threshold"]:
+            config |= {"max_long_partial_prefills": 0}
         self.config = config
         self.clock = Clock()
-        scheduler = make_scheduler(
-            num_blocks=1 + -(-MAX_MODEL_LEN // block_size) + spare_blocks,
-            block_size=block_size,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(EOS,),
-            enable_prefix_caching=is_caching,
-            enable_chunked_prefill=is_chunked,
-            clock=self.clock,
-            **config,
-        )
-        self.engine = Engine(scheduler, NaiveWorker(block_size))
+        self.block_size, self.is_caching, self.is_chunked = block_size, is_caching, is_chunked
+        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
+        self.order = NaiveOrder()
+        self.num_ends_seen = 0
+        self.admissible: set[Request] | None = None
         self.expected: dict[tuple[int, int], tuple[list[int], FinishReason, int | None]] = {}
         self.numbers = [0] * SESSIONS
+
+    def make_scheduler(self, spare_blocks: int) -> Scheduler:
+        """Whose blocks hold one request of any length, and some more."""
+        return make_scheduler(
+            num_blocks=1 + -(-MAX_MODEL_LEN // self.block_size) + spare_blocks,
+            block_size=self.block_size,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(EOS,),
+            enable_prefix_caching=self.is_caching,
+            enable_chunked_prefill=self.is_chunked,
+            clock=self.clock,
+            **self.config,
+        )
 
     @rule(
         session=st.integers(0, SESSIONS - 1),
@@ -88,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rest=st.lists(st.integers(0, 9), min_size=1, max_size=12),
         num_emitted=st.sampled_from([0, 0, 0, 1, 4]),
         priority=st.integers(0, 2),
+        tenant=TENANTS,
         cache_salt=st.sampled_from(["", "", "salt"]),
         deadline_in=st.none() | st.integers(1, 20),
         sampling=SAMPLING,
@@ -99,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rest: list[int],
         num_emitted: int,
         priority: int,
+        tenant: str,
         cache_salt: str,
         deadline_in: int | None,
         sampling: dict[str, Any],
@@ -112,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             session=session,
             emitted=outputs[:num_emitted],
             priority=priority if self.config["policy"] == "priority" else 0,
+            tenant=tenant,
             cache_salt=cache_salt,
             deadline=None if deadline_in is None else self.clock.now + deadline_in,
             **sampling,
@@ -121,7 +189,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(QueueFull):
                 self.engine.scheduler.add(request)
             return
-        self.engine.add(request)
+        try:
+            self.engine.add(request)
+        except DeadlineUnreachable:
+            assert deadline_in is not None
+            return
+        self.order.add(request)
         self.numbers[session] += 1
         self.expected[session, number] = outputs[num_emitted:], *end  # type: ignore[assignment]
 
@@ -130,11 +203,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         scheduler, counters = self.engine.scheduler, self.engine.scheduler.counters
         running, preemptions = scheduler.num_running, counters.num_preemptions
+        candidates = [request for request in self.order.alive if request.state is RequestState.WAITING]
+        rows = scheduler._rows
+        num_long = sum(self.is_long(rows.horizon[slot], rows.computed[slot]) for slot in rows.slot_to_request)
         plan = self.engine.plan()
         if plan is None:
-            assert scheduler.num_in_flight or not scheduler.has_work, "nothing will ever run"
+            is_stuck = scheduler.has_work and not scheduler.num_in_flight
+            assert not is_stuck or self.admissible is not None, "nothing will ever run"
             return
         self.check_plan(plan, running, has_preempted=counters.num_preemptions > preemptions)
+        self.check_order(plan, candidates, num_long)
 
     def check_plan(self, plan: StepPlan, num_running: int, *, has_preempted: bool) -> None:
         config, scheduler = self.config, self.engine.scheduler
@@ -145,17 +223,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         if has_preempted:
             assert plan.new_rows == (), "the waiting do not gain from a preemption"
             assert scheduler.num_running < num_running
-        admitted = [scheduler._rows.slot_to_request[row.slot] for row in plan.new_rows]
-        urgency = [(request.priority, request.arrival) for request in admitted]
-        assert urgency == sorted(urgency), "admitted out of order"
-        eligible = scheduler._roster.waiting.peek()
-        if eligible is not None and urgency:
-            assert urgency[-1] < (eligible.priority, eligible.arrival), "one was skipped"
+
+    def check_order(self, plan: StepPlan, candidates: list[Request], num_long: int) -> None:
+        """`num_long`: those in partial prefill before it."""
+        most_long = self.config["max_long_partial_prefills"]
+        if self.admissible is not None:
+            candidates = [request for request in candidates if request in self.admissible]
+        for row in plan.new_rows:
+            eligible = candidates
+            if most_long and num_long >= most_long:
+                eligible = [request for request in candidates if not self.is_long(len(request.token_ids))]
+            request = self.engine.scheduler._rows.slot_to_request[row.slot]
+            assert request is min(eligible, key=self.order.place_of), "admitted out of order"
+            self.order.admit(request, row.num_computed_tokens)
+            candidates.remove(request)
+            num_long += self.is_long(len(request.token_ids), row.num_computed_tokens)
+
+    def is_long(self, num_tokens: int, num_computed: int = 0) -> bool:
+        return num_tokens - num_computed > self.config["long_prefill_token_threshold"] > 0
 
     @precondition(lambda self: self.engine.plans)
     @rule()
     def update(self) -> None:
-        self.engine.finish_step()
+        self.finish_step()
+
+    def finish_step(self, *failing_slots: int) -> None:
+        output = self.engine.finish_step(failing_slots)
+        by_key = {(request.session, request.number): request for request in self.order.alive}
+        for key in zip(output.sessions.tolist(), output.numbers.tolist(), strict=True):
+            self.order.charge(by_key[key], 2)
+        self.note_ends()
+
+    def note_ends(self) -> None:
+        for outcome in list(self.engine.outcomes.values())[self.num_ends_seen :]:
+            self.order.end(outcome.request)
+            self.num_ends_seen += 1
 
     @rule(num_steps=st.integers(1, 9), window=st.integers(1, MOST_IN_FLIGHT))
     def run_for_a_while(self, num_steps: int, window: int) -> None:
@@ -166,12 +268,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if len(self.engine.plans) == num_planned:
                     break
             if self.engine.plans:
-                self.engine.finish_step()
+                self.finish_step()
 
     @precondition(lambda self: self.engine.plans)
     @rule(slot=st.integers(0, 4))
     def fail_row(self, slot: int) -> None:
-        self.engine.finish_step(failing_slots=[slot])
+        self.finish_step(slot)
 
     @precondition(lambda self: self.expected)
     @rule(choice=st.integers(0, 1000))
@@ -181,12 +283,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (outcome is None) == (key in self.engine.outcomes)
         if outcome is not None:
             self.engine.note(outcome)
+        self.note_ends()
 
     @rule(session=st.integers(0, SESSIONS - 1))
     def lose_stream(self, session: int) -> None:
         for outcome in self.engine.scheduler.abort_session(session):
             assert outcome.request.session == session
             self.engine.note(outcome)
+        self.note_ends()
 
     @rule(seconds=st.integers(1, 10))
     def let_time_pass(self, seconds: int) -> None:
@@ -196,10 +300,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert outcome.request.deadline <= self.clock.now
             assert isinstance(outcome.error, DeadlineExceeded)
             self.engine.note(outcome)
+        self.note_ends()
 
     @rule()
     def lose_worker(self) -> None:
         self.engine.lose_worker()
+
+    @rule(spare_blocks=st.integers(0, 12))
+    def change_worker(self, spare_blocks: int) -> None:
+        successor = self.make_scheduler(spare_blocks)
+        assert successor.adopt(self.engine.scheduler) == ()
+        self.engine.scheduler = successor
+        self.engine.lose_worker()
+
+    @precondition(lambda self: self.order.alive)
+    @rule(choice=st.integers(0, 1 << 12))
+    def admit_only(self, choice: int) -> None:
+        self.admissible = {request for place, request in enumerate(self.order.alive) if choice >> place & 1}
+        self.engine.scheduler.admit_only(self.admissible)
+
+    @rule()
+    def admit_all(self) -> None:
+        self.admissible = None
+        self.engine.scheduler.admit_only(None)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -211,6 +334,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
         assert scheduler.num_in_flight == len(self.engine.plans)
+        assert self.order.alive == list(scheduler._roster)
+        in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.PARKED)]
+        assert set(scheduler.requests_in_flight()) == set(in_flight if self.engine.plans else [])
         assert scheduler.num_running + scheduler.num_waiting == len(self.expected) - len(self.engine.outcomes)
         for key, tokens in self.engine.tokens.items():
             expected, reason, stop_token_id = self.expected[key]
@@ -224,7 +350,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.admit_all()
         self.engine.run()
+        self.note_ends()
         self.holds_together()
         assert self.engine.outcomes.keys() == self.expected.keys(), "each request ends exactly once"
         assert self.engine.scheduler.num_used_blocks == 0

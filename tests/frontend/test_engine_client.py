@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from services.frontend import engine_client as engine_client_module
+from services.frontend import engine_session as engine_session_module
 from services.frontend import outbox as outbox_module
 from services.frontend.engine_client import EngineClient
 from services.frontend.outbox import Outbox
 from tests.helpers.fake_engine import FakeEngine, eventually, u32
-from tests.helpers.frontend import answer, collect, frontend_core, raw_request
+from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
     GenerationLost,
     InvalidRequest,
+    ProtocolViolation,
     QueueFull,
 )
+from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
@@ -67,11 +71,11 @@ async def test_redials_back_off_from_50_ms_to_1_s(monkeypatch: pytest.MonkeyPatc
             enough.set()
             await asyncio.Event().wait()
 
-    async def end_at_once(self: EngineClient) -> str:
-        return "refused"
+    async def end_at_once(self: EngineClient) -> BaseException | None:
+        return EngineUnavailable("refused")
 
     monkeypatch.setattr(engine_client_module.asyncio, "sleep", sleep)
-    monkeypatch.setattr(EngineClient, "_run_session", end_at_once)
+    monkeypatch.setattr(EngineClient, "_run_stream", end_at_once)
     task = asyncio.create_task(EngineClient("127.0.0.1:1", frontend_id="f", boot_id="b").run())
     await asyncio.wait_for(enough.wait(), 5)
     task.cancel()
@@ -190,7 +194,7 @@ async def test_a_silent_peer_is_given_up_and_dialled_again(monkeypatch: pytest.M
 
 
 async def test_used_up_numbers_renew_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client_module, "_MAX_NUMBER", 2)
+    monkeypatch.setattr(engine_session_module, "MAX_NUMBER", 2)
     async with FakeEngine(hello_reply) as engine, frontend_core(engine) as core:
         for _ in range(2):
             await answer(core.generator, raw_request())
@@ -199,6 +203,125 @@ async def test_used_up_numbers_renew_the_stream(monkeypatch: pytest.MonkeyPatch)
         await eventually(lambda: len(engine.hellos) == 2 and core.generator.is_ready)
         await answer(core.generator, raw_request())
         assert [request.number for request in engine.submitted] == [1, 2, 1]
+
+
+# Broken streams
+
+
+async def resume_after(
+    engine: FakeEngine, core: FrontendCore, disturb: Callable[[SubmitRequest], Awaitable[None]]
+) -> list[int]:
+    """The output tokens of a request that is disturbed after its first three tokens."""
+    events = core.generator.generate(raw_request())
+    admission = asyncio.ensure_future(anext(events))
+    request = await engine.next_submit()
+    engine.emit(request, [65, 66, 67])
+    await admission
+    token_ids = list((await anext(events)).token_ids)  # type: ignore[union-attr]
+    await disturb(request)
+    engine.emit(request, [68, 69], finish=FinishReason.LENGTH)
+    async for event in events:
+        if isinstance(event, DeltaEvent):
+            token_ids += event.token_ids
+    return token_ids
+
+
+async def test_a_broken_stream_is_resumed_and_the_client_sees_a_delay() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+
+        async def cut(request: SubmitRequest) -> None:
+            engine.cut_streams()
+            await eventually(lambda: not core.generator.is_ready)
+            engine.emit(request, [70])  # meanwhile
+            await eventually(lambda: core.generator.is_ready)
+
+        assert await resume_after(engine, core, cut) == [65, 66, 67, 70, 68, 69]
+        assert [hello.resume_session for hello in engine.hellos] == ["", "session-1"]
+        assert engine.hellos[1].last_batch_seen == 2
+        assert len(engine.submitted) == 1, "submitted twice"
+
+
+async def test_an_engine_out_of_reach_for_a_while_is_resumed() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+
+        async def go_away(request: SubmitRequest) -> None:
+            await engine.die()
+            await eventually(lambda: not core.generator.is_ready)
+            await engine.start()
+            await eventually(lambda: core.generator.is_ready)
+
+        assert await resume_after(engine, core, go_away) == [65, 66, 67, 68, 69]
+
+
+async def test_a_batch_that_comes_twice_counts_once() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+
+        async def repeat(request: SubmitRequest) -> None:
+            engine.send_again(2)
+
+        assert await resume_after(engine, core, repeat) == [65, 66, 67, 68, 69]
+        assert len(engine.hellos) == 1
+
+
+async def test_a_gap_in_the_batches_is_filled_by_resuming() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+
+        async def leave_out(request: SubmitRequest) -> None:
+            engine.lose_batch(request, [70])
+
+        assert await resume_after(engine, core, leave_out) == [65, 66, 67, 70, 68, 69]
+        assert [hello.last_batch_seen for hello in engine.hellos] == [0, 2]
+
+
+async def test_a_gap_that_stays_ends_the_requests_after_three_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client_module, "MAX_REDIAL_S", 0.05)
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+
+        async def forget(request: SubmitRequest) -> None:
+            engine.forget_batch()
+
+        with pytest.raises(GenerationLost, match="output batch 4 after 2"):
+            await resume_after(engine, core, forget)
+        assert [hello.resume_session for hello in engine.hellos[:4]] == ["", *["session-1"] * 3]
+        await eventually(lambda: len(engine.hellos) == 5 and core.generator.is_ready)
+        assert engine.hellos[4].resume_session == ""
+
+
+async def test_an_engine_that_has_forgotten_the_session_ends_its_requests_and_serves_on() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
+        waiting = asyncio.create_task(collect(core.generator, raw_request()))
+        await engine.next_submit()
+        engine.cut_streams()
+        engine.forget_sessions()
+        with pytest.raises(EngineUnavailable, match="it has not kept the session"):
+            await waiting
+        await eventually(lambda: core.generator.is_ready)
+        again = asyncio.create_task(answer(core.generator, raw_request()))
+        engine.emit(await engine.next_submit(1), [65], finish=FinishReason.LENGTH)
+        assert (await again).token_ids() == [65]
+
+
+async def test_an_engine_that_stays_away_is_given_up_after_the_time_to_live() -> None:
+    async with FakeEngine(resume_ttl_s=0.1) as engine, frontend_core(engine) as core:
+        waiting = asyncio.create_task(collect(core.generator, raw_request()))
+        await engine.next_submit()
+        await engine.die()
+        with pytest.raises(EngineUnavailable, match=r"not back within 0\.1 s"):
+            await waiting
+
+
+async def test_output_batches_are_acknowledged_now_and_then() -> None:
+    async with FakeEngine(lambda _: range(65, 265), resume_ttl_s=60) as engine, frontend_core(engine) as core:
+        for _ in range(5):
+            await answer(core.generator, raw_request(prompt="H", sampling={"max_tokens": 60}))
+        await eventually(lambda: engine.last_acknowledged == [4 * engine_session_module.ACKNOWLEDGE_EVERY])
+
+
+async def test_a_frontend_that_stops_says_goodbye() -> None:
+    async with FakeEngine(resume_ttl_s=60) as engine:
+        async with frontend_core(engine):
+            assert len(engine.last_acknowledged) == 1
+        assert engine.last_acknowledged == [], "the session is still there"
 
 
 class RecordingCall:
@@ -221,10 +344,42 @@ def submission(number: int, num_tokens: int = 1, **sampling: Any) -> SubmitReque
 async def written_by(outbox: Outbox, call: RecordingCall) -> list[Any]:
     writer = asyncio.create_task(outbox.write_to(call))  # type: ignore[arg-type]
     call.gate.set()
-    await eventually(lambda: not outbox._unsent and not outbox._aborts)
-    await asyncio.sleep(0)
+    await eventually(lambda: not outbox._news.is_set() and not outbox._unsent and not outbox._aborts)
     writer.cancel()
     return call.written
+
+
+async def test_what_is_not_confirmed_is_written_again_in_order() -> None:
+    outbox = Outbox(lambda number, error: None)
+    for number in (1, 2):
+        outbox.submit(submission(number))
+        await written_by(outbox, RecordingCall())
+    outbox.abort(1)
+    first, second, abort = await written_by(outbox, RecordingCall())
+    assert first.submit.requests[0].number == 1
+    outbox.confirm(1)
+    outbox.submit(submission(3))
+    again = await written_by(outbox, RecordingCall())
+    assert again[:2] == [second, abort]
+    assert [request.number for request in again[2].submit.requests] == [3]
+    outbox.confirm(4)
+    assert await written_by(outbox, RecordingCall()) == []
+    with pytest.raises(ProtocolViolation, match="received 5 messages of 4"):
+        outbox.confirm(5)
+
+
+async def test_the_goodbye_comes_last() -> None:
+    outbox, call = Outbox(lambda number, error: None), RecordingCall()
+    call.gate.set()
+    outbox.leave()
+    outbox.acknowledge(64)
+    outbox.submit(submission(1))
+    await outbox.write_to(call)  # type: ignore[arg-type]
+    assert [message.WhichOneof("message") for message in call.written] == [
+        "last_batch_seen",
+        "submit",
+        "goodbye",
+    ]
 
 
 async def test_submissions_that_gather_go_out_in_one_message() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import numpy as np
 
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
@@ -21,7 +22,7 @@ from triptych.types.outputs import (
     StageTimings,
 )
 from triptych.types.step import LogprobColumns
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.admin import status_to_proto
 from triptych.wire.columns import u32_from_bytes
@@ -56,12 +57,21 @@ async def eventually(condition: Callable[[], Any]) -> Any:
         return value
 
 
+class Cut:
+    """Put into a stream's queue: it breaks there."""
+
+
 @dataclass(eq=False)
 class _Stream:
-    """One frontend's connection."""
+    """One frontend's session, with its latest connection."""
 
-    outgoing: asyncio.Queue[engine_core_pb2.ConnectResponse | None] = field(default_factory=asyncio.Queue)
-    num_batches: int = 0
+    name: str
+    outgoing: asyncio.Queue[engine_core_pb2.ConnectResponse | Cut | None] = field(
+        default_factory=asyncio.Queue
+    )
+    batches: list[engine_core_pb2.OutputBatch] = field(default_factory=list)
+    messages_received: int = 0
+    last_acknowledged: int = 0
     alive: dict[int, SubmitRequest] = field(default_factory=dict)
 
 
@@ -72,6 +82,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         reply: request -> its output tokens (as many as you like), sent one per batch until max_tokens or
             an end token. None: the test sends everything after the admission.
         is_mute: takes requests and never says anything.
+        resume_ttl_s: what the welcome says of it; above 0 a broken stream's session is kept for ever.
     """
 
     def __init__(
@@ -83,9 +94,11 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         is_ready: bool = True,
         has_priorities: bool = True,
         is_mute: bool = False,
+        resume_ttl_s: float = 0.0,
     ) -> None:
         self._reply = reply
         self._is_mute = is_mute
+        self._resume_ttl_s = resume_ttl_s
         self._streams: list[_Stream] = []
         self._welcome = EngineWelcome(
             engine_id=engine_id,
@@ -136,6 +149,38 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         for stream in self._streams:
             stream.outgoing.put_nowait(None)
 
+    def cut_streams(self) -> None:
+        """Break every stream behind what was sent, and go on serving."""
+        for stream in self._streams:
+            stream.outgoing.put_nowait(Cut())
+
+    def forget_sessions(self) -> None:
+        """As if another process served here."""
+        self._streams.clear()
+
+    def send_again(self, batch_id: int) -> None:
+        """Send a batch that was sent before, on every stream."""
+        for stream in self._streams:
+            _put(stream, outputs=stream.batches[batch_id - 1])
+
+    def lose_batch(self, request: SubmitRequest, token_ids: Sequence[int]) -> None:
+        """Keep a batch for a resumed stream, and do not send it now."""
+        stream = next(s for s in self._streams if s.alive.get(request.number) is request)
+        batch = OutputBatch(len(stream.batches) + 1, numbers=u32([request.number]), token_ids=u32(token_ids))
+        stream.batches.append(outputs_to_proto(batch, stream.messages_received))
+
+    def forget_batch(self) -> None:
+        """On every stream, leave a gap that no resumed stream will fill."""
+        for stream in self._streams:
+            batch = engine_core_pb2.OutputBatch(batch_id=len(stream.batches) + 2)
+            stream.batches.append(batch)
+            _put(stream, outputs=batch)
+
+    @property
+    def last_acknowledged(self) -> list[int]:
+        """Of each stream: the last output batch that its frontend has acknowledged."""
+        return [stream.last_acknowledged for stream in self._streams]
+
     def set_ready(self, is_ready: bool, why: str = "") -> None:
         self._welcome = replace(self._welcome, ready=is_ready, why_not_ready=why)
         for stream in self._streams:
@@ -182,27 +227,47 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         stream = next(s for s in self._streams if s.alive.get(request.number) is request)
         for end in (*batch.finished, *batch.failures):
             stream.alive.pop(end.number, None)
-        stream.num_batches += 1
-        _put(stream, outputs=outputs_to_proto(replace(batch, batch_id=stream.num_batches)))
+        batch = replace(batch, batch_id=len(stream.batches) + 1)
+        stream.batches.append(outputs_to_proto(batch, stream.messages_received))
+        _put(stream, outputs=stream.batches[-1])
 
     async def Connect(
         self, request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
         first = await anext(request_iterator)
         self.hellos.append(first.hello)
-        stream = _Stream()
-        self._streams.append(stream)
-        _put(stream, welcome=welcome_to_proto(self._welcome))
+        stream = next((s for s in self._streams if s.name == first.hello.resume_session), None)
+        is_resumed = stream is not None
+        if stream is None:
+            stream = _Stream(f"session-{len(self.hellos)}" if self._resume_ttl_s else "")
+            self._streams.append(stream)
+        outgoing = stream.outgoing = asyncio.Queue()
+        terms = SessionTerms(stream.name, is_resumed, stream.messages_received, self._resume_ttl_s)
+        _put(stream, welcome=welcome_to_proto(self._welcome, terms))
+        for batch in stream.batches[first.hello.last_batch_seen :] if is_resumed else ():
+            _put(stream, outputs=batch)
         reader = asyncio.create_task(self._read(request_iterator, stream))
+        is_over = not self._resume_ttl_s
         try:
-            while (message := await stream.outgoing.get()) is not None:
+            while (message := await outgoing.get()) is not None:
+                if isinstance(message, Cut):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
                 yield message
+            is_over = True
         finally:
             reader.cancel()
-            self._streams.remove(stream)
+            if is_over and stream in self._streams:
+                self._streams.remove(stream)
 
     async def _read(self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], stream: _Stream) -> None:
         async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "goodbye":
+                stream.outgoing.put_nowait(None)
+            elif kind == "last_batch_seen":
+                stream.last_acknowledged = message.last_batch_seen
+            else:
+                stream.messages_received += 1
             for submit in message.submit.requests:
                 self._take(submit_from_proto(submit), stream)
             for number in u32_from_bytes(message.abort).tolist():

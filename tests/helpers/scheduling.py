@@ -70,6 +70,7 @@ def make_request(
     session: int = 0,
     emitted: Sequence[int] = (),
     priority: int = 0,
+    tenant: str = "",
     cache_salt: str = "",
     deadline: float | None = None,
     seed: int | None = None,
@@ -85,6 +86,7 @@ def make_request(
         sampling=SamplingParams(**sampling),
         seed=number if seed is None else seed,
         priority=priority,
+        tenant=tenant,
         cache_salt=cache_salt,
     )
     return Request.from_submit(submit, session=session, deadline=deadline)
@@ -288,11 +290,15 @@ class Engine:
 
     def run(self, max_steps: int = 100_000) -> None:
         """Until nothing is left to do."""
+        self.run_while_it_can(max_steps)
+        assert not self.scheduler.has_work, "requests are left, and nothing will ever run"
+
+    def run_while_it_can(self, max_steps: int = 100_000) -> None:
+        """Until there is nothing to compute, though requests may wait."""
         for _ in range(max_steps):
             while len(self.plans) < self.window and self.plan() is not None:
                 pass
             if not self.plans:
-                assert not self.scheduler.has_work, "requests are left, and nothing will ever run"
                 return
             self.finish_step()
         raise AssertionError(f"not done after {max_steps} steps")

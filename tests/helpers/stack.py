@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,16 @@ from services.enginecore.door import ADMIN_SERVICE, AdminDoor, EngineCoreDoor
 from services.enginecore.door import SERVICE as ENGINE_SERVICE
 from services.enginecore.executor.grpc_executor import GrpcExecutor
 from services.enginecore.loop import EngineLoop
+from services.enginecore.window import MAX_WINDOW
 from services.worker.door import SERVICE as WORKER_SERVICE
 from services.worker.door import WorkerDoor
+from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner_thread import RunnerThread
-from services.worker.session import SessionGate
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
 from triptych.config.shared import shared_config
-from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2_grpc
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
@@ -34,10 +35,15 @@ from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SessionTerms, SubmitRequest
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.columns import u32_to_bytes
-from triptych.wire.engine_core import outputs_from_proto, submit_to_proto, welcome_from_proto
+from triptych.wire.engine_core import (
+    outputs_from_proto,
+    submit_to_proto,
+    terms_from_proto,
+    welcome_from_proto,
+)
 
 DEADLINE_S = 20.0
 
@@ -89,7 +95,9 @@ class WorkerStack:
             on_phase=lambda phase, progress: self.board.change(phase=phase, progress=progress),
             on_ready=on_ready,
         )
-        self._gate = SessionGate(self.board, self._thread, shared_config(config))
+        self._gate = SessionGate(
+            self.board, self._thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
+        )
         door = WorkerDoor(self._gate, self.board, WorkerMetrics.create(CollectorRegistry()))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, self._server.grpc)
         self.port = 0
@@ -126,26 +134,26 @@ class EngineStack:
                 engine_id=config.engine.engine_id,
                 epoch=time.time_ns() // 1_000_000,
                 shared_config=shared_config(config),
-                window=config.scheduler.window,
+                window=config.scheduler.window or MAX_WINDOW,
             ),
             epoch=1,
             metrics=EngineMetrics.create(CollectorRegistry()),
             on_ready_change=lambda ready: None,
         )
-        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(
-            EngineCoreDoor(self.loop), self._server.grpc
-        )
+        self.door = EngineCoreDoor(self.loop, resume_ttl_s=config.engine.resume_ttl_s)
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self.door, self._server.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(self.loop), self._server.grpc)
         self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0, option='engine.port')}"
 
     async def start(self) -> None:
         await self._server.start()
-        self._task = asyncio.create_task(self.loop.run())
+        self.task = asyncio.create_task(self.loop.run())
 
     async def stop(self) -> None:
         await self._server.stop(0)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self.door.close()
+        self.task.cancel()
+        await asyncio.wait([self.task])
 
 
 class FakeFrontend:
@@ -153,22 +161,32 @@ class FakeFrontend:
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, FinishedRequest | RequestFailure] = {}
         self.batches: list[OutputBatch] = []
         self.welcomes: list[Any] = []
+        self.terms: SessionTerms
         self._news = asyncio.Event()
 
-    async def start(self) -> None:
+    async def start(self, *, resume_session: str = "", last_batch_seen: int = 0) -> None:
         self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
-        hello = engine_core_pb2.ConnectHello(min_protocol=1, max_protocol=1, frontend_id="fake", boot_id="1")
+        hello = engine_core_pb2.ConnectHello(
+            min_protocol=1,
+            max_protocol=1,
+            frontend_id="fake",
+            boot_id="1",
+            resume_session=resume_session,
+            last_batch_seen=last_batch_seen,
+        )
         await self._call.write(engine_core_pb2.ConnectRequest(hello=hello))
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.WhichOneof("message") == "welcome":
+                if message.welcome.HasField("session"):
+                    self.terms = terms_from_proto(message.welcome.session)
                 self.welcomes.append(welcome_from_proto(message.welcome))
             else:
                 self._note(outputs_from_proto(message.outputs))
@@ -198,7 +216,7 @@ class FakeFrontend:
             token_ids=np.array(prompt, np.uint32),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
-            seed=number,
+            seed=fields.pop("seed", number),
             **fields,
         )
         batch = engine_core_pb2.SubmitBatch(requests=[submit_to_proto(request)])
@@ -210,7 +228,7 @@ class FakeFrontend:
         )
 
     async def status(self) -> admin_pb2.EngineStatus:
-        return (await self._admin.GetStatus(admin_pb2.GetStatusRequest())).status
+        return (await self.admin.GetStatus(admin_pb2.GetStatusRequest())).status
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds; it is looked at after each message."""
@@ -229,9 +247,17 @@ class FakeFrontend:
         await self.wait_for(lambda: bool(self.welcomes) and self.welcomes[-1].ready)
 
     async def stop(self) -> None:
+        """Leave in order, if the stream still stands: the engine aborts what is left."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended
+            await self._call.write(engine_core_pb2.ConnectRequest(goodbye=worker_pb2.Goodbye()))
+            await asyncio.wait([self._reader], timeout=DEADLINE_S)
+        self.vanish()
+        await self._channel.close()
+
+    def vanish(self) -> None:
+        """Break the stream: the engine hears nothing more, and keeps what was submitted for a while."""
         self._reader.cancel()
         self._call.cancel()
-        await self._channel.close()
 
 
 def make_config(worker_port: int = 0, **scheduler: Any) -> EngineConfig:

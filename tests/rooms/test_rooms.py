@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "triptych.v1": GRPC,
     "triptych.internal.v1": GRPC,
     "triptych.wire": {"numpy"},
+    "triptych.wire.journal": {"google"},
     "triptych.rpc": GRPC,
     "triptych.observe": {"prometheus_client"},
     "triptych.hub": {"gguf", "huggingface_hub", "tokenizers", "numpy"},
@@ -44,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "services.worker": {"torch", "numpy"},
     "services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
     "services.worker.door": {"grpc"},
+    "services.worker.replay": {"grpc", "numpy"},
 }
 """Package or module -> the third-party packages that it may import; the longest name that fits counts."""
 

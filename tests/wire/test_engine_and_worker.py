@@ -246,9 +246,9 @@ async def test_a_draining_engine_tells_its_frontends_and_finishes_what_it_has() 
         worker.runner.may_step.clear()
         await frontend.submit(1, make_prompt(6))
         await frontend.wait_status(lambda status: status.num_running + status.num_waiting == 1)
-        engine.loop.start_draining()
+        engine.loop.stop_taking()
         await frontend.wait_for(lambda: not frontend.welcomes[-1].ready)
-        assert frontend.welcomes[-1].why_not_ready == "the engine is draining"
+        assert frontend.welcomes[-1].why_not_ready == "the engine is stopping"
         worker.runner.may_step.set()
         await frontend.wait_for(lambda: 1 in frontend.ends)
         assert frontend.tokens[1] == expected(1, make_prompt(6))[0]

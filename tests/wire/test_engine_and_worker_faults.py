@@ -140,7 +140,10 @@ class ScriptedExecutor:
         self.num_connects += 1
         self._is_lost = False
         self._on_event = on_event
-        return Connected(self.facts, 1)
+        return Connected(self.facts, 1, is_resumed=False)
+
+    def forget_session(self) -> None:
+        self._arrived.clear()
 
     async def send(self, plan: StepPlan) -> None:
         self._arrived.append(StepResult(plan.step_id, np.array([5], np.uint32)))
@@ -379,8 +382,8 @@ async def test_a_reset_of_the_cache_while_results_are_on_their_way_spoils_nothin
 
 async def test_streams_end_in_order_when_the_engine_has_drained() -> None:
     async with running_stack() as (_, engine, frontend):
-        engine.loop.start_draining()
-        engine.loop.end_sessions()
+        engine.loop.stop_taking()
+        engine.door.close()
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()
         assert not frontend.welcomes[-1].ready

@@ -22,7 +22,7 @@ from triptych.types.outputs import (
 )
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -204,6 +204,15 @@ welcomes = build(
     why_not_ready=words,
     model=st.none() | model_facts,
     has_priorities=st.booleans(),
+)
+
+
+session_terms = build(
+    SessionTerms,
+    name=words,
+    is_resumed=st.booleans(),
+    messages_received=u64,
+    resume_ttl_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
 )
 
 

@@ -18,6 +18,7 @@ from tests.wire_codecs.strategies import (
     plans,
     results,
     sampling,
+    session_terms,
     statuses,
     submits,
     timings,
@@ -75,6 +76,7 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
     (submits, engine_core.submit_to_proto, engine_core.submit_from_proto),
     (welcomes, engine_core.welcome_to_proto, engine_core.welcome_from_proto),
+    (session_terms, engine_core.terms_to_proto, engine_core.terms_from_proto),
     (output_batches(), engine_core.outputs_to_proto, engine_core.outputs_from_proto),
     (statuses, lambda value: admin.status_to_proto(value, "model"), admin.status_from_proto),
 ]
@@ -105,7 +107,8 @@ def test_every_codec_is_tested():
         if name.endswith("_from_proto") and not name.startswith("_")
     }
     tested = {from_proto for _, _, from_proto in PAIRS}
-    assert decoders - tested == {worker.logprobs_from_proto}  # inside results and output batches
+    # Inside results and output batches; inside the step journal's events.
+    assert decoders - tested == {worker.logprobs_from_proto, admin.pause_mode_from_proto}
 
 
 def test_default_sampling_takes_next_to_no_bytes():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.device import choose_device, choose_dtype, resolve_config, use_threads
+from services.worker.device import choose_device, resolve_config, use_threads
+from services.worker.resolution import choose_dtype
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled

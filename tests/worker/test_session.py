@@ -11,10 +11,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.worker.gate import Entry, SessionGate
+from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard
 from services.worker.runner_thread import RunnerThread
-from services.worker.session import EngineHello, SessionGate
-from triptych.errors import EngineFailure, EngineUnavailable, ModelError, ProtocolViolation, WorkerHeld
+from triptych.errors import (
+    EngineFailure,
+    EngineUnavailable,
+    ModelError,
+    ProtocolViolation,
+    StaleEpoch,
+    StepGap,
+    WorkerHeld,
+)
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
@@ -55,7 +64,7 @@ class StepCounter:
 
 
 @asynccontextmanager
-async def ready_gate() -> AsyncIterator[tuple[SessionGate, StepCounter, InfoBoard]]:
+async def ready_gate(resume_ttl_s: float = 60.0) -> AsyncIterator[tuple[SessionGate, StepCounter, InfoBoard]]:
     board, runner, ready = InfoBoard(), StepCounter(), asyncio.Event()
 
     def on_ready(_: object) -> None:
@@ -66,138 +75,269 @@ async def ready_gate() -> AsyncIterator[tuple[SessionGate, StepCounter, InfoBoar
     thread.start()
     async with asyncio.timeout(DEADLINE_S):
         await ready.wait()
-        yield SessionGate(board, thread, SHARED), runner, board
+        yield SessionGate(board, thread, SHARED, resume_ttl_s=resume_ttl_s), runner, board
         runner.may_step.set()
         await thread.stop(DEADLINE_S)
     assert thread.ended.done()
     assert thread.ended.exception() is None
 
 
-def plan(step_id: int) -> StepPlan:
-    return StepPlan(step_id=step_id, last_result_seen=0)
+def plan(step_id: int, last_result_seen: int = 0) -> StepPlan:
+    return StepPlan(step_id=step_id, last_result_seen=last_result_seen)
 
 
-async def take(session, count: int) -> list[int]:
-    return [(await session.next_result()).step_id for _ in range(count)]
+async def take(entry: Entry, count: int) -> list[int]:
+    return [(await entry.stream.next_result()).step_id for _ in range(count)]
+
+
+def resume(entry: Entry, last_result_seen: int) -> EngineHello:
+    return replace(HELLO, resume_session=entry.session.name, last_result_seen=last_result_seen)
 
 
 async def test_steps_are_computed_in_order_one_window_at_a_time() -> None:
     async with ready_gate() as (gate, runner, _):
-        session = gate.open(HELLO)
-        session.submit(plan(1))
-        session.submit(plan(2))
+        entry = gate.open(HELLO)
+        assert not entry.is_resumed
+        runner.may_step.clear()
+        entry.stream.submit(plan(1))
+        entry.stream.submit(plan(2))
         assert gate.num_in_flight == 2
-        assert await take(session, 1) == [1]
-        session.submit(plan(3))
-        assert await take(session, 2) == [2, 3]
+        runner.may_step.set()
+        assert await take(entry, 2) == [1, 2]
+        entry.stream.submit(plan(3, 2))
+        assert await take(entry, 1) == [3]
         assert gate.num_in_flight == 0
         assert runner.executed == [1, 2, 3]
 
 
-async def test_a_gap_and_a_repeated_step_break_the_protocol() -> None:
-    async with ready_gate() as (gate, _, _):
-        session = gate.open(HELLO)
-        with pytest.raises(ProtocolViolation, match="STEP_GAP: step 2 after step 0"):
-            session.submit(plan(2))
-        session.submit(plan(1))
-        with pytest.raises(ProtocolViolation, match="STEP_GAP: step 1 after step 1"):
-            session.submit(plan(1))
+async def test_a_gap_is_refused_and_has_no_effect() -> None:
+    async with ready_gate() as (gate, runner, _):
+        entry = gate.open(HELLO)
+        with pytest.raises(StepGap, match="step 2 after step 0"):
+            entry.stream.submit(plan(2))
+        entry.stream.submit(plan(1))
+        assert await take(entry, 1) == [1]
+        assert runner.executed == [1]
+
+
+async def test_a_repeated_step_is_answered_again_and_computed_once() -> None:
+    async with ready_gate() as (gate, runner, _):
+        entry = gate.open(HELLO)
+        runner.may_step.clear()
+        entry.stream.submit(plan(1))
+        entry.stream.submit(plan(1))  # it is being computed: one answer is enough
+        runner.may_step.set()
+        assert await take(entry, 1) == [1]
+        entry.stream.submit(plan(1))
+        assert await take(entry, 1) == [1]
+        entry.stream.submit(plan(2, last_result_seen=1))
+        entry.stream.submit(plan(1))  # the engine has said that it holds this one
+        assert await take(entry, 1) == [2]
+        assert runner.executed == [1, 2]
 
 
 async def test_a_step_beyond_the_window_breaks_the_protocol() -> None:
-    async with ready_gate() as (gate, _, _):
-        session = gate.open(HELLO)
-        session.submit(plan(1))
-        session.submit(plan(2))
+    async with ready_gate() as (gate, runner, _):
+        entry = gate.open(HELLO)
+        runner.may_step.clear()
+        entry.stream.submit(plan(1))
+        entry.stream.submit(plan(2))
         with pytest.raises(ProtocolViolation, match="window of 2"):
-            session.submit(plan(3))
+            entry.stream.submit(plan(3))
+
+
+async def test_a_result_that_does_not_exist_cannot_be_acknowledged() -> None:
+    async with ready_gate() as (gate, runner, _):
+        entry = gate.open(HELLO)
+        runner.may_step.clear()
+        entry.stream.submit(plan(1))
+        with pytest.raises(ProtocolViolation, match="last_result_seen: 1 is above 0"):
+            entry.stream.submit(plan(2, last_result_seen=1))
 
 
 async def test_the_window_is_capped_by_what_the_runner_takes() -> None:
     async with ready_gate() as (gate, _, _):
-        assert gate.open(replace(HELLO, window=100)).window == 4
+        assert gate.open(replace(HELLO, window=100)).session.window == 4
 
 
-async def test_what_a_closed_session_left_undone_is_neither_computed_nor_delivered() -> None:
+async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() -> None:
     async with ready_gate() as (gate, runner, board):
         first = gate.open(HELLO)
+        first.stream.submit(plan(1))
+        assert await take(first, 1) == [1]
         runner.may_step.clear()
-        first.submit(plan(1))
-        first.submit(plan(2))
+        first.stream.submit(plan(2, last_result_seen=1))
+        first.stream.submit(plan(3, last_result_seen=1))
+        gate.leave(first)
+        assert board.state.held_by == str(HELLO), "its rows are still here"
+        runner.may_step.set()
+        second = gate.open(resume(first, last_result_seen=1))
+        assert second.is_resumed
+        assert second.session.state.last_step_received == 3
+        assert await take(second, 2) == [2, 3]
+        second.stream.submit(plan(4, last_result_seen=3))
+        assert await take(second, 1) == [4]
+        assert (runner.executed, runner.num_resets) == ([1, 2, 3, 4], 1)
+
+
+async def test_results_completed_while_the_engine_was_away_are_sent_first() -> None:
+    async with ready_gate() as (gate, runner, _):
+        first = gate.open(HELLO)
+        first.stream.submit(plan(1))
+        first.stream.submit(plan(2))
+        gate.leave(first)
+        async with asyncio.timeout(DEADLINE_S):
+            while gate.num_in_flight:
+                await asyncio.sleep(0)
+        second = gate.open(resume(first, last_result_seen=0))
+        assert second.session.state.last_step_completed == 2
+        assert await take(second, 2) == [1, 2]
+        assert runner.executed == [1, 2]
+
+
+async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> None:
+    async with ready_gate() as (gate, runner, board):
+        first = gate.open(HELLO)
+        second = gate.open(resume(first, last_result_seen=0))
+        with pytest.raises(ProtocolViolation, match="dialled again"):
+            await first.stream.next_result()
+        first.stream.submit(plan(1))
+        first.stream.leave()
+        gate.leave(first)
+        assert board.state.held_by == str(HELLO), "the end of the first stream took the second one's place"
+        second.stream.submit(plan(1))
+        assert await take(second, 1) == [1]
+        assert runner.executed == [1]
+
+
+@pytest.mark.parametrize("seen", [0, 3], ids=["results that were acknowledged", "results that do not exist"])
+async def test_a_session_that_cannot_go_on_without_loss_starts_anew(seen) -> None:
+    async with ready_gate() as (gate, runner, _):
+        first = gate.open(HELLO)
+        first.stream.submit(plan(1))
+        assert await take(first, 1) == [1]
+        first.stream.submit(plan(2, last_result_seen=1))
+        assert await take(first, 1) == [2]
+        gate.leave(first)
+        second = gate.open(resume(first, last_result_seen=seen))
+        assert not second.is_resumed
+        assert second.session.name != first.session.name
+        second.stream.submit(plan(1))
+        assert await take(second, 1) == [1]
+        assert runner.num_resets == 2
+
+
+async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
+    async with ready_gate() as (gate, runner, _):
+        first = gate.open(HELLO)
+        runner.may_step.clear()
+        first.stream.submit(plan(1))
+        first.stream.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
-        gate.close(first)
-        assert board.state.held_by == ""
-        second = gate.open(replace(HELLO, epoch=8))
-        second.submit(plan(1))
+        second = gate.open(HELLO)
+        with pytest.raises(ProtocolViolation, match="dialled again"):
+            await first.stream.next_result()
+        second.stream.submit(plan(1))
         runner.may_step.set()
         assert await take(second, 1) == [1]
         assert runner.executed == [1, 1], "step 2 of the first session was computed"
+
+
+async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_computed() -> None:
+    async with ready_gate() as (gate, runner, board):
+        first = gate.open(HELLO)
+        runner.may_step.clear()
+        first.stream.submit(plan(1))
+        first.stream.submit(plan(2))
+        await asyncio.to_thread(runner.started.wait, DEADLINE_S)
+        first.stream.leave()
+        assert await first.stream.next_result() is None
+        gate.leave(first)
+        assert board.state.held_by == ""
+        second = gate.open(replace(HELLO, engine_id="engine-1"))
+        second.stream.submit(plan(1))
+        runner.may_step.set()
+        assert await take(second, 1) == [1]
+        assert runner.executed == [1, 1]
         assert runner.num_resets == 2
+
+
+async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
+    monkeypatch.setattr("services.worker.gate._GRACE_S", 0.0)
+    async with ready_gate(resume_ttl_s=0.01) as (gate, _, board):
+        first = gate.open(HELLO)
+        gate.leave(first)
+        async with asyncio.timeout(DEADLINE_S):
+            while board.state.held_by:
+                await asyncio.sleep(0.001)
+        assert not gate.open(resume(first, last_result_seen=0)).is_resumed
 
 
 async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean() -> None:
     async with ready_gate() as (gate, runner, _):
-        session = gate.open(HELLO)
+        first = gate.open(HELLO)
         runner.fail = True
-        session.submit(plan(1))
-        session.submit(plan(2))
+        first.stream.submit(plan(1))
+        first.stream.submit(plan(2))
         with pytest.raises(EngineFailure, match=r"step 1 failed: ValueError\('no such slot'\)"):
-            await session.next_result()
-        gate.close(session)
+            await first.stream.next_result()
+        gate.leave(first)
         runner.fail = False
-        session = gate.open(HELLO)
-        session.submit(plan(1))
-        assert await take(session, 1) == [1]
+        second = gate.open(resume(first, last_result_seen=0))
+        assert not second.is_resumed
+        second.stream.submit(plan(1))
+        assert await take(second, 1) == [1]
         assert runner.executed == [1, 1], "a step was computed on rows that are undefined"
 
 
-async def test_another_engine_waits_until_the_holder_has_left() -> None:
-    async with ready_gate() as (gate, _, board):
-        session = gate.open(HELLO)
-        for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8)):
+async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_holds() -> None:
+    async with ready_gate() as (gate, _, _):
+        gate.open(HELLO)
+        for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8), replace(HELLO, epoch=6)):
             with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 7\)"):
                 gate.open(other)
-        gate.close(session)
-        gate.open(replace(HELLO, engine_id="engine-1"))
-        assert board.state.held_by == "engine engine-1 (epoch 7)"
 
 
-async def test_an_engine_that_dials_again_replaces_its_own_session() -> None:
-    async with ready_gate() as (gate, runner, board):
+async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fences_the_lower() -> None:
+    async with ready_gate() as (gate, _, board):
         first = gate.open(HELLO)
-        runner.may_step.clear()
-        first.submit(plan(1))
-        second = gate.open(HELLO)
-        with pytest.raises(ProtocolViolation, match="dialled again"):
-            await first.next_result()
-        gate.close(first)
-        assert board.state.held_by == str(HELLO), "the end of the first stream took the second one's place"
-        second.submit(plan(1))
-        runner.may_step.set()
-        assert await take(second, 1) == [1]
+        gate.leave(first)
+        with pytest.raises(WorkerHeld):
+            gate.open(replace(HELLO, engine_id="engine-1"))  # it did not start later
+        second = gate.open(replace(HELLO, epoch=8))
+        assert board.state.held_by == "engine engine-0 (epoch 8)"
+        with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 8\)"):
+            gate.open(HELLO)  # one that has held nothing may wait
+        with pytest.raises(StaleEpoch, match=r"\(epoch 7\) is stale: engine engine-0 \(epoch 8\)"):
+            gate.open(resume(first, last_result_seen=0))
+        second.stream.leave()
+        gate.leave(second)
+        assert board.state.held_by == ""
+        with pytest.raises(StaleEpoch):
+            gate.open(HELLO)
 
 
 async def test_a_draining_session_gives_what_is_in_flight_and_takes_no_more() -> None:
     async with ready_gate() as (gate, runner, _):
-        session = gate.open(HELLO)
+        entry = gate.open(HELLO)
         runner.may_step.clear()
-        session.submit(plan(1))
+        entry.stream.submit(plan(1))
         gate.drain()
-        session.submit(plan(2))
+        entry.stream.submit(plan(2))
         runner.may_step.set()
-        assert await take(session, 1) == [1]
+        assert await take(entry, 1) == [1]
         assert gate.num_in_flight == 0
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await session.next_result()
+            await entry.stream.next_result()
         assert runner.executed == [1]
 
 
 async def test_an_idle_session_that_drains_ends_at_once() -> None:
     async with ready_gate() as (gate, _, _):
-        session = gate.open(HELLO)
+        entry = gate.open(HELLO)
         gate.drain()
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await session.next_result()
+            await entry.stream.next_result()
 
 
 async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_drains() -> None:

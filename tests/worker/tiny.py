@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from services.worker.attention.base import AttentionBatch
 from services.worker.device import resolve_config
-from services.worker.runner.kv_cache import allocate_kv_cache, plan_kv_cache
+from services.worker.runner.kv_cache import allocate_kv_cache
+from services.worker.runner.kv_plan import plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
 from triptych.config.architecture import ModelArchitecture, RopeParameters
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig

@@ -6,11 +6,13 @@ from triptych.config.fields import (
     EngineConfig,
     EngineCoreConfig,
     FrontendConfig,
+    JournalConfig,
     LoadConfig,
     LogConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SimulationConfig,
     WorkerConfig,
 )
 from triptych.config.resolved import ResolvedConfig
@@ -20,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "EngineCoreConfig",
     "FrontendConfig",
+    "JournalConfig",
     "LoadConfig",
     "LogConfig",
     "ModelArchitecture",
@@ -28,5 +31,6 @@ __all__ = [
     "ResolvedConfig",
     "RopeParameters",
     "SchedulerConfig",
+    "SimulationConfig",
     "WorkerConfig",
 ]

@@ -130,7 +130,7 @@ class SchedulerConfig:
     policy: str = value(
         "priority",
         "fcfs: first come, first served, and a priority other than 0 is refused; "
-        "priority: lower first, ties by arrival.",
+        "priority: lower first. Among equals the tenant served least comes first, then the first to come.",
         ENGINE,
         choices=("fcfs", "priority"),
     )
@@ -140,7 +140,21 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = value(
         0, "Most tokens of one request in one step; 0: the budget alone limits.", ENGINE, ge=0
     )
-    window: int = value(2, "Steps in flight towards the worker; 1 turns overlap off.", ENGINE, ge=1, le=4)
+    max_long_partial_prefills: int = value(
+        0,
+        "Prompts longer than long_prefill_token_threshold that may be partly computed at once, while shorter ones "
+        "pass those that wait; 0: any number.",
+        ENGINE,
+        ge=0,
+    )
+    window: int = value(
+        0,
+        "Steps in flight towards the worker; 1 turns overlap off; 0: as many as the measured round trip and step "
+        "time need, 2 to 4.",
+        ENGINE,
+        ge=0,
+        le=4,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +193,10 @@ class EngineCoreConfig:
     engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
     worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
     resume_ttl_s: float = value(
-        10.0, "Seconds to wait for a lost worker before its requests start anew.", ENGINE, ge=0
+        10.0,
+        "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost.",
+        ENGINE + WORKER,
+        ge=0,
     )
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", ENGINE, ge=0
@@ -198,6 +215,71 @@ class WorkerConfig:
     )
     num_threads: int = value(
         0, "CPU threads for the model; 0: the physical cores this process may use.", WORKER, ge=0
+    )
+    hang_timeout_s: float = value(
+        30.0,
+        "Seconds that a step is given at least (30 times the average if that is more); then the worker exits "
+        "with code 70, to be started again.",
+        WORKER,
+        gt=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """A worker without weights: real steps, made-up tokens, modelled times."""
+
+    enabled: bool = value(False, "Simulate the model instead of loading it.", WORKER)
+    profile: str = value(
+        "",
+        "JSON file with the four step-time coefficients, as `triptych fit` writes it from a recorded run; "
+        "empty: those below.",
+        WORKER,
+    )
+    base_ms: float = value(
+        5.0,
+        "Milliseconds of any step: reading the weights once. The defaults, this one and the three below, estimate "
+        "an 8B model in bfloat16 on an accelerator of 3 TB/s.",
+        WORKER,
+        ge=0,
+    )
+    prefill_token_us: float = value(
+        25.0, "Microseconds per token that was known when its request entered the batch.", WORKER, ge=0
+    )
+    decode_row_us: float = value(
+        5.0, "Microseconds per request that computes a token sampled since.", WORKER, ge=0
+    )
+    context_token_ns: float = value(
+        50.0, "Nanoseconds per token of context that attention reads.", WORKER, ge=0
+    )
+    eos_probability: float = value(
+        0.0, "Chance of EOS at each token; 0: every request runs to its length.", WORKER, ge=0, le=1
+    )
+    free_memory_gib: float = value(
+        32.0,
+        "GiB free after loading on the simulated device; `cache.memory_fraction` of it holds KV blocks, unless "
+        "`cache.num_blocks` says how many there are.",
+        WORKER,
+        gt=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JournalConfig:
+    """A recording of what the engine core is given and decides, for `triptych replay`."""
+
+    path: str = value(
+        "",
+        "Directory for one journal per run of the engine, on a local disk; prompts and outputs stand in it as "
+        "token ids. Empty: nothing is recorded.",
+        ENGINE,
+    )
+    max_bytes: int = value(
+        256 << 20,
+        "Bytes of all journals of one engine there. The ones of earlier runs make room, oldest first; then the "
+        "recording ends.",
+        ENGINE,
+        ge=1 << 16,
     )
 
 
@@ -223,4 +305,6 @@ class EngineConfig:
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
     engine: EngineCoreConfig = field(default_factory=EngineCoreConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -50,6 +50,8 @@ _TABLE = (
     ErrorRow(errors.GenerationLost, grpc.StatusCode.ABORTED, 503, "service_unavailable_error"),
     ErrorRow(errors.HandshakeMismatch, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
     ErrorRow(errors.WorkerHeld, grpc.StatusCode.ALREADY_EXISTS, 500, "server_error"),
+    ErrorRow(errors.StaleEpoch, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
+    ErrorRow(errors.StepGap, grpc.StatusCode.ABORTED, 500, "server_error"),
     ErrorRow(errors.ProtocolViolation, grpc.StatusCode.ABORTED, 500, "server_error"),
     ErrorRow(errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
     ErrorRow(errors.ModelError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),

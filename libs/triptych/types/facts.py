@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class ModelFacts:
     name: str
     """What clients call it."""
     fingerprint: str
-    """sha256 over architecture, tensor names, shapes, dtypes, file sizes, dtype and quantization."""
+    """sha256 over architecture, tensor names, shapes, dtypes, file sizes, dtype and quantization; of a simulated
+    worker, `simulated-` and the sha256 of what decides its tokens."""
     vocab_size: int
     max_model_len: int
     """Tokens of prompt and output together: min(the model's, what the blocks can hold)."""
@@ -78,6 +80,17 @@ class Phase:
     DRAINING = "draining"
 
 
+class PauseMode(Enum):
+    """How running requests fare when an engine pauses."""
+
+    WAIT = auto()
+    """They finish; those that wait go on waiting."""
+    ABORT = auto()
+    """They are aborted, and those that wait."""
+    KEEP = auto()
+    """They freeze."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """One engine's counters at one moment."""
@@ -104,3 +117,6 @@ class EngineStatus:
     num_scheduled_tokens: int
     num_finished: dict[str, int] = field(default_factory=dict)
     """Requests ended, by reason (stop, length, abort, error)."""
+    paused: bool = False
+    journal: str = "off"
+    """off, recording, full, failed, closed."""

@@ -14,7 +14,7 @@ class SubmitRequest:
     """One request as the engine takes it: validated, tokenized, one choice."""
 
     number: int
-    """Its name on this frontend's stream; never used twice there."""
+    """Its name in this frontend's session; never used twice there."""
     request_id: str
     """Its name in the logs; unique in the engine while alive."""
     token_ids: U32
@@ -42,3 +42,17 @@ class EngineWelcome:
     model: ModelFacts | None = None
     """Once it has been ready."""
     has_priorities: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What a stream between a frontend and an engine begins with, or goes on with."""
+
+    name: str
+    """To resume the session by."""
+    is_resumed: bool
+    """The session that was asked for goes on."""
+    messages_received: int
+    """Submits and aborts that have taken effect, counted in messages since the session's start."""
+    resume_ttl_s: float
+    """How long the session outlives a broken stream."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triptych/v1/admin.proto\x12\x0btriptych.v1\"%\n\x10GetStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.EngineStatus\"Q\n\x12WatchStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x18\n\x0binterval_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.EngineStatus\"\xd6\x03\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x03 \x01(\t\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0f\n\x07step_ns\x18\x0b \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x0c \x01(\x04\x12\x13\n\x0bprefix_hits\x18\r \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12\x1c\n\x14num_scheduled_tokens\x18\x0f \x01(\x04\x12@\n\x0cnum_finished\x18\x10 \x03(\x0b\x32*.triptych.v1.EngineStatus.NumFinishedEntry\x12\r\n\x05model\x18\x11 \x01(\t\x1a\x32\n\x10NumFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"G\n\x0cPauseRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.triptych.v1.PauseMode\"\x0f\n\rPauseResponse\"\"\n\rResumeRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"!\n\x0c\x44rainRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\",\n\x17ResetPrefixCacheRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"E\n\x12LoadAdapterRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\x15\n\x13LoadAdapterResponse\"7\n\x14UnloadAdapterRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x17\n\x15UnloadAdapterResponse*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\xfc\x04\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.triptych.v1.GetStatusRequest\x1a\x1e.triptych.v1.GetStatusResponse\x12R\n\x0bWatchStatus\x12\x1f.triptych.v1.WatchStatusRequest\x1a .triptych.v1.WatchStatusResponse0\x01\x12>\n\x05Pause\x12\x19.triptych.v1.PauseRequest\x1a\x1a.triptych.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.triptych.v1.ResumeRequest\x1a\x1b.triptych.v1.ResumeResponse\x12>\n\x05\x44rain\x12\x19.triptych.v1.DrainRequest\x1a\x1a.triptych.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.triptych.v1.ResetPrefixCacheRequest\x1a%.triptych.v1.ResetPrefixCacheResponse\x12P\n\x0bLoadAdapter\x12\x1f.triptych.v1.LoadAdapterRequest\x1a .triptych.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.triptych.v1.UnloadAdapterRequest\x1a\".triptych.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triptych/v1/admin.proto\x12\x0btriptych.v1\"%\n\x10GetStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.EngineStatus\"Q\n\x12WatchStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x18\n\x0binterval_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.EngineStatus\"\xf7\x03\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x03 \x01(\t\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0f\n\x07step_ns\x18\x0b \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x0c \x01(\x04\x12\x13\n\x0bprefix_hits\x18\r \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12\x1c\n\x14num_scheduled_tokens\x18\x0f \x01(\x04\x12@\n\x0cnum_finished\x18\x10 \x03(\x0b\x32*.triptych.v1.EngineStatus.NumFinishedEntry\x12\r\n\x05model\x18\x11 \x01(\t\x12\x0e\n\x06paused\x18\x12 \x01(\x08\x12\x0f\n\x07journal\x18\x13 \x01(\t\x1a\x32\n\x10NumFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"G\n\x0cPauseRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.triptych.v1.PauseMode\"\x0f\n\rPauseResponse\"\"\n\rResumeRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"!\n\x0c\x44rainRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\",\n\x17ResetPrefixCacheRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"E\n\x12LoadAdapterRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\x15\n\x13LoadAdapterResponse\"7\n\x14UnloadAdapterRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x17\n\x15UnloadAdapterResponse*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\xfc\x04\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.triptych.v1.GetStatusRequest\x1a\x1e.triptych.v1.GetStatusResponse\x12R\n\x0bWatchStatus\x12\x1f.triptych.v1.WatchStatusRequest\x1a .triptych.v1.WatchStatusResponse0\x01\x12>\n\x05Pause\x12\x19.triptych.v1.PauseRequest\x1a\x1a.triptych.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.triptych.v1.ResumeRequest\x1a\x1b.triptych.v1.ResumeResponse\x12>\n\x05\x44rain\x12\x19.triptych.v1.DrainRequest\x1a\x1a.triptych.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.triptych.v1.ResetPrefixCacheRequest\x1a%.triptych.v1.ResetPrefixCacheResponse\x12P\n\x0bLoadAdapter\x12\x1f.triptych.v1.LoadAdapterRequest\x1a .triptych.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.triptych.v1.UnloadAdapterRequest\x1a\".triptych.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._loaded_options = None
   _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._serialized_options = b'8\001'
-  _globals['_PAUSEMODE']._serialized_start=1231
-  _globals['_PAUSEMODE']._serialized_end=1334
+  _globals['_PAUSEMODE']._serialized_start=1264
+  _globals['_PAUSEMODE']._serialized_end=1367
   _globals['_GETSTATUSREQUEST']._serialized_start=40
   _globals['_GETSTATUSREQUEST']._serialized_end=77
   _globals['_GETSTATUSRESPONSE']._serialized_start=79
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATUSRESPONSE']._serialized_start=226
   _globals['_WATCHSTATUSRESPONSE']._serialized_end=290
   _globals['_ENGINESTATUS']._serialized_start=293
-  _globals['_ENGINESTATUS']._serialized_end=763
-  _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._serialized_start=713
-  _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._serialized_end=763
-  _globals['_PAUSEREQUEST']._serialized_start=765
-  _globals['_PAUSEREQUEST']._serialized_end=836
-  _globals['_PAUSERESPONSE']._serialized_start=838
-  _globals['_PAUSERESPONSE']._serialized_end=853
-  _globals['_RESUMEREQUEST']._serialized_start=855
-  _globals['_RESUMEREQUEST']._serialized_end=889
-  _globals['_RESUMERESPONSE']._serialized_start=891
-  _globals['_RESUMERESPONSE']._serialized_end=907
-  _globals['_DRAINREQUEST']._serialized_start=909
-  _globals['_DRAINREQUEST']._serialized_end=942
-  _globals['_DRAINRESPONSE']._serialized_start=944
-  _globals['_DRAINRESPONSE']._serialized_end=959
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=961
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1005
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1007
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1053
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1055
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1124
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1126
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1147
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1149
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1204
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1206
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1229
-  _globals['_ADMINSERVICE']._serialized_start=1337
-  _globals['_ADMINSERVICE']._serialized_end=1973
+  _globals['_ENGINESTATUS']._serialized_end=796
+  _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._serialized_start=746
+  _globals['_ENGINESTATUS_NUMFINISHEDENTRY']._serialized_end=796
+  _globals['_PAUSEREQUEST']._serialized_start=798
+  _globals['_PAUSEREQUEST']._serialized_end=869
+  _globals['_PAUSERESPONSE']._serialized_start=871
+  _globals['_PAUSERESPONSE']._serialized_end=886
+  _globals['_RESUMEREQUEST']._serialized_start=888
+  _globals['_RESUMEREQUEST']._serialized_end=922
+  _globals['_RESUMERESPONSE']._serialized_start=924
+  _globals['_RESUMERESPONSE']._serialized_end=940
+  _globals['_DRAINREQUEST']._serialized_start=942
+  _globals['_DRAINREQUEST']._serialized_end=975
+  _globals['_DRAINRESPONSE']._serialized_start=977
+  _globals['_DRAINRESPONSE']._serialized_end=992
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=994
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1038
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1040
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1086
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1088
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1157
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1159
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1180
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1182
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1237
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1239
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1262
+  _globals['_ADMINSERVICE']._serialized_start=1370
+  _globals['_ADMINSERVICE']._serialized_end=2006
 # @@protoc_insertion_point(module_scope)

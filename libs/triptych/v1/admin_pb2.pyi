@@ -45,7 +45,7 @@ class WatchStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine_id", "ready", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "window", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model")
+    __slots__ = ("engine_id", "ready", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "window", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "paused", "journal")
     class NumFinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,8 @@ class EngineStatus(_message.Message):
     NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     ready: bool
     why_not_ready: str
@@ -87,7 +89,9 @@ class EngineStatus(_message.Message):
     num_scheduled_tokens: int
     num_finished: _containers.ScalarMap[str, int]
     model: str
-    def __init__(self, engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., window: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Mapping[str, int]] = ..., model: _Optional[str] = ...) -> None: ...
+    paused: bool
+    journal: str
+    def __init__(self, engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., window: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Mapping[str, int]] = ..., model: _Optional[str] = ..., paused: bool = ..., journal: _Optional[str] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("engine_id", "mode")

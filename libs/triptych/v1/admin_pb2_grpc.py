@@ -96,21 +96,21 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops planning steps. Not served yet.
+        """Stops planning steps; answers when no step is under way any more. New requests queue until Resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on after a pause. Not served yet.
+        """Goes on after a pause or a drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests and lets the running ones finish. Not served yet.
+        """Takes no new requests; answers when those that it has have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

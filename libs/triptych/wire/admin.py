@@ -1,10 +1,18 @@
-"""admin.proto: an engine's counters."""
+"""admin.proto: an engine's counters, and what an operator may ask of it."""
 
 from __future__ import annotations
 
-from triptych.types.facts import EngineStatus
+from triptych.errors import InvalidRequest
+from triptych.types.facts import EngineStatus, PauseMode
 from triptych.v1 import admin_pb2
 
+_PAUSE_MODES = {
+    admin_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.WAIT,
+    admin_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    admin_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    admin_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
+_PROTO_PAUSE_MODES = {mode: number for number, mode in _PAUSE_MODES.items()}  # the last wins: WAIT has two
 _PLAIN = tuple(
     f.name for f in admin_pb2.EngineStatus.DESCRIPTOR.fields if f.name not in ("num_finished", "model")
 )
@@ -20,3 +28,15 @@ def status_from_proto(message: admin_pb2.EngineStatus) -> EngineStatus:
     return EngineStatus(
         **{name: getattr(message, name) for name in _PLAIN}, num_finished=dict(message.num_finished)
     )
+
+
+def pause_mode_from_proto(mode: int) -> PauseMode:
+    """Raises InvalidRequest for a mode of a later version."""
+    known = _PAUSE_MODES.get(mode)  # type: ignore[call-overload]
+    if known is None:
+        raise InvalidRequest("mode", f"{mode} is none of the modes known here, 1 to {max(_PAUSE_MODES)}")
+    return known
+
+
+def pause_mode_to_proto(mode: PauseMode) -> admin_pb2.PauseMode:
+    return _PROTO_PAUSE_MODES[mode]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2
+from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -16,7 +16,7 @@ from triptych.types.outputs import (
     RequestFailure,
     StageTimings,
 )
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
 from triptych.wire.columns import (
     check_equal_lengths,
     u32_from_bytes,
@@ -69,7 +69,10 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
     )
 
 
-def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
+def welcome_to_proto(
+    welcome: EngineWelcome, terms: SessionTerms | None = None
+) -> engine_core_pb2.ConnectWelcome:
+    """`terms`: in the first of a stream only."""
     return engine_core_pb2.ConnectWelcome(
         protocol=PROTOCOL_VERSION,
         engine_id=welcome.engine_id,
@@ -78,6 +81,7 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
         why_not_ready=welcome.why_not_ready,
         model=None if welcome.model is None else model_facts_to_proto(welcome.model),
         limits=engine_core_pb2.EngineLimits(has_priorities=welcome.has_priorities),
+        session=None if terms is None else terms_to_proto(terms),
     )
 
 
@@ -92,7 +96,26 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
     )
 
 
-def outputs_to_proto(batch: OutputBatch) -> engine_core_pb2.OutputBatch:
+def terms_to_proto(terms: SessionTerms) -> engine_core_pb2.SessionTerms:
+    return engine_core_pb2.SessionTerms(
+        kind=worker_pb2.SESSION_KIND_RESUMED if terms.is_resumed else worker_pb2.SESSION_KIND_FRESH,
+        name=terms.name,
+        messages_received=terms.messages_received,
+        resume_ttl_ms=round(terms.resume_ttl_s * 1000),
+    )
+
+
+def terms_from_proto(message: engine_core_pb2.SessionTerms) -> SessionTerms:
+    return SessionTerms(
+        name=message.name,
+        is_resumed=message.kind == worker_pb2.SESSION_KIND_RESUMED,
+        messages_received=message.messages_received,
+        resume_ttl_s=message.resume_ttl_ms / 1000,
+    )
+
+
+def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_core_pb2.OutputBatch:
+    """`messages_received`: as in `SessionTerms`, now."""
     return engine_core_pb2.OutputBatch(
         batch_id=batch.batch_id,
         admitted=u32_to_bytes(batch.admitted),
@@ -111,6 +134,7 @@ def outputs_to_proto(batch: OutputBatch) -> engine_core_pb2.OutputBatch:
             )
             for failure in batch.failures
         ],
+        messages_received=messages_received,
     )
 
 

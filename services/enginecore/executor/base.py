@@ -11,7 +11,12 @@ from triptych.types.step import StepPlan, StepResult
 
 
 class WorkerLost(Exception):
-    """The step stream has ended; nothing sent on it will be answered. The message says why."""
+    """The step stream has ended; the message says why."""
+
+    def __init__(self, why: str, *, is_crash: bool = False) -> None:
+        """`is_crash`: a step failed in the worker, so its rows are undefined and nobody can resume them."""
+        super().__init__(why)
+        self.is_crash = is_crash
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +26,37 @@ class Connected:
     facts: WorkerFacts
     window: int
     """Steps in flight at most."""
+    is_resumed: bool
+    """Rows, blocks and steps in flight are as they were; else there are none."""
 
 
 class Executor(Protocol):
-    """A step stream to one worker group. Owned by the engine loop."""
+    """A step stream to one worker group, and its session, which outlives the stream. Owned by the engine loop."""
 
     async def connect(self, on_event: Callable[[], None]) -> Connected:
-        """Open the stream, once; `on_event` is called whenever `receive` has news.
+        """Open the stream, once, and resume the session if there is one and the worker has kept it;
+        `on_event` is called whenever `receive` has news.
 
         Raises:
+            StaleEpoch: another engine has taken this one's place for good.
             TriptychError: refused or not reachable; says why. Try again later.
         """
+        ...
+
+    def forget_session(self) -> None:
+        """Nothing that is in flight will be waited for; the next `connect` starts anew."""
         ...
 
     async def send(self, plan: StepPlan) -> None:
         """Hand one step over, without waiting for its result.
 
         Raises:
-            WorkerLost: the stream has ended.
+            WorkerLost: the stream has ended. If it is resumed, the step is sent then.
         """
         ...
 
     def receive(self) -> list[StepResult]:
-        """The results that arrived since the last call, in order.
+        """The results that arrived since the last call, in order, each once.
 
         Raises:
             WorkerLost: the stream has ended and all its results have been handed out.
@@ -51,5 +64,5 @@ class Executor(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the stream in order."""
+        """Leave in order."""
         ...

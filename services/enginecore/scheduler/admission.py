@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.pace import EndingPace
+from services.enginecore.scheduler.forecast import FirstTokenForecast
 from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
-from triptych.errors import ConfigError, DuplicateRequest, InvalidRequest, QueueFull
+from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
 
 
 def check_config(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
@@ -15,6 +15,11 @@ def check_config(config: SchedulerConfig, *, num_blocks: int, block_size: int, m
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit into {num_blocks - 1} KV blocks of {block_size} tokens: "
             "lower model.max_model_len or raise cache.num_blocks"
+        )
+    if config.max_long_partial_prefills and not config.long_prefill_token_threshold:
+        raise ConfigError(
+            f"scheduler.max_long_partial_prefills {config.max_long_partial_prefills} counts prompts longer than "
+            "scheduler.long_prefill_token_threshold, which is 0: set that too, or neither"
         )
     if config.enable_chunked_prefill:
         return
@@ -34,7 +39,7 @@ class Admission:
     """Owned by the scheduler."""
 
     def __init__(self, config: SchedulerConfig, max_model_len: int) -> None:
-        self.pace = EndingPace()
+        self.forecast = FirstTokenForecast(config)
         self._config = config
         self._max_model_len = max_model_len
 
@@ -45,13 +50,14 @@ class Admission:
             return self._max_model_len
         return min(self._max_model_len, request.num_prompt_tokens + max_tokens)
 
-    def check(self, request: Request, roster: Roster) -> None:
-        """Whether this request may join those in the roster.
+    def check(self, request: Request, roster: Roster, now: float) -> None:
+        """Whether this request may join those in the roster; `now` on the clock of its deadline.
 
         Raises:
             InvalidRequest: it can never run: no prompt, no room for an output, a priority under `fcfs`.
             DuplicateRequest: its request_id, or its number on its stream, is alive.
             QueueFull: `max_num_waiting` requests wait beyond those that `max_num_seqs` lets run.
+            DeadlineUnreachable: by all that is measured its first token would come too late.
         """
         config, num_known, num_prompt = self._config, len(request.token_ids), request.num_prompt_tokens
         if not 1 <= num_prompt <= num_known:
@@ -75,5 +81,17 @@ class Admission:
             raise QueueFull(
                 f"{len(roster)} requests run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
                 f"scheduler.max_num_waiting {config.max_num_waiting} allow",
-                self.pace.refuse(),
+                self.forecast.endings.refuse(roster.num_seats),
+            )
+        if request.deadline is not None:
+            self._check_deadline(request, roster, request.deadline - now)
+
+    def _check_deadline(self, request: Request, roster: Roster, remaining_s: float) -> None:
+        """What has expired already is not refused here: it ends as expired."""
+        wait_s = self.forecast.wait_s(request, roster)
+        if wait_s is not None and wait_s > remaining_s > 0:
+            raise DeadlineUnreachable(
+                f"the first token is predicted in {wait_s:.2f} s and the deadline is in {remaining_s:.2f} s: "
+                "come back later, or with a later deadline",
+                wait_s,
             )

@@ -45,6 +45,8 @@ class RowColumns:
         """Of the row in the slot, or of the next one if it is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)
         self.number: U32 = np.zeros(max_num_seqs, np.uint32)
+        self.account: Ints = np.zeros(max_num_seqs, np.int64)
+        """Of the request's tenant, in `FairShares`."""
         self.awaits_first_token: Flags = np.zeros(max_num_seqs, np.bool_)
         self.open_block: U32 = np.zeros((max_num_seqs, block_size), np.uint32)
         """[max_num_seqs, block_size] tokens of each row's last, unfilled block, at position % block_size;
@@ -52,6 +54,8 @@ class RowColumns:
         self.slot_to_request: dict[int, Request] = {}
         """In running order: first admitted, first planned."""
         self._block_size = block_size
+        self._charged: Ints = np.zeros(max_num_seqs, np.int64)
+        """Known tokens that `take_uncharged` has told of, or that came with the row."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
 
@@ -71,11 +75,12 @@ class RowColumns:
         slot = heappop(self._free_slots)
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
-        self.known[slot] = self.horizon[slot] = num_known
+        self.known[slot] = self.horizon[slot] = self._charged[slot] = num_known
         self.last[slot] = request.limit - 1
         self.capacity[slot] = len(request.blocks.block_ids) * self._block_size
         self.session[slot] = request.session
         self.number[slot] = request.number
+        self.account[slot] = request.account
         self.awaits_first_token[slot] = request.first_token_at is None
         request.slot, request.generation = slot, int(self.generation[slot])
         request.state = RequestState.RUNNING
@@ -95,6 +100,13 @@ class RowColumns:
     def wanted(self, slots: Slots) -> Ints:
         """[len(slots)] tokens that each could compute now."""
         return np.minimum(self.horizon[slots], self.last[slots]) - self.computed[slots]
+
+    def take_uncharged(self, slots: Slots) -> Ints:
+        """[len(slots)] tokens that each has put out since this was last asked."""
+        known = self.known[slots]
+        uncharged = known - self._charged[slots]
+        self._charged[slots] = known
+        return uncharged
 
     def append(self, slots: Slots, token_ids: U32) -> tuple[Flags, Flags]:
         """One more known token for each slot: [len(slots)] whether it filled the open block, and whether it is

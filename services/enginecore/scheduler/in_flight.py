@@ -16,6 +16,9 @@ class InFlightStep:
     """What the engine must remember of a plan to read its result."""
 
     step_id: int
+    num_tokens: int
+    planned_at: float
+    """In seconds, on the scheduler's clock."""
     sampling_slots: Slots
     """[s] ascending: the slots that the result's tokens belong to."""
     generations: U32

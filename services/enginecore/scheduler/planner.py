@@ -7,11 +7,13 @@ fall out of that.
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.draft import StepDraft, share_budget
-from services.enginecore.scheduler.roster import Roster, by_priority
+from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
 
 
@@ -29,6 +31,7 @@ class StepPlanner:
     def draft(self) -> StepDraft:
         """The running come first; the waiting only if nobody had to make room."""
         draft = self._plan_running()
+        self._roster.is_short_of_blocks = draft.num_preempted > 0
         if not draft.num_preempted:
             self._plan_waiting(draft)
         return draft
@@ -63,12 +66,20 @@ class StepPlanner:
         slot_to_request = self._roster.rows.slot_to_request
         if self._config.policy == "fcfs":
             return slot_to_request[next(reversed(slot_to_request))]
-        return max(slot_to_request.values(), key=by_priority)
+        return max(slot_to_request.values(), key=lambda request: (request.priority, request.arrival))
 
     def _plan_waiting(self, draft: StepDraft) -> None:
-        """Admit in order until rows, budget or blocks run out. Nobody skips ahead, nobody is preempted."""
+        """Admit in order until rows, budget or blocks run out. Nobody is preempted, and nobody skips ahead but
+        past long prompts that wait for others of their kind."""
         roster, blocks = self._roster, self._roster.blocks
-        while draft.budget and roster.rows.num_free and (request := roster.waiting.peek()) is not None:
+        if not (draft.budget and roster.rows.num_free and len(roster.waiting)):
+            return
+        roster.settle()
+        num_long_left = self._num_long_left(draft)
+        while draft.budget and roster.rows.num_free:
+            request = roster.waiting.peek(pass_over_long=num_long_left <= 0)
+            if request is None:
+                break
             hits = roster.cached_blocks(request)
             num_known = len(request.token_ids)
             # A sequence that is cached whole still needs its last token computed, for the logits.
@@ -78,6 +89,15 @@ class StepPlanner:
                 break
             # All of it must fit before its first chunk runs, or long prompts would evict each other.
             if not blocks.can_allocate(num_known, hits):
+                roster.is_short_of_blocks = True
                 break
             count = min(count, draft.budget)
-            draft.add_row(request, roster.admit(hits, num_computed, count), count)
+            num_long_left -= num_known - num_computed > self._most_per_request
+            draft.add_row(request, roster.admit(request, hits, num_computed, count), count)
+
+    def _num_long_left(self, draft: StepDraft) -> float:
+        """How many more long prompts may be in partial prefill: with more left to compute than one chunk."""
+        if not (most := self._config.max_long_partial_prefills):
+            return inf
+        wanted = self._roster.rows.wanted(draft.slots)
+        return most - int(np.count_nonzero(wanted > self._most_per_request))

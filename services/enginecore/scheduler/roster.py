@@ -9,14 +9,10 @@ import numpy as np
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.columns import Ints, RowColumns, Slots
-from services.enginecore.scheduler.heap import Key, RequestHeap
+from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.stopping import WatchedTokens
+from services.enginecore.scheduler.waiting import WaitingQueue
 from triptych.types.step import NewRow
-
-
-def by_priority(request: Request) -> Key:
-    """Lower first, ties by arrival; under `fcfs` every priority is 0."""
-    return request.priority, request.arrival
 
 
 class Roster:
@@ -30,15 +26,26 @@ class Roster:
             unpark    while its results are in flight
     """
 
-    def __init__(self, *, rows: RowColumns, blocks: BlockManager, watched: WatchedTokens) -> None:
+    def __init__(
+        self,
+        *,
+        rows: RowColumns,
+        blocks: BlockManager,
+        watched: WatchedTokens,
+        long_prompt_tokens: int | None = None,
+    ) -> None:
+        """Prompts of more than `long_prompt_tokens` may be passed over by shorter ones; None: none may."""
         self.rows = rows
         self.blocks = blocks
         self.watched = watched
-        self.waiting = RequestHeap(by_priority)
+        self.shares = FairShares()
+        self.waiting = WaitingQueue(self.shares, long_prompt_tokens)
         self.parked: dict[tuple[int, int], Request] = {}
         """By the slot and generation that their results still come for."""
         self.removed_slots: list[int] = []
         """Rows that the worker holds and does not know to be gone: the next plan tells it."""
+        self.is_short_of_blocks = False
+        """Whether the blocks, and nothing else, kept somebody from running in the last step planned."""
         self._alive: dict[tuple[int, int], Request] = {}
         """By session and number."""
         self._alive_ids: set[str] = set()
@@ -53,6 +60,11 @@ class Roster:
     def running(self) -> list[Request]:
         """A copy, in running order."""
         return list(self.rows.slot_to_request.values())
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that can run at once: one for each row, or as many as run now while blocks are short."""
+        return max(len(self.rows.slot_to_request), 1) if self.is_short_of_blocks else len(self.rows.known)
 
     def has_id(self, request_id: str) -> bool:
         return request_id in self._alive_ids
@@ -80,11 +92,30 @@ class Roster:
     def add(self, request: Request) -> None:
         self._alive[request.session, request.number] = request
         self._alive_ids.add(request.request_id)
-        self.waiting.push(request)
+        self.shares.open(request)
+        self.settle()
+        self.waiting.add(request)
 
-    def admit(self, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:
-        """Give the first of the waiting a row that computes `count` tokens at once, and blocks for them."""
-        request = self.waiting.pop()
+    def adopt(self, previous: Roster) -> None:
+        """Take over all that wait in the roster of a worker that is gone, with their tenants' accounts."""
+        assert not self._alive, "only an empty roster takes over another"
+        assert len(previous.waiting) == len(previous), "something still runs there"
+        self.shares, self.waiting = previous.shares, previous.waiting
+        self._alive, self._alive_ids = previous._alive, previous._alive_ids
+
+    def settle(self) -> None:
+        """Bring the tenants' counters up to date, if there is anything to compare them with."""
+        if self.shares.has_rivals:
+            self.shares.settle(self.rows)
+
+    def admit(self, request: Request, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:
+        """Give a waiting request a row that computes `count` tokens at once, and blocks for them.
+
+        Its tenant is charged for the whole prompt now, once in its life, so that the next choice knows of it.
+        """
+        self.waiting.remove(request)
+        if not request.was_admitted:
+            self.shares.charge(request, len(request.token_ids) - num_computed_tokens)
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without room"
@@ -148,6 +179,12 @@ class Roster:
         del self.parked[request.slot, request.generation]
         self._wait(request)
 
+    def append_late(self, request: Request, token_id: int) -> None:
+        """A token that was in flight when its request was parked."""
+        request.token_ids.append(token_id)
+        request.num_in_flight -= 1
+        self.shares.charge(request, num_output_tokens=1)
+
     def requeue(self, request: Request) -> None:
         """Start a running request over from its known tokens, on a worker that cannot be trusted to have
         computed anything of it. What is in flight is lost and will be the same again: sampling is keyed."""
@@ -161,7 +198,8 @@ class Roster:
         elif request.state is RequestState.PARKED:
             del self.parked[request.slot, request.generation]
         else:
-            self.waiting.discard(request)
+            self.waiting.remove(request)
+        self.shares.close(request)
         del self._alive[request.session, request.number]
         self._alive_ids.remove(request.request_id)
         request.state = RequestState.ENDED
@@ -171,6 +209,8 @@ class Roster:
         self.rows.check_integrity()
         running = self.running
         self.blocks.check_integrity(request.blocks for request in running)
+        self.shares.check_integrity(list(self))
+        self.waiting.check_integrity()
         assert len(running) + len(self.parked) + len(self.waiting) == len(self._alive), "a request is lost"
         for request in self:
             name = f"request {request.request_id}"
@@ -187,6 +227,8 @@ class Roster:
     def _take_off(self, request: Request, *, is_trusted: bool = True) -> None:
         """Empty its row, and give back its blocks: with their content, if that is to be trusted."""
         num_computed_tokens = int(self.rows.computed[request.slot])
+        (num_uncharged,) = self.rows.take_uncharged(np.array([request.slot])).tolist()
+        self.shares.charge(request, num_output_tokens=num_uncharged)
         self.rows.remove(request)
         if is_trusted:
             num_filled = min(num_computed_tokens, len(request.token_ids))
@@ -198,4 +240,4 @@ class Roster:
     def _wait(self, request: Request) -> None:
         request.state = RequestState.WAITING
         request.num_in_flight = 0
-        self.waiting.push(request)
+        self.waiting.add(request)

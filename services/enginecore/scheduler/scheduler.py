@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from services.enginecore.scheduler.admission import Admission, check_config
 from services.enginecore.scheduler.columns import Flags, RowColumns, Slots
 from services.enginecore.scheduler.counters import SchedulerCounters
 from services.enginecore.scheduler.draft import StepDraft
-from services.enginecore.scheduler.heap import Key, RequestHeap
+from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
 from services.enginecore.scheduler.output import Failed, Finished, StepOutput
 from services.enginecore.scheduler.planner import StepPlanner
@@ -59,11 +59,19 @@ class Scheduler:
             num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
         self._watched = WatchedTokens(eos_token_ids)
-        self._roster = Roster(rows=self._rows, blocks=self._blocks, watched=self._watched)
+        self._roster = Roster(
+            rows=self._rows,
+            blocks=self._blocks,
+            watched=self._watched,
+            long_prompt_tokens=(
+                config.long_prefill_token_threshold if config.max_long_partial_prefills else None
+            ),
+        )
         self._admission = Admission(config, max_model_len)
         self._planner = StepPlanner(config, self._roster, block_size)
         self._in_flight = StepsInFlight()
-        self._deadlines = RequestHeap(_by_deadline)
+        self._last_result_at = clock()
+        self._deadlines = LazyHeap(_by_deadline)
         self._num_arrivals = 0
 
     @property
@@ -102,12 +110,14 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidRequest, DuplicateRequest, QueueFull: as `Admission.check` says; nothing has changed.
+            InvalidRequest, DuplicateRequest, QueueFull, DeadlineUnreachable: as `Admission.check` says; nothing
+                has changed.
         """
-        self._admission.check(request, self._roster)
+        now = self._clock()
+        self._admission.check(request, self._roster, now)
         request.limit = self._admission.limit_of(request)
         request.arrival = self._num_arrivals
-        request.queued_at = self._clock()
+        request.queued_at = now
         self._num_arrivals += 1
         self._roster.add(request)
         if request.deadline is not None:
@@ -123,6 +133,15 @@ class Scheduler:
         """End all that came on one stream."""
         orphans = [request for request in self._roster if request.session == session]
         return tuple(self._finish(request, FinishReason.ABORT) for request in orphans)
+
+    def abort_all(self) -> tuple[Finished, ...]:
+        """End everything, wherever it stands."""
+        return tuple(self._finish(request, FinishReason.ABORT) for request in list(self._roster))
+
+    @property
+    def begun(self) -> list[Request]:
+        """Those with a row, or with results still to come."""
+        return [*self._roster.running, *self._roster.parked.values()]
 
     def expired(self, now: float) -> tuple[Failed, ...]:
         """End those whose deadline has passed, wherever they stand. Called before `schedule`, so that what
@@ -159,23 +178,27 @@ class Scheduler:
         assert previous._blocks.block_size == self._blocks.block_size, "block hashes depend on it"
         previous.requeue_all()
         self.counters, self._num_arrivals = previous.counters, previous._num_arrivals
-        self._admission.pace = previous._admission.pace
+        self._admission.forecast, self._deadlines = previous._admission.forecast, previous._deadlines
+        self._roster.adopt(previous._roster)
         failed = []
-        for request in sorted(previous._roster, key=lambda request: request.arrival):
+        for request in list(self._roster):
             request.limit = self._admission.limit_of(request)
-            self._roster.add(request)
-            if request.deadline is not None:
-                self._deadlines.push(request)
             if len(request.token_ids) >= request.limit:
                 why = f"{len(request.token_ids)} tokens reach {request.limit}, all that the new worker's blocks hold"
                 failed.append(self._fail(request, EngineFailure(why)))
         return tuple(failed)
 
-    def fail_running(self, error: EngineFailure) -> tuple[Failed, ...]:
-        """End everything that has a row, or results still to come."""
-        return tuple(
-            self._fail(request, error) for request in (*self._roster.running, *self._roster.parked.values())
-        )
+    def requests_in_flight(self) -> list[Request]:
+        """Whom a loss of the worker would interrupt: all that have begun, if any step is in flight."""
+        return self.begun if self._in_flight else []
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        """While this is a set, nobody else is admitted, whatever its place; None lifts it. What runs goes on."""
+        self._roster.waiting.admit_only(requests)
+
+    def fail(self, request: Request, error: EngineFailure) -> Failed:
+        """End a request through no fault of its client's."""
+        return self._fail(request, error)
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
@@ -198,6 +221,8 @@ class Scheduler:
         self._in_flight.push(
             InFlightStep(
                 step_id=plan.step_id,
+                num_tokens=plan.num_tokens,
+                planned_at=self._clock(),
                 sampling_slots=sampling_slots,
                 generations=rows.generation[sampling_slots],
                 offered_blocks=self._blocks.drain_offered(),
@@ -217,6 +242,7 @@ class Scheduler:
             ProtocolViolation: this is not that step's result; nothing has changed.
         """
         step = self._in_flight.pop(result)
+        self._measure(step)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         rows = self._rows
         is_live = rows.generation[step.sampling_slots] == step.generations
@@ -249,11 +275,18 @@ class Scheduler:
         if not self.has_work:
             assert not self._blocks.num_used, f"{self._blocks.num_used} blocks did not come home"
 
+    def _measure(self, step: InFlightStep) -> None:
+        """A step starts when it is sent, or when the one before it is done."""
+        now = self._clock()
+        self._admission.forecast.steps.note(step.num_tokens, now - max(step.planned_at, self._last_result_at))
+        self._last_result_at = now
+
     def _note_admitted(self, draft: StepDraft) -> None:
         for request, row in zip(draft.admitted, draft.new_rows, strict=True):
             if request.planned_at is not None:
                 continue  # it comes back; what it finds of itself says nothing of the cache
             request.planned_at = self._clock()
+            self._admission.forecast.note_admitted(len(request.token_ids), row.num_computed_tokens)
             request.num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
             if self._roster.reads_cache(request):
                 self.counters.prefix_queries += request.num_prompt_tokens
@@ -289,8 +322,7 @@ class Scheduler:
                 continue
             token_id = int(result.token_ids[place])
             late.append((request, token_id, place))
-            request.token_ids.append(token_id)
-            request.num_in_flight -= 1
+            self._roster.append_late(request, token_id)
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
             stop = stop_of(request, token_id, len(request.token_ids), self._eos_token_ids)
@@ -338,7 +370,8 @@ class Scheduler:
         self._roster.end(request, is_trusted=is_trusted)
         self._deadlines.discard(request)
         request.ended_at = self._clock()
-        self._admission.pace.note_ending(request.ended_at)
+        ran_s = None if request.planned_at is None else request.ended_at - request.planned_at
+        self._admission.forecast.endings.note_ending(ran_s)
         self.counters.num_finished[outcome] += 1
 
 

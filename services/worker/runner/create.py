@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from torch import nn
 from services.worker.device import device_name, free_memory, use_threads
 from services.worker.loader import fingerprint, load_model, open_checkpoint
 from services.worker.models.base import CausalLM
-from services.worker.runner.base import MAX_WINDOW, Runner
-from services.worker.runner.kv_cache import allocate_kv_cache, plan_kv_cache
+from services.worker.runner.base import Runner
+from services.worker.runner.facts import worker_facts
+from services.worker.runner.kv_cache import allocate_kv_cache
+from services.worker.runner.kv_plan import plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
 from triptych.config.resolved import ResolvedConfig
-from triptych.types.facts import ModelFacts, Phase, WorkerFacts
+from triptych.types.facts import Phase
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
 
@@ -50,17 +52,11 @@ def create_runner(
     on_phase(Phase.ALLOCATING, 0.0)
     kv = plan_kv_cache(config, free_memory(device))
     kv_caches = allocate_kv_cache(kv.shape, device)
-    facts = WorkerFacts(
+    facts = worker_facts(
+        config,
+        kv,
         boot_id=boot_id,
-        model=_model_facts(
-            config,
-            fingerprint(checkpoint, config.architecture, config.dtype, engine.model.quantization),
-            kv.max_model_len,
-        ),
-        kv=kv.shape,
-        max_num_seqs=engine.scheduler.max_num_seqs,
-        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        max_window=MAX_WINDOW,
+        fingerprint=fingerprint(checkpoint, config.architecture, config.dtype, engine.model.quantization),
         device_name=device_name(device),
         weight_bytes=_weight_bytes(model),
         load_s=load_s,
@@ -109,17 +105,3 @@ def warm_up(runner: Runner) -> None:
 def _weight_bytes(model: CausalLM) -> int:
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     return sum(parameter.nbytes for parameter in model.parameters())  # tied ones come once
-
-
-def _model_facts(config: ResolvedConfig, fingerprint: str, max_model_len: int) -> ModelFacts:
-    model, architecture = config.engine.model, config.architecture
-    return ModelFacts(
-        name=model.served_name or PurePosixPath(model.model).name,
-        fingerprint=fingerprint,
-        vocab_size=architecture.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=architecture.eos_token_ids,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        quantization=model.quantization,
-    )

@@ -3,6 +3,7 @@
   triptych serve                              the embedded model, SmolLM2-135M-Instruct
   triptych serve HuggingFaceTB/SmolLM2-360M-Instruct --scheduler.max-num-seqs 16
   triptych serve /models/x.gguf --model.quantization q8 --frontend.http-port 8080
+  triptych serve --sim --simulation.base-ms 20  all but the model itself: made-up words, no weights, modelled times
 
 Ctrl-C lets running requests finish and leaves; a second one ends everything at once.
 Every option can also stand in a yaml file (--config) or in the environment; flags win.
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="directory, .gguf file, hub id or `embedded`; the same as --model.model",
     )
-    parser.usage = f"{parser.prog} [MODEL] [--config FILE] [--SECTION.OPTION VALUE ...]"
+    parser.add_argument(
+        "--sim",
+        action="store_true",
+        help="simulate the model: the same as --simulation.enabled true",
+    )
+    parser.usage = f"{parser.prog} [MODEL] [--sim] [--config FILE] [--SECTION.OPTION VALUE ...]"
     add_config_flags(parser)
 
 
@@ -77,17 +83,23 @@ def _load(arguments: argparse.Namespace) -> EngineConfig:
     flags = given_options(arguments)
     if arguments.model is not None and flags.setdefault("model.model", arguments.model) != arguments.model:
         raise ConfigError(f"MODEL {arguments.model!r} and --model.model {flags['model.model']!r} disagree")
-    return load_config(file=arguments.config, flags=flags)
+    if arguments.sim:
+        flags.setdefault("simulation.enabled", "true")
+    config = load_config(file=arguments.config, flags=flags)
+    if arguments.sim and not config.simulation.enabled:
+        raise ConfigError(f"--sim and --simulation.enabled {flags['simulation.enabled']} disagree")
+    return config
 
 
 def _banner(cluster: LocalCluster, elapsed_s: float) -> str:
     name = asyncio.run(_model_name(cluster.address))
+    simulated = " (simulated: the answers are made-up words)" if cluster.config.simulation.enabled else ""
     to_chat = "triptych chat"
     if cluster.address != DEFAULT_ADDRESS:
         to_chat += f" --address {cluster.address}"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     return f"""
-Triptych serves {name}, ready after {elapsed_s:.1f} s.
+Triptych serves {name}{simulated}, ready after {elapsed_s:.1f} s.
 
   gRPC   {cluster.address}
   HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; try it at http://{cluster.http_address}/docs)

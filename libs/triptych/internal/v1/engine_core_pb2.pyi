@@ -9,18 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "attach", "last_batch_seen")
+    __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
-    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
     hello: ConnectHello
     submit: SubmitBatch
     abort: bytes
-    attach: Attach
+    goodbye: _worker_pb2.Goodbye
     last_batch_seen: int
-    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_worker_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "outputs")
@@ -31,19 +31,23 @@ class ConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[ConnectWelcome, _Mapping]] = ..., outputs: _Optional[_Union[OutputBatch, _Mapping]] = ...) -> None: ...
 
 class ConnectHello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id")
+    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id", "resume_session", "last_batch_seen")
     MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     frontend_id: str
     boot_id: str
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    resume_session: str
+    last_batch_seen: int
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., resume_session: _Optional[str] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("protocol", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits")
+    __slots__ = ("protocol", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits", "session")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +55,7 @@ class ConnectWelcome(_message.Message):
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     engine_id: str
     epoch: int
@@ -58,7 +63,20 @@ class ConnectWelcome(_message.Message):
     why_not_ready: str
     model: _worker_pb2.ModelFacts
     limits: EngineLimits
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
+    session: SessionTerms
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., session: _Optional[_Union[SessionTerms, _Mapping]] = ...) -> None: ...
+
+class SessionTerms(_message.Message):
+    __slots__ = ("kind", "name", "messages_received", "resume_ttl_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: _worker_pb2.SessionKind
+    name: str
+    messages_received: int
+    resume_ttl_ms: int
+    def __init__(self, kind: _Optional[_Union[_worker_pb2.SessionKind, str]] = ..., name: _Optional[str] = ..., messages_received: _Optional[int] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("has_priorities",)
@@ -98,18 +116,8 @@ class Submit(_message.Message):
     adapter: str
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
-class Attach(_message.Message):
-    __slots__ = ("request_ids", "numbers", "tokens_received")
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUMBERS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    request_ids: _containers.RepeatedScalarFieldContainer[str]
-    numbers: bytes
-    tokens_received: bytes
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., numbers: _Optional[bytes] = ..., tokens_received: _Optional[bytes] = ...) -> None: ...
-
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +126,7 @@ class OutputBatch(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -126,7 +135,8 @@ class OutputBatch(_message.Message):
     logprobs: _worker_pb2.LogprobColumns
     finished: FinishedColumns
     failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ...) -> None: ...
+    messages_received: int
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ...) -> None: ...
 
 class FinishedColumns(_message.Message):
     __slots__ = ("numbers", "reasons", "stop_token_ids_plus_one", "num_cached_tokens", "queued_ns", "prefill_ns", "decode_ns")

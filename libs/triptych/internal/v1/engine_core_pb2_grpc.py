@@ -53,7 +53,9 @@ class EngineCoreServiceServicer(object):
 
     def Connect(self, request_iterator, context):
         """The request stream. First a hello, answered by a welcome; then submissions and aborts up, one output
-        batch per step down. Its end aborts what it submitted.
+        batch per step down; last a goodbye, which aborts what is left. A session outlives a stream that breaks
+        without one: a later stream resumes it within the time to live, and every message of either side takes
+        effect exactly once. A stream that the engine ends, well or with an error of its own, ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

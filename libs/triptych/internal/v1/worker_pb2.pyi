@@ -18,12 +18,14 @@ SESSION_KIND_FRESH: SessionKind
 SESSION_KIND_RESUMED: SessionKind
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("hello", "step")
+    __slots__ = ("hello", "step", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: Step
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("welcome", "result")
@@ -34,7 +36,7 @@ class ExecuteResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "engine_id", "epoch", "fingerprint", "shared_config", "window", "last_result_seen")
+    __slots__ = ("min_protocol", "max_protocol", "engine_id", "epoch", "fingerprint", "shared_config", "window", "last_result_seen", "resume_session")
     class SharedConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class Hello(_message.Message):
     SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     engine_id: str
@@ -58,10 +61,15 @@ class Hello(_message.Message):
     shared_config: _containers.ScalarMap[str, str]
     window: int
     last_result_seen: int
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., window: _Optional[int] = ..., last_result_seen: _Optional[int] = ...) -> None: ...
+    resume_session: str
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., window: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., resume_session: _Optional[str] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "window", "facts")
+    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "window", "facts", "session_name")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +77,7 @@ class Welcome(_message.Message):
     LAST_STEP_COMPLETED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     boot_id: str
     session: SessionKind
@@ -76,7 +85,8 @@ class Welcome(_message.Message):
     last_step_completed: int
     window: int
     facts: WorkerFacts
-    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ...) -> None: ...
+    session_name: str
+    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
     __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_window", "device_name", "weight_bytes", "load_s")

@@ -58,9 +58,14 @@ class WorkerServiceServicer(object):
 
     def Execute(self, request_iterator, context):
         """The step stream. First a hello, answered by a welcome; then steps, each answered by one result, in
-        order. Another live engine's hello is refused with ALREADY_EXISTS naming the holder; a mismatch of
-        what both must share is FAILED_PRECONDITION naming the key and both values; a step id that is not the
-        last one + 1 is ABORTED (STEP_GAP).
+        order; last a goodbye. A session outlives a stream that breaks without one: the same engine resumes it
+        within the time to live, and nothing is computed twice.
+
+        A step that was received before is answered by its stored result; one that is neither that nor the last
+        one + 1 is ABORTED (STEP_GAP). While an engine's stream lives, another's hello is ALREADY_EXISTS naming
+        the holder; once it is lost, a higher epoch takes over at once. An epoch below the highest that was ever
+        admitted is FAILED_PRECONDITION (STALE_EPOCH), and so is a mismatch of what both must share, naming the
+        key and both values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,57 @@
+"""Step times on file: written by `triptych fit`, read by the simulated worker."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from triptych.errors import ConfigError
+from triptych.types.step_time import StepTimeModel
+
+_COEFFICIENTS = tuple(field.name for field in fields(StepTimeModel))
+_ABOUT = "about"
+"""Key of what is there for people alone: where the numbers come from, and how well they fit."""
+
+
+def write_step_time_profile(path: Path, model: StepTimeModel, about: Mapping[str, object]) -> None:
+    """Write the coefficients, and `about` beside them.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    document = {_ABOUT: dict(about), **asdict(model)}
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"step-time profile {path}: cannot be written: {error.strerror}") from error
+
+
+def read_step_time_profile(path: Path) -> StepTimeModel:
+    """Read what `write_step_time_profile` wrote, or somebody by hand.
+
+    Raises:
+        ConfigError: no such file, a coefficient missing or below 0, or a key that means nothing; names it.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"simulation.profile: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"simulation.profile: {path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"simulation.profile: {path} must hold an object, not {type(document).__name__}")
+    if unknown := document.keys() - {_ABOUT, *_COEFFICIENTS}:
+        raise ConfigError(
+            f"simulation.profile: {path}: {min(unknown)}: no such key; there are {', '.join(_COEFFICIENTS)}"
+        )
+    return StepTimeModel(**{name: _coefficient(path, document, name) for name in _COEFFICIENTS})
+
+
+def _coefficient(path: Path, document: Mapping[str, object], name: str) -> float:
+    value = document.get(name)
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise ConfigError(f"simulation.profile: {path}: {name}: {value!r} must be a number >= 0")
+    return float(value)  # type: ignore[arg-type]

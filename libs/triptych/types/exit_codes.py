@@ -1,0 +1,20 @@
+"""How a service's process ends, for whoever supervises it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Restarting helps with all of them but MISCONFIGURED."""
+
+    OK = 0
+    """Asked to stop, and did so in order."""
+    FAILED = 1
+    """A bug; the log has its traceback."""
+    MISCONFIGURED = 2
+    """What the operator said cannot work; the last line of the log says why."""
+    FENCED = 3
+    """An engine core whose worker another, started later, has taken over."""
+    HUNG = 70
+    """A worker with a step that made no progress."""

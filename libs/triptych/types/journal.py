@@ -1,0 +1,137 @@
+"""What a step journal tells: the header of a run, and everything that happened to its engine, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from triptych.types.facts import PauseMode, WorkerFacts
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import SubmitRequest
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHeader:
+    """The run that a journal is of."""
+
+    engine_id: str
+    epoch: int
+    """Unix ms at the engine's start."""
+    engine_version: str
+    """Of the package, for people."""
+    config: Mapping[str, str]
+    """Every option that an engine or a worker reads: key to text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Steps were asked for."""
+
+    plan: StepPlan | None
+    """None: there was nothing to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultTaken:
+    """The oldest step's result came in."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Requests out of time were ended, if there were any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A frontend submitted a request."""
+
+    session: int
+    request: SubmitRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A frontend aborted a request."""
+
+    session: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A frontend connected."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A frontend is gone."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker without rows welcomed the engine."""
+
+    facts: WorkerFacts
+    after_crash: bool
+    """The last one died, so that something in flight may have killed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """The worker was lost, and with it what was in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """The operator reset the prefix cache, or was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The operator paused the engine."""
+
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The operator ended the pause, if there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The recording ended in order."""
+
+    reason: str
+
+
+What = (
+    Planned
+    | ResultTaken
+    | Expired
+    | Submitted
+    | Aborted
+    | SessionOpened
+    | SessionClosed
+    | WorkerReady
+    | WorkerGone
+    | CacheReset
+    | Paused
+    | Resumed
+    | Closed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEvent:
+    """One call of the engine core."""
+
+    at_s: float
+    """What its clock said, all through the call."""
+    what: What

@@ -1,0 +1,260 @@
+"""journal.proto: the step journal's records, and reading a file of them.
+
+file = length header (length event)*        each length a varint, as protobuf's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from triptych.errors import ConfigError, TriptychError
+from triptych.internal.v1 import journal_pb2
+from triptych.types.journal import (
+    Aborted,
+    CacheReset,
+    Closed,
+    Expired,
+    JournalEvent,
+    JournalHeader,
+    Paused,
+    Planned,
+    ResultTaken,
+    Resumed,
+    SessionClosed,
+    SessionOpened,
+    Submitted,
+    What,
+    WorkerGone,
+    WorkerReady,
+)
+from triptych.wire.admin import pause_mode_from_proto, pause_mode_to_proto
+from triptych.wire.engine_core import submit_from_proto, submit_to_proto
+from triptych.wire.worker import (
+    plan_from_proto,
+    plan_to_proto,
+    result_from_proto,
+    result_to_proto,
+    worker_facts_from_proto,
+    worker_facts_to_proto,
+)
+
+JOURNAL_VERSION = 1
+JOURNAL_SUFFIX = ".journal"
+_MAGIC = "triptych-journal"
+_MAX_RECORD_BYTES = 1 << 30  # a length beyond this is no length
+
+_NO_STEP = journal_pb2.JournalNoStep()
+_EXPIRE = journal_pb2.JournalExpire()
+_WORKER_LOST = journal_pb2.JournalWorkerLost()
+_CACHE_RESET = journal_pb2.JournalCacheReset()
+_RESUME = journal_pb2.JournalResume()
+
+
+class JournalReader:
+    """One file: its header, then its events, once. `is_cut` is known when the last one has been read."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens a file, or the newest journal of a directory.
+
+        Raises:
+            ConfigError: there is no journal here, or not one of this version.
+        """
+        self.path = _newest(path) if path.is_dir() else path
+        self.is_cut = False
+        """The last record is not whole: its writer died, or has not yet written the rest."""
+        self._offset = 0
+        try:
+            self._file: BinaryIO = self.path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"journal {self.path}: {error.strerror or error}") from None
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> JournalReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[JournalEvent]:
+        """Raises ConfigError, naming the place, where the file is damaged; a cut end is no damage."""
+        while True:
+            start = self._offset
+            try:
+                record = self._read_record()
+                if record is None:
+                    return
+                event = event_from_bytes(record)
+            except (ValueError, TriptychError) as error:
+                raise ConfigError(f"journal {self.path} is damaged at byte {start}: {error}") from None
+            yield event
+
+    def _read_header(self) -> JournalHeader:
+        message = journal_pb2.JournalHeader()
+        try:
+            message.ParseFromString(self._read_record() or b"")
+        except (ValueError, DecodeError):
+            message.Clear()
+        if message.magic != _MAGIC:
+            raise ConfigError(f"journal {self.path}: this file is no step journal")
+        if message.version != JOURNAL_VERSION:
+            raise ConfigError(
+                f"journal {self.path} has version {message.version}, this triptych reads {JOURNAL_VERSION}: "
+                f"use triptych {message.engine_version}, which wrote it"
+            )
+        return JournalHeader(
+            engine_id=message.engine_id,
+            epoch=message.epoch,
+            engine_version=message.engine_version,
+            config=dict(message.config),
+        )
+
+    def _read_record(self) -> bytes | None:
+        """The next one, without its length; None at the end. Raises ValueError for what is no length."""
+        length = shift = 0
+        while True:
+            byte = self._file.read(1)
+            if not byte:
+                self.is_cut = shift > 0
+                return None
+            length |= (byte[0] & 0x7F) << shift
+            shift += 7
+            if length > _MAX_RECORD_BYTES:
+                raise ValueError(f"a record of more than {_MAX_RECORD_BYTES} bytes")
+            if byte[0] < 0x80:
+                break
+        record = self._file.read(length)
+        if len(record) < length:
+            self.is_cut = True
+            return None
+        self._offset += shift // 7 + length
+        return record
+
+
+def read_journal(path: Path) -> Iterator[JournalEvent]:
+    """The events of a file, or of the newest journal of a directory; see `JournalReader` for what is raised."""
+    with JournalReader(path) as journal:
+        yield from journal
+
+
+def framed(record: bytes) -> bytes:
+    """A record after its length."""
+    length, prefix = len(record), bytearray()
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix) + record
+
+
+def header_to_bytes(header: JournalHeader) -> bytes:
+    return bytes(
+        journal_pb2.JournalHeader(
+            magic=_MAGIC,
+            version=JOURNAL_VERSION,
+            epoch=header.epoch,
+            engine_id=header.engine_id,
+            engine_version=header.engine_version,
+            config=header.config,
+        ).SerializeToString()
+    )
+
+
+def event_to_bytes(event: JournalEvent) -> bytes:
+    message: journal_pb2.JournalEvent = _ENCODERS[type(event.what)](event.at_s, event.what)
+    return bytes(message.SerializeToString())
+
+
+def event_from_bytes(record: bytes) -> JournalEvent:
+    """Raises ValueError or ProtocolViolation for what is no event."""
+    try:
+        message = journal_pb2.JournalEvent.FromString(record)
+    except DecodeError as error:
+        raise ValueError(f"a record that is no event: {error}") from None
+    kind = message.WhichOneof("event")
+    if kind is None:
+        raise ValueError("an event of a kind that this version does not know")
+    return JournalEvent(message.at_s, _DECODERS[kind](getattr(message, kind)))
+
+
+def _encode_planned(at_s: float, what: Planned) -> journal_pb2.JournalEvent:
+    if what.plan is None:
+        return journal_pb2.JournalEvent(at_s=at_s, no_step=_NO_STEP)
+    return journal_pb2.JournalEvent(at_s=at_s, step=plan_to_proto(what.plan))
+
+
+def _encode_result(at_s: float, what: ResultTaken) -> journal_pb2.JournalEvent:
+    return journal_pb2.JournalEvent(at_s=at_s, result=result_to_proto(what.result))
+
+
+def _encode_submitted(at_s: float, what: Submitted) -> journal_pb2.JournalEvent:
+    submit = journal_pb2.JournalSubmit(session=what.session, request=submit_to_proto(what.request))
+    return journal_pb2.JournalEvent(at_s=at_s, submit=submit)
+
+
+def _encode_aborted(at_s: float, what: Aborted) -> journal_pb2.JournalEvent:
+    abort = journal_pb2.JournalAbort(session=what.session, number=what.number)
+    return journal_pb2.JournalEvent(at_s=at_s, abort=abort)
+
+
+def _encode_worker_ready(at_s: float, what: WorkerReady) -> journal_pb2.JournalEvent:
+    ready = journal_pb2.JournalWorkerReady(
+        facts=worker_facts_to_proto(what.facts), after_crash=what.after_crash
+    )
+    return journal_pb2.JournalEvent(at_s=at_s, worker_ready=ready)
+
+
+_ENCODERS: dict[type[What], Callable[[float, Any], journal_pb2.JournalEvent]] = {
+    Planned: _encode_planned,
+    ResultTaken: _encode_result,
+    Expired: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, expire=_EXPIRE),
+    Submitted: _encode_submitted,
+    Aborted: _encode_aborted,
+    SessionOpened: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, session_opened=what.session),
+    SessionClosed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, session_closed=what.session),
+    WorkerReady: _encode_worker_ready,
+    WorkerGone: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, worker_lost=_WORKER_LOST),
+    CacheReset: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, cache_reset=_CACHE_RESET),
+    Paused: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, paused=pause_mode_to_proto(what.mode)),
+    Resumed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, resumed=_RESUME),
+    Closed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, closed=what.reason),
+}
+_DECODERS: dict[str, Callable[[Any], What]] = {
+    "step": lambda step: Planned(plan_from_proto(step)),
+    "no_step": lambda _: Planned(None),
+    "result": lambda result: ResultTaken(result_from_proto(result)),
+    "expire": lambda _: Expired(),
+    "submit": lambda submit: Submitted(submit.session, submit_from_proto(submit.request)),
+    "abort": lambda abort: Aborted(abort.session, abort.number),
+    "session_opened": SessionOpened,
+    "session_closed": SessionClosed,
+    "worker_ready": lambda ready: WorkerReady(worker_facts_from_proto(ready.facts), ready.after_crash),
+    "worker_lost": lambda _: WorkerGone(),
+    "cache_reset": lambda _: CacheReset(),
+    "paused": lambda mode: Paused(pause_mode_from_proto(mode)),
+    "resumed": lambda _: Resumed(),
+    "closed": Closed,
+}
+
+
+def _newest(directory: Path) -> Path:
+    """By its engine's start, which ends the name: of several engines' journals, the one that started last."""
+    journals = [path for path in directory.glob(f"*{JOURNAL_SUFFIX}") if _epoch_of(path) is not None]
+    if not journals:
+        raise ConfigError(f"journal {directory}: no *{JOURNAL_SUFFIX} in this directory")
+    return max(journals, key=lambda path: _epoch_of(path) or 0)
+
+
+def _epoch_of(path: Path) -> int | None:
+    epoch = path.stem.rpartition("-")[2]
+    return int(epoch) if epoch.isdecimal() else None

@@ -1,0 +1,133 @@
+"""What a journal's plans make of the worker's rows: who computes what in a step, and what a step costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.types.journal import Planned, ResultTaken, WorkerReady
+from triptych.types.step import U32, NewRow, StepPlan
+from triptych.types.step_time import StepWork
+from triptych.types.submit import SubmitRequest
+from triptych.wire.journal import read_journal
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsOfStep:
+    """The rows that compute in one step: columns of equal length, in ascending slot order."""
+
+    slots: Ints
+    query_lens: Ints
+    """Tokens that each computes, >= 1."""
+    seq_lens: Ints
+    """Tokens that each has then."""
+    is_prefill: NDArray[np.bool_]
+    """It computes tokens that were known when it entered, not one sampled since."""
+    is_sampling: NDArray[np.bool_]
+    """It reaches the end of what is known. The n-th row that does gets the n-th token of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step that a worker computed: how much, and how long it took."""
+
+    work: StepWork
+    compute_ns: int
+    """Prepare, forward and sample."""
+
+
+class SessionRows:
+    """The live slots of one worker session, as its plans describe them. Knows counts, no tokens."""
+
+    def __init__(self) -> None:
+        self._is_live = np.zeros(0, np.bool_)
+        self._computed: Ints = np.zeros(0, np.int64)
+        self._horizon: Ints = np.zeros(0, np.int64)
+        """Tokens known to the worker, and those that steps before this one sample."""
+        self._num_entered_with: Ints = np.zeros(0, np.int64)
+
+    def take(self, plan: StepPlan) -> RowsOfStep:
+        """The next plan of the session, in order."""
+        self._is_live[plan.removed_slots] = False
+        for row in plan.new_rows:
+            self._enter(row)
+        query_lens = np.ones(len(self._is_live), np.int64)
+        query_lens[plan.chunk_slots] = plan.chunk_lengths
+        query_lens[plan.skipped_slots] = 0
+        slots = np.flatnonzero(self._is_live & (query_lens > 0))
+        query_lens = query_lens[slots]
+        starts = self._computed[slots]
+        seq_lens = starts + query_lens
+        self._computed[slots] = seq_lens
+        is_sampling = seq_lens == self._horizon[slots]
+        self._horizon[slots[is_sampling]] += 1
+        return RowsOfStep(slots, query_lens, seq_lens, starts < self._num_entered_with[slots], is_sampling)
+
+    def _enter(self, row: NewRow) -> None:
+        if (lacking := row.slot + 1 - len(self._is_live)) > 0:
+            self._is_live = np.append(self._is_live, np.zeros(lacking, np.bool_))
+            self._computed = np.append(self._computed, np.zeros(lacking, np.int64))
+            self._horizon = np.append(self._horizon, np.zeros(lacking, np.int64))
+            self._num_entered_with = np.append(self._num_entered_with, np.zeros(lacking, np.int64))
+        self._is_live[row.slot] = True
+        self._computed[row.slot] = row.num_computed_tokens
+        self._horizon[row.slot] = self._num_entered_with[row.slot] = len(row.token_ids)
+
+
+class RowNames:
+    """Which requests the slots of a session stand for. A row names none, so it is found by what it holds:
+    requests of one prompt and one seed get the same tokens, and are named together."""
+
+    def __init__(self) -> None:
+        self._content_to_ids: defaultdict[tuple[int, bytes], list[str]] = defaultdict(list)
+        self._slot_to_name: dict[int, str] = {}
+
+    def note_submit(self, request: SubmitRequest) -> None:
+        content = request.seed, _prompt(request.token_ids, request.num_prompt_tokens)
+        self._content_to_ids[content].append(request.request_id)
+
+    def note_rows(self, rows: Iterable[NewRow]) -> None:
+        """Of a plan, or of several."""
+        for row in rows:
+            self._slot_to_name[row.slot] = self.name_of(row)
+
+    def name_of(self, row: NewRow) -> str:
+        ids = self._content_to_ids.get((row.seed, _prompt(row.token_ids, row.num_prompt_tokens)), ())
+        return " or ".join(ids) if ids else "a request that was never submitted"
+
+    def in_slot(self, slot: int) -> str:
+        """Whoever entered this slot last."""
+        return self._slot_to_name.get(slot, "nobody")
+
+
+def read_measured_steps(path: Path) -> Iterator[MeasuredStep]:
+    """Every step of a journal that was answered, in order; see `JournalReader` for what is raised."""
+    rows, step_id_to_work = SessionRows(), dict[int, StepWork]()
+    for event in read_journal(path):
+        match event.what:
+            case WorkerReady():
+                rows, step_id_to_work = SessionRows(), {}
+            case Planned(StepPlan() as plan):
+                step_id_to_work[plan.step_id] = _work_of(rows.take(plan))
+            case ResultTaken(result) if (work := step_id_to_work.pop(result.step_id, None)) is not None:
+                timings = result.timings
+                yield MeasuredStep(work, timings.prepare_ns + timings.forward_ns + timings.sample_ns)
+
+
+def _work_of(step: RowsOfStep) -> StepWork:
+    return StepWork(
+        num_prefill_tokens=int(step.query_lens[step.is_prefill].sum()),
+        num_decode_rows=int(np.count_nonzero(~step.is_prefill)),
+        num_context_tokens=int(step.seq_lens.sum()),
+    )
+
+
+def _prompt(token_ids: U32, num_prompt_tokens: int) -> bytes:
+    return token_ids[:num_prompt_tokens].tobytes()

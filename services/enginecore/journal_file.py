@@ -1,0 +1,140 @@
+"""Where a step journal goes: one file per run of the engine, all of them together within a bound."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from contextlib import suppress
+from io import BufferedWriter, FileIO
+from pathlib import Path
+from urllib.parse import quote
+
+from triptych.types.journal import Closed, JournalEvent, JournalHeader
+from triptych.wire.journal import JOURNAL_SUFFIX, event_to_bytes, framed, header_to_bytes
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 256 << 10
+_FLUSH_S = 1.0
+_CLOSING_BYTES = 256  # kept free for the record that says why a recording ends
+
+
+class JournalFile:
+    """Owned by the engine loop. Recording never hurts serving: what goes wrong ends it with one line in the log.
+
+    A replay has to begin where an engine begins, empty, so no part of a run can be dropped by itself. Where
+    room is wanted the journals of this engine's earlier runs go, oldest first; when none is left, the
+    recording ends.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, header: JournalHeader) -> None:
+        """The first event creates the file: an engine that could not start leaves none."""
+        self.state = "recording"
+        """recording, full, failed, closed."""
+        self._directory = directory
+        self._stem = quote(header.engine_id, safe="")
+        self._path = directory / f"{self._stem}-{header.epoch}{JOURNAL_SUFFIX}"
+        self._max_bytes = max_bytes
+        self._header = header
+        self._file: BufferedWriter[FileIO] | None = None
+        self._earlier: deque[tuple[Path, int]] = deque()
+        """Journals of earlier runs and their sizes, oldest first."""
+        self._num_bytes = 0
+        """Of all of them, and of this one."""
+        self._flushed_at_s = 0.0
+
+    @property
+    def is_recording(self) -> bool:
+        return self.state == "recording"
+
+    def write(self, event: JournalEvent) -> None:
+        """Append one event, if this still records."""
+        if not self.is_recording:
+            return
+        try:
+            if self._file is None:
+                self._file = self._create()
+            data = framed(event_to_bytes(event))
+            if not self._has_room(len(data) + _CLOSING_BYTES):
+                self._end("full", _closing(event.at_s, "journal.max_bytes is reached"))
+                log.warning(
+                    "journal %s: journal.max_bytes of %d is reached; this run is recorded no further",
+                    self._path,
+                    self._max_bytes,
+                )
+                return
+            self._file.write(data)
+            self._num_bytes += len(data)
+            if event.at_s - self._flushed_at_s > _FLUSH_S:
+                self._file.flush()
+                self._flushed_at_s = event.at_s
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system: for moments when nothing else is to be done."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def close(self, at_s: float) -> None:
+        """The run is over."""
+        try:
+            if self._file is not None:
+                self._end("closed", _closing(at_s, "the engine stopped"))
+        except OSError as error:
+            self._fail(error)
+
+    def _create(self) -> BufferedWriter[FileIO]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._find_earlier()
+        file = BufferedWriter(FileIO(self._path, "x", opener=_open_private), _BUFFER_BYTES)
+        data = framed(header_to_bytes(self._header))
+        file.write(data)
+        self._num_bytes += len(data)
+        log.info("recording steps into %s", self._path)
+        return file
+
+    def _find_earlier(self) -> None:
+        """This engine's alone: others may share the directory."""
+        epochs = []
+        for path in self._directory.glob(f"*{JOURNAL_SUFFIX}"):
+            stem, _, epoch = path.stem.rpartition("-")
+            if stem == self._stem and epoch.isdecimal():
+                epochs.append((int(epoch), path))
+        for _, path in sorted(epochs):
+            self._earlier.append((path, size := path.stat().st_size))
+            self._num_bytes += size
+
+    def _has_room(self, num_bytes: int) -> bool:
+        while self._num_bytes + num_bytes > self._max_bytes and self._earlier:
+            path, size = self._earlier.popleft()
+            path.unlink(missing_ok=True)
+            self._num_bytes -= size
+        return self._num_bytes + num_bytes <= self._max_bytes
+
+    def _end(self, state: str, last_record: bytes) -> None:
+        assert self._file is not None
+        self._file.write(last_record)
+        self._file.close()
+        self._file, self.state = None, state
+
+    def _fail(self, error: OSError) -> None:
+        self.state = "failed"
+        if self._file is not None:
+            with suppress(OSError):  # one is enough to know
+                self._file.raw.close()  # not the buffered one: that would write again what could not be written
+            self._file = None
+        log.warning("journal %s: %s; this run is recorded no further", self._path, error.strerror or error)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Prompts and answers stand in it: nobody else reads them."""
+    return os.open(path, flags, 0o600)
+
+
+def _closing(at_s: float, reason: str) -> bytes:
+    return framed(event_to_bytes(JournalEvent(at_s, Closed(reason))))

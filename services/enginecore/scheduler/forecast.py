@@ -1,0 +1,75 @@
+"""When a request that came now would have its first token."""
+
+from __future__ import annotations
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler.pace import EndingPace, StepPace
+from services.enginecore.scheduler.roster import Roster
+from triptych.config import SchedulerConfig
+
+_LEAST_STEPS = 16  # measured before anything is predicted
+_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold
+
+
+class FirstTokenForecast:
+    """Owned by the admission; nobody moves because of it.
+
+    It leans towards hope: requests still to come and preemptions cost nothing, and rows and budget are waited
+    for side by side. How long requests will run is taken from those that ended lately.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.steps = StepPace()
+        self.endings = EndingPace()
+        self._budget = config.max_num_batched_tokens
+        self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._computed_share = 1.0
+
+    def note_admitted(self, num_tokens: int, num_computed_tokens: int) -> None:
+        """A request was admitted for the first time; the cache held `num_computed_tokens` of its tokens."""
+        share = 1.0 - num_computed_tokens / num_tokens
+        self._computed_share += _WEIGHT * (share - self._computed_share)
+
+    def wait_s(self, request: Request, roster: Roster) -> float | None:
+        """Seconds to the first token of a request that is not in the roster yet.
+
+        None where nothing can be said: too few steps are measured, or the engine is idle. It tries whatever
+        comes first then, and so a measurement that was wrong mends itself.
+        """
+        if self.steps.num_steps < _LEAST_STEPS or not len(roster):
+            return None
+        num_ahead, num_tokens_ahead = self._ahead_of(request, roster)
+        num_running = len(roster.rows.slot_to_request)
+        wanted = roster.rows.wanted(roster.rows.running_order())
+        num_prefilling = int(wanted[wanted > 1].sum())
+        num_hits = len(roster.cached_blocks(request)) * roster.blocks.block_size
+        num_own = max(len(request.token_ids) - num_hits, 1)
+        for_budget = self._prefill_s(num_prefilling + num_tokens_ahead + num_own, num_running)
+        num_endings = max(num_running + num_ahead + 1 - roster.num_seats, 0)
+        for_seat = num_endings * (self.endings.interval_s(roster.num_seats) or 0.0)
+        return max(for_budget, for_seat + self._chunks_s(num_own, num_running))
+
+    def _ahead_of(self, request: Request, roster: Roster) -> tuple[int, int]:
+        """Requests that come before it, and how many of their tokens must be computed."""
+        roster.settle()
+        num_requests, num_tokens = roster.shares.ahead_of(request.priority, request.tenant)
+        num_tokens = round(num_tokens * self._computed_share)
+        for preempted in (*roster.waiting.returning, *roster.parked.values()):
+            if preempted.priority <= request.priority:
+                num_requests += 1
+                num_tokens += len(preempted.token_ids)
+        return num_requests, num_tokens
+
+    def _prefill_s(self, num_tokens: int, num_decoding: int) -> float:
+        """Seconds to compute so many prompt tokens beside rows that decode."""
+        room = max(self._budget - num_decoding, 1)
+        num_full, rest = divmod(num_tokens, room)
+        last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0
+        return num_full * self.steps.seconds(self._budget) + last_s
+
+    def _chunks_s(self, num_tokens: int, num_decoding: int) -> float:
+        """The same for one request alone, which may take only so much of a step."""
+        chunk = min(max(self._budget - num_decoding, 1), self._most_per_request)
+        num_full, rest = divmod(num_tokens, chunk)
+        last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0
+        return num_full * self.steps.seconds(num_decoding + chunk) + last_s

@@ -1,0 +1,190 @@
+"""Who is admitted next: the order of all that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import chain
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler.fairness import FairShares
+from services.enginecore.scheduler.heap import Key, LazyHeap
+
+Place = tuple[int, bool, int, int]
+
+
+class WaitingQueue:
+    """By priority, lower first. Inside a level those that have run already, by arrival: they keep their place
+    at the head. Then the first of the tenant with the least service; ties go by arrival, so one tenant's
+    requests are served strictly first come, first served.
+
+    Long prompts stand in a queue of their own, so that short ones can pass them without a look at each.
+    """
+
+    def __init__(self, shares: FairShares, long_prompt_tokens: int | None) -> None:
+        """Prompts of more than `long_prompt_tokens` are long; None: none is."""
+        self._shares = shares
+        self._long_prompt_tokens = long_prompt_tokens
+        self._members: set[Request] = set()
+        self._returning: set[Request] = set()
+        self._admissible: frozenset[Request] | None = None
+        self._short, self._long = _OrderedQueue(shares), _OrderedQueue(shares)
+
+    def __len__(self) -> int:
+        """Held back ones included."""
+        return len(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    @property
+    def returning(self) -> Collection[Request]:
+        """Those that have run already, in no order."""
+        return self._returning
+
+    def add(self, request: Request) -> None:
+        """A request waits: for its first admission, or, having run, for its next."""
+        self._members.add(request)
+        if request.was_admitted:
+            self._returning.add(request)
+        else:
+            self._shares.enqueue(request)
+        self._line_up(request)
+
+    def remove(self, request: Request) -> None:
+        """It is admitted, or ends."""
+        self._members.remove(request)
+        if request.was_admitted:
+            self._returning.remove(request)
+        else:
+            self._shares.dequeue(request)
+        if self._may_run(request):
+            self._queue_of(request).remove(request)
+
+    def peek(self, *, pass_over_long: bool = False) -> Request | None:
+        """The next to be admitted; it stays. The counters of the shares must be settled."""
+        short = self._short.peek()
+        if pass_over_long or (long := self._long.peek()) is None:
+            return short
+        return long if short is None else min(short, long, key=self.place_of)
+
+    def place_of(self, request: Request) -> Place:
+        """What the first of a tenant sorts by among the first of all."""
+        if request.was_admitted:
+            return request.priority, False, 0, request.arrival
+        return request.priority, True, int(self._shares.service[request.account]), request.arrival
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        """Hold back all others, those still to come included; None lifts it. Holding back costs no share."""
+        admissible = None if requests is None else frozenset(requests)
+        if admissible == self._admissible:
+            return
+        self._admissible = admissible
+        self._short, self._long = _OrderedQueue(self._shares), _OrderedQueue(self._shares)
+        for request in sorted(self._members, key=_by_arrival):
+            self._line_up(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the queues do not hold who may run, or disagree with a plain search."""
+        free = {request for request in self._members if self._may_run(request)}
+        assert {*self._short, *self._long} == free, "the queues do not hold exactly those that may run"
+        assert self.peek() is min(free, key=self.place_of, default=None), "the first is not at the head"
+        short = {request for request in free if self._queue_of(request) is self._short}
+        first_short = self.peek(pass_over_long=True)
+        assert first_short is min(short, key=self.place_of, default=None), "the first short is not found"
+
+    def _may_run(self, request: Request) -> bool:
+        return self._admissible is None or request in self._admissible
+
+    def _line_up(self, request: Request) -> None:
+        if self._may_run(request):
+            self._queue_of(request).add(request)
+
+    def _queue_of(self, request: Request) -> _OrderedQueue:
+        limit = self._long_prompt_tokens
+        return self._short if limit is None or len(request.token_ids) <= limit else self._long
+
+
+class _OrderedQueue:
+    """Requests in the order of `WaitingQueue.place_of`: a heap of levels, each a heap of tenants."""
+
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._levels: dict[int, _Level] = {}
+        self._order: LazyHeap[_Level] = LazyHeap(lambda level: (level.priority, 0))
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order."""
+        return (request for level in self._levels.values() for request in level)
+
+    def add(self, request: Request) -> None:
+        level = self._levels.get(request.priority)
+        if level is None:
+            level = self._levels[request.priority] = _Level(request.priority, self._shares)
+            self._order.push(level)
+        level.add(request)
+
+    def remove(self, request: Request) -> None:
+        level = self._levels[request.priority]
+        level.remove(request)
+        if level.is_empty:
+            del self._levels[request.priority]
+            self._order.discard(level)
+
+    def peek(self) -> Request | None:
+        level = self._order.peek()
+        return None if level is None else level.peek()
+
+
+class _Level:
+    """The waiting requests of one priority. None of these keys falls while its member is in."""
+
+    def __init__(self, priority: int, shares: FairShares) -> None:
+        self.priority = priority
+        self._shares = shares
+        self._returning: LazyHeap[Request] = LazyHeap(_by_arrival)
+        self._lanes: dict[int, LazyHeap[Request]] = {}
+        """By account, none empty."""
+        self._accounts: LazyHeap[int] = LazyHeap(self._place_of_lane)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order."""
+        return chain(self._returning, *self._lanes.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._returning and not self._lanes
+
+    def add(self, request: Request) -> None:
+        if request.was_admitted:
+            self._returning.push(request)
+        elif (lane := self._lanes.get(request.account)) is not None:
+            lane.push(request)
+        else:
+            self._lanes[request.account] = lane = LazyHeap(_by_arrival)
+            lane.push(request)
+            self._accounts.push(request.account)
+
+    def remove(self, request: Request) -> None:
+        if request.was_admitted:
+            self._returning.discard(request)
+            return
+        lane = self._lanes[request.account]
+        lane.discard(request)
+        if not lane:
+            self._accounts.discard(request.account)
+            del self._lanes[request.account]
+
+    def peek(self) -> Request | None:
+        first = self._returning.peek()
+        if first is None and (account := self._accounts.peek()) is not None:
+            first = self._lanes[account].peek()
+        return first
+
+    def _place_of_lane(self, account: int) -> Key:
+        first = self._lanes[account].peek()
+        assert first is not None, "an empty lane queues"
+        return int(self._shares.service[account]), first.arrival
+
+
+def _by_arrival(request: Request) -> Key:
+    return request.arrival, 0

@@ -1,0 +1,82 @@
+"""How many blocks of the paged KV cache fit, decided before anything is allocated. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ConfigError
+from triptych.types.facts import KvShape
+
+_MIN_BLOCKS = 2  # the null block and one that a request can hold
+_MIB = 1 << 20
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What fits, decided before anything is allocated."""
+
+    shape: KvShape
+    block_bytes: int
+    """One block in all layers."""
+    max_model_len: int
+    """Tokens of prompt and output together: min(the model's or the operator's, what the blocks hold)."""
+
+
+def plan_kv_cache(config: ResolvedConfig, free_bytes: int) -> KvPlan:
+    """Decide the number of blocks: the operator's, or `cache.memory_fraction` of what is free.
+
+    Measured sizing never takes more than `max_num_seqs` requests of `max_model_len` tokens could fill.
+
+    Args:
+        free_bytes: memory that this process can still take on the device, measured after loading.
+    Raises:
+        ConfigError: the operator's blocks do not fit, or not even one block does.
+    """
+    cache, architecture = config.engine.cache, config.architecture
+    itemsize = _DTYPE_BYTES[config.kv_dtype]
+    token_bytes = architecture.num_layers * 2 * architecture.num_kv_heads * architecture.head_dim * itemsize
+    block_bytes = token_bytes * cache.block_size
+    max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    if cache.num_blocks:
+        num_blocks = _check_asked(cache.num_blocks, block_bytes, free_bytes)
+    else:
+        granted = int(free_bytes * cache.memory_fraction)
+        blocks_per_seq = -(-max_model_len // cache.block_size)
+        num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
+        if num_blocks < _MIN_BLOCKS:
+            raise ConfigError(
+                f"cache.memory_fraction: {cache.memory_fraction:g} of the {_mib(free_bytes)} free after loading is "
+                f"{_mib(granted)}, but {_MIN_BLOCKS} KV blocks of {cache.block_size} tokens take "
+                f"{_mib(_MIN_BLOCKS * block_bytes)}; free memory, raise cache.memory_fraction or lower "
+                "cache.block_size"
+            )
+    shape = KvShape(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=config.kv_dtype,
+        supported_block_sizes=(cache.block_size,),  # what is allocated is all that this process can serve
+    )
+    return KvPlan(shape, block_bytes, min(max_model_len, (num_blocks - 1) * cache.block_size))
+
+
+def _check_asked(num_blocks: int, block_bytes: int, free_bytes: int) -> int:
+    if num_blocks < _MIN_BLOCKS:
+        raise ConfigError(
+            f"cache.num_blocks: {num_blocks} leaves none for requests, block 0 being the null block; "
+            f"set at least {_MIN_BLOCKS}, or 0 to size from free memory"
+        )
+    if num_blocks * block_bytes > free_bytes:
+        raise ConfigError(
+            f"cache.num_blocks: {num_blocks} blocks take {_mib(num_blocks * block_bytes)}, but {_mib(free_bytes)} "
+            f"are free after loading; set at most {free_bytes // block_bytes}, or 0 to size from free memory"
+        )
+    return num_blocks
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"

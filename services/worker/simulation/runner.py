@@ -1,0 +1,111 @@
+"""The runner without a model: real rows, drawn tokens, a device that takes its time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.runner.request_rows import RequestRows, StepRows
+from services.worker.simulation.device import SimulatedDevice
+from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
+from services.worker.simulation.vocabulary import I64
+from triptych.errors import ProtocolViolation
+from triptych.types.facts import WorkerFacts
+from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step_time import StepWork
+
+
+class SimulatedRunner:
+    """A `Runner`. Its rows are those of `ModelRunner`, so that it refuses the same plans."""
+
+    def __init__(
+        self,
+        *,
+        facts: WorkerFacts,
+        device: SimulatedDevice,
+        word_ids: I64,
+        eos_probability: float = 0.0,
+    ) -> None:
+        """`word_ids`: [n] ascending, n >= 1, the tokens to draw from."""
+        self._facts = facts
+        self._device = device
+        self._clock = device.clock
+        self._rows = RequestRows(
+            max_num_seqs=facts.max_num_seqs,
+            max_model_len=facts.model.max_model_len,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            num_blocks=facts.kv.num_blocks,
+            block_size=facts.kv.block_size,
+            vocab_size=facts.model.vocab_size,
+            eos_token_ids=facts.model.eos_token_ids,
+        )
+        self._sampler = SimulatedSampler(
+            self._rows.sampling,
+            self._rows.history,
+            word_ids=word_ids,
+            eos_token_ids=facts.model.eos_token_ids,
+            eos_probability=eos_probability,
+        )
+        self._num_entered_with: I64 = np.zeros(facts.max_num_seqs, np.int64)
+        """Tokens that each slot's row knew when it entered; what it computes of them is prefill."""
+        self._last_step_id = 0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return self._facts
+
+    def reset(self) -> None:
+        """Forget every row and expect step 1."""
+        self._rows.clear()
+        self._last_step_id = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one step; see `Runner.execute`. `forward_ns` is the wait, so that the stages add up."""
+        if plan.step_id != self._last_step_id + 1:
+            raise ProtocolViolation(
+                f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
+            )
+        arrived = self._clock()
+        step = self._rows.apply(plan)
+        row_errors = step.row_errors + self._enter(plan, step)
+        self._last_step_id = plan.step_id
+        prepared = self._clock()
+        if not step.slots.size:
+            timings = StepTimings(prepare_ns=prepared - arrived)
+            return StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
+        drawn = self._sampler.sample(step.sampling_slots)
+        self._rows.advance(step)  # ids are not recorded: what the next ones need of them is in the hash
+        token_ids = drawn.token_ids.astype(np.uint32)
+        row_errors += self._failures(step, drawn)
+        sampled = self._clock()
+        done = self._device.wait(self._work_of(step), arrived)
+        timings = StepTimings(
+            prepare_ns=prepared - arrived, sample_ns=sampled - prepared, forward_ns=done - sampled
+        )
+        return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings)
+
+    def _enter(self, plan: StepPlan, step: StepRows) -> tuple[RowError, ...]:
+        """The new rows' prefixes, and the errors of those that cannot be served and have none yet."""
+        refused = {error.slot for error in step.row_errors}
+        errors = []
+        for row in plan.new_rows:
+            self._num_entered_with[row.slot] = row.token_ids.size
+            refusal = self._sampler.enter(row.slot, row.token_ids, row.sampling)
+            if refusal is not None and row.slot not in refused:
+                errors.append(RowError(row.slot, row.generation, refusal))
+        return tuple(errors)
+
+    def _work_of(self, step: StepRows) -> StepWork:
+        is_prefill = step.starts < self._num_entered_with[step.slots]
+        return StepWork(
+            num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
+            num_decode_rows=int(np.count_nonzero(~is_prefill)),
+            num_context_tokens=int(step.starts.sum() + step.query_lens.sum()),
+        )
+
+    def _failures(self, step: StepRows, drawn: DrawnTokens) -> tuple[RowError, ...]:
+        if not drawn.failures:
+            return ()
+        slots, generation = step.sampling_slots, self._rows.generation
+        return tuple(
+            RowError(int(slots[row]), int(generation[slots[row]]), message) for row, message in drawn.failures
+        )

@@ -1,0 +1,173 @@
+"""Tokens that depend on nothing but their prefix and, unless greedy, on the seed: a running hash per slot.
+
+    prefix hash   h(t_0 … t_n) = (t_0 + 1) B^n + … + (t_n + 1)        modulo 2^64, so h' = h B + t + 1
+    draw          mix(h ^ mix(seed + position G))                     -> a word, EOS, log-probabilities
+
+Batches, chunks, preemptions and crashes change none of it, so a continuation is equal to the last token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import LogprobColumns
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+
+_BASE = np.uint64(0x5851F42D4C957F2D)  # of the prefix hash: the multiplier of Knuth's MMIX generator
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # its finalizer
+_LOW_BITS = np.uint64(0xFFFFFFFF)
+_NO_IDS: I64 = np.empty(0, np.int64)
+
+NO_LOGITS = "sampling.logit_bias: the simulated worker has no logits; leave it out"
+NOTHING_ALLOWED = "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnTokens:
+    """One token per sampling row, in the order of the slots given."""
+
+    token_ids: I64
+    """[num_rows]; 0 where the row failed."""
+    logprobs: LogprobColumns | None
+    """Of the rows that asked and did not fail."""
+    failures: tuple[tuple[int, str], ...]
+    """(row, why), ascending."""
+
+
+class SimulatedSampler:
+    """Owned by the runner; reads the columns and the counters of its rows.
+
+    Temperature 0 ignores the seed; min_tokens, stop ids and allowed ids are honoured. What shapes a distribution
+    (other temperatures, top_k, top_p, min_p, penalties) changes nothing: all words are equally likely.
+    """
+
+    def __init__(
+        self,
+        columns: SamplingColumns,
+        history: TokenHistory,
+        *,
+        word_ids: I64,
+        eos_token_ids: tuple[int, ...],
+        eos_probability: float,
+    ) -> None:
+        """
+        Args:
+            word_ids: [n] ascending, n >= 1: what is drawn from; no EOS among them.
+            eos_token_ids: the first is drawn with `eos_probability`; one at least unless that is 0.
+        """
+        assert not eos_probability or eos_token_ids, "checked at start-up"
+        max_num_seqs, max_model_len = history.token_ids.shape
+        self._columns = columns
+        self._history = history
+        self._word_ids = word_ids
+        self._eos_token_ids = eos_token_ids
+        self._eos_probability = eos_probability
+        self._prefix_hash: U64 = np.zeros(max_num_seqs, np.uint64)
+        """Over the `num_known` tokens of each slot."""
+        self._masks_words: Flags = np.zeros(max_num_seqs, np.bool_)
+        """Has min_tokens and stop ids, which may be words."""
+        self._slot_to_stop_ids: dict[int, frozenset[int]] = {}
+        """Only where `_masks_words`."""
+        self._powers = np.full(max_model_len, _BASE)
+        """[max_model_len] of `_BASE`, from 0 up."""
+        self._powers[0] = 1
+        np.multiply.accumulate(self._powers, out=self._powers)
+
+    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> str | None:
+        """Hash a new row's tokens, [num_known >= 1]; its columns are filled already.
+
+        Returns:
+            Why the request cannot be served, None if it can.
+        """
+        terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[token_ids.size - 1 :: -1]
+        self._prefix_hash[slot] = terms.sum(dtype=np.uint64)
+        self._masks_words[slot] = self._columns.min_tokens[slot] > 0 and bool(params.stop_token_ids)
+        if self._masks_words[slot]:
+            self._slot_to_stop_ids[slot] = frozenset(params.stop_token_ids)
+        return NO_LOGITS if params.logit_bias else None
+
+    def sample(self, slots: I64) -> DrawnTokens:
+        """Draw the next token of each slot, [num_rows], and extend its prefix by it."""
+        columns, history = self._columns, self._history
+        positions = history.num_known[slots]
+        seeds = np.where(columns.temperature[slots] > 0, columns.seed[slots], 0).view(np.uint64)
+        bits = _mix(self._prefix_hash[slots] ^ _mix(seeds + positions.view(np.uint64) * _GOLDEN))
+        token_ids = self._word_ids[_below(bits, self._word_ids.size)]
+        below_min_tokens = positions - history.num_prompt[slots] < columns.min_tokens[slots]
+        if self._eos_probability:
+            chances = (_mix(bits) >> np.uint64(11)) * 2.0**-53  # of the 53 bits that a float64 holds
+            token_ids[(chances < self._eos_probability) & ~below_min_tokens] = self._eos_token_ids[0]
+        failures = self._choose_among_allowed(token_ids, slots, bits, below_min_tokens)
+        self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
+        return DrawnTokens(token_ids, self._gather_logprobs(token_ids, slots, bits, failures), failures)
+
+    def _choose_among_allowed(
+        self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
+    ) -> tuple[tuple[int, str], ...]:
+        """Choose anew, in place, where the draw is not among the allowed ids, or a stop id below min_tokens."""
+        columns, failures = self._columns, []
+        may_differ = columns.restricts[slots] | (below_min_tokens & self._masks_words[slots])
+        for row in np.flatnonzero(may_differ).tolist():
+            slot = int(slots[row])
+            allowed = columns.slot_to_allowed_ids.get(slot)
+            if allowed is None and int(token_ids[row]) not in self._slot_to_stop_ids.get(slot, ()):
+                continue
+            banned = columns.slot_to_end_ids[slot] if below_min_tokens[row] else _NO_IDS
+            choices = np.setdiff1d(self._word_ids if allowed is None else allowed, banned, assume_unique=True)
+            if choices.size:
+                token_ids[row] = choices[_below(bits[row : row + 1], choices.size)[0]]
+            else:
+                token_ids[row] = 0
+                failures.append((row, NOTHING_ALLOWED))
+        return tuple(failures)
+
+    def _gather_logprobs(
+        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, str], ...]
+    ) -> LogprobColumns | None:
+        """Of the rows that asked: the chosen token is the likeliest, the words after it follow as (1 - q) q^rank."""
+        num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_rows]
+        asked = num_top != NO_LOGPROBS
+        asked[[row for row, _ in failures]] = False
+        rows = np.flatnonzero(asked)
+        if not rows.size:
+            return None
+        num_words = self._word_ids.size
+        num_top = np.minimum(num_top[rows], num_words)
+        ranks = np.arange(num_top.max())  # [the largest num_top], from 0
+        chosen = token_ids[rows, None]  # [rows asked, 1]
+        places = np.searchsorted(self._word_ids, chosen) + ranks
+        top_ids = self._word_ids[places % num_words]
+        top_ids[:, :1] = chosen  # itself already, unless it is no word
+        ratio = 0.25 + 0.5 * (bits[rows, None] & _LOW_BITS) * 2.0**-32  # q
+        top_logprobs = np.log1p(-ratio) + ranks * np.log(ratio)
+        kept = np.arange(1 + ranks.size) <= num_top[:, None]
+        offsets = np.zeros(rows.size + 1, np.uint32)
+        np.cumsum(1 + num_top, out=offsets[1:])
+        return LogprobColumns(
+            rows=rows.astype(np.uint32),
+            offsets=offsets,
+            token_ids=np.hstack((chosen, top_ids))[kept].astype(np.uint32),
+            logprobs=np.hstack((np.log1p(-ratio), top_logprobs))[kept].astype(np.float32),
+            ranks=np.ones(rows.size, np.uint32),
+        )
+
+
+def _mix(bits: U64) -> U64:
+    """splitmix64's finalizer: every bit of the result depends on every bit given."""
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _below(bits: U64, bound: int) -> I64:
+    """Evenly within [0, bound), bound < 2^32, by the upper half of the bits. Source: Lemire, arXiv:1805.10941."""
+    return ((bits >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).view(np.int64)

@@ -1,0 +1,72 @@
+"""Which token ids make text that people can read, by a model's tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import ModelError
+
+I64 = NDArray[np.int64]
+
+TOKENIZER_FILE = "tokenizer.json"
+_SPACES = ("Ġ", "▁")  # how byte-level and sentencepiece vocabularies spell the space before a word
+
+
+def read_word_ids(directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> I64:
+    """Ids of tokens that are ASCII letters after a space; where there are none, of ASCII letters alone.
+
+    Bytes, punctuation and control tokens are left out: any sequence of the rest is plain text.
+
+    Args:
+        vocab_size: ids are below this.
+        eos_token_ids: left out, whatever they are spelled like.
+    Returns:
+        [n] ascending, n >= 1.
+    Raises:
+        ModelError: the file is missing, is no tokenizer, or holds no such token.
+    """
+    path = directory / TOKENIZER_FILE
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        pieces = _token_to_id(tokenizer["model"]["vocab"])
+        left_out = {*eos_token_ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))}
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: is no tokenizer with a vocabulary: {error!r}") from error
+    ordinary = [
+        (piece, token_id)
+        for piece, token_id in pieces.items()
+        if token_id < vocab_size and token_id not in left_out
+    ]
+    words = [token_id for piece, token_id in ordinary if piece[:1] in _SPACES and _is_word(piece[1:])]
+    letters = words or [token_id for piece, token_id in ordinary if _is_word(piece)]
+    if not letters:
+        raise ModelError(
+            f"{path}: none of {len(pieces)} tokens is made of ASCII letters; simulate another model"
+        )
+    return np.array(sorted(letters), np.int64)
+
+
+def hash_word_ids(word_ids: I64) -> str:
+    """sha256, in hex, of the ids: part of a fingerprint."""
+    return hashlib.sha256(word_ids.astype("<i8").tobytes()).hexdigest()
+
+
+def _token_to_id(vocab: object) -> dict[str, int]:
+    """BPE and WordPiece list pieces with ids; Unigram has [piece, score], the place being the id."""
+    if isinstance(vocab, dict):
+        return vocab
+    if isinstance(vocab, list):
+        return {piece: token_id for token_id, (piece, _) in enumerate(vocab)}
+    raise TypeError(f"model.vocab is a {type(vocab).__name__}")
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalpha()

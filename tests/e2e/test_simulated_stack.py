@@ -1,0 +1,118 @@
+"""Three real processes around a simulated model: what a stranger sees of them, through both doors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.e2e.conftest import READY_S
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.local import LocalCluster
+from triptych.config.loader import load_config
+from triptych.types.events import DeltaEvent
+from triptych.types.outputs import FinishReason
+
+pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
+
+PROMPT = "The story begins"
+STEP_MS = 4.0
+
+
+FREE_PORTS = {
+    "frontend.http_port": "0",
+    **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
+    **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
+}
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[LocalCluster]:
+    flags = {"simulation.enabled": "true", "simulation.base_ms": str(STEP_MS), **FREE_PORTS}
+    lines: list[str] = []
+    with LocalCluster(load_config(env={}, flags=flags), on_log_line=lines.append) as stack:
+        try:
+            stack.wait_ready(READY_S)
+            yield stack
+        finally:
+            print("\n".join(lines[-40:]))
+
+
+async def stream(
+    client: GenerationClient, seed: int, max_tokens: int, started: asyncio.Event | None = None
+) -> tuple[str, list[int]]:
+    """Text and tokens of one sampled request."""
+    text, tokens = "", list[int]()
+    async for event in client.generate(PROMPT, {"max_tokens": max_tokens, "temperature": 0.7, "seed": seed}):
+        if isinstance(event, DeltaEvent):
+            assert event.finish_reason in (None, FinishReason.LENGTH)
+            text += event.text
+            tokens += event.token_ids
+            if started is not None:
+                started.set()
+    return text, tokens
+
+
+async def test_both_doors_say_the_same_words_and_say_them_again(simulated: LocalCluster) -> None:
+    async with GenerationClient(simulated.address) as client:
+        answers = [await stream(client, seed=1, max_tokens=20) for _ in range(2)]
+        other, _ = await stream(client, seed=2, max_tokens=20)
+    (text, tokens), again = answers
+    assert again == (text, tokens)
+    assert other != text
+    assert len(tokens) == len(text.split()) == 20, "each token is a word"
+    assert text.replace(" ", "").isalpha()
+    async with openai.AsyncOpenAI(base_url=f"http://{simulated.http_address}/v1", api_key="none") as http:
+        completion = await http.completions.create(
+            model="embedded", prompt=PROMPT, max_tokens=20, temperature=0.7, seed=1, logprobs=2
+        )
+    (choice,) = completion.choices
+    assert choice.text == text
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert all(logprob is not None and logprob < 0 for logprob in choice.logprobs.token_logprobs)
+
+
+async def test_an_answer_takes_at_least_the_time_of_its_steps(simulated: LocalCluster) -> None:
+    async with GenerationClient(simulated.address) as client:
+        started_s = time.monotonic()
+        await asyncio.gather(*(stream(client, seed, max_tokens=50) for seed in range(8)))
+        assert time.monotonic() - started_s >= 50 * STEP_MS / 1e3
+
+
+async def test_a_worker_killed_mid_stream_costs_no_token(simulated: LocalCluster) -> None:
+    async with GenerationClient(simulated.address) as client:
+        undisturbed = await asyncio.gather(*(stream(client, seed, max_tokens=150) for seed in range(4)))
+        started = asyncio.Event()
+        disturbed = [asyncio.create_task(stream(client, seed, 150, started)) for seed in range(4)]
+        await started.wait()
+        before = simulated.pids["worker"]
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(READY_S):
+            assert await asyncio.gather(*disturbed) == undisturbed
+        assert simulated.pids["worker"] != before
+
+
+async def test_serve_sim_says_that_it_is_simulated_and_leaves_in_order() -> None:
+    flags = [word for key, text in FREE_PORTS.items() for word in (f"--{key.replace('_', '-')}", text)]
+    serve = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "triptych.client.cli", "serve", "--sim", *flags, stdout=asyncio.subprocess.PIPE
+    )
+    assert serve.stdout is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            while "ready after" not in (line := (await serve.stdout.readline()).decode()):
+                assert line, "it left before it was ready"
+            assert "simulated" in line
+            serve.send_signal(signal.SIGINT)
+            assert await serve.wait() == 0
+    finally:
+        if serve.returncode is None:
+            serve.kill()
+            await serve.wait()

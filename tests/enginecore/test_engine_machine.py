@@ -1,0 +1,241 @@
+"""Everything that clients, frontends, workers and operators can do to an engine core, in every order.
+
+Some requests are poison: the worker dies of them. They must fail, alone, and whatever else happens every other
+request comes to the tokens that it would have come to by itself, and ends once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.enginecore.engine import EngineCore
+from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, Clock, NaiveWorker, naive_generation
+from tests.helpers.stack import make_config
+from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure
+from triptych.types.facts import KvShape, ModelFacts, PauseMode, WorkerFacts
+from triptych.types.outputs import FinishedRequest, FinishReason, RequestFailure
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan
+from triptych.types.submit import SubmitRequest
+
+MAX_MODEL_LEN = 80
+POISON = [60, 60, 60]
+MOST_IN_FLIGHT = 4
+
+Key = tuple[int, int]
+"""Session and number."""
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Frontends come and go; workers die; an operator pauses."""
+
+    @initialize(num_blocks=st.integers(7, 24), max_num_seqs=st.integers(1, 6), budget=st.integers(4, 60))
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+        self.clock = Clock()
+        config = make_config(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_num_waiting=50, policy="priority"
+        )
+        self.engine = EngineCore(config, self.clock)
+        self.facts = WorkerFacts(
+            boot_id="1",
+            model=ModelFacts(
+                "naive", "f" * 64, VOCAB_SIZE, MAX_MODEL_LEN, (EOS,), "float32", "float32", "none"
+            ),
+            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_window=MOST_IN_FLIGHT,
+        )
+        self.worker = NaiveWorker()
+        self.plans: deque[StepPlan] = deque()
+        self.sessions: set[int] = set()
+        self.num_sessions = self.num_submitted = 0
+        self.is_paused = False
+        self.poison: set[Key] = set()
+        self.expected: dict[Key, tuple[list[int], FinishReason]] = {}
+        self.tokens: dict[Key, list[int]] = {}
+        self.ends: dict[Key, FinishedRequest | RequestFailure] = {}
+        self.admitted: set[Key] = set()
+        self.engine.worker_ready(self.facts, after_crash=False)
+
+    @precondition(lambda self: len(self.sessions) < 3)
+    @rule()
+    def connect(self) -> None:
+        self.num_sessions += 1
+        self.sessions.add(self.num_sessions)
+        self.engine.open_session(self.num_sessions)
+
+    @precondition(lambda self: self.sessions)
+    @rule(choice=st.integers(0, 2))
+    def disconnect(self, choice: int) -> None:
+        session = sorted(self.sessions)[choice % len(self.sessions)]
+        self.take_outputs()
+        self.sessions.remove(session)
+        self.engine.close_session(session)
+        for key in [key for key in self.expected if key[0] == session]:
+            del self.expected[key]
+            self.poison.discard(key)
+
+    @precondition(lambda self: self.sessions)
+    @rule(
+        choice=st.integers(0, 2),
+        prompt=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+        is_poison=st.sampled_from([False] * 7 + [True]),
+        is_greedy=st.booleans(),
+        max_tokens=st.integers(1, 40),
+        ignore_eos=st.booleans(),
+        priority=st.integers(0, 1),
+        tenant=st.sampled_from(["", "a", "b"]),
+        deadline_s=st.none() | st.integers(5, 60),
+    )
+    def submit(
+        self,
+        choice: int,
+        prompt: list[int],
+        is_poison: bool,
+        is_greedy: bool,
+        max_tokens: int,
+        ignore_eos: bool,
+        priority: int,
+        tenant: str,
+        deadline_s: int | None,
+    ) -> None:
+        session = sorted(self.sessions)[choice % len(self.sessions)]
+        self.num_submitted += 1
+        key, prompt = (session, self.num_submitted), POISON + prompt if is_poison else prompt
+        sampling = SamplingParams(
+            temperature=0.0 if is_greedy else 1.0, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
+        tokens, reason, _ = naive_generation(prompt, self.num_submitted, sampling, (EOS,), MAX_MODEL_LEN)
+        self.expected[key], self.tokens[key] = (tokens, reason), []
+        if is_poison:
+            self.poison.add(key)
+        self.engine.submit(
+            session,
+            SubmitRequest(
+                number=self.num_submitted,
+                request_id=str(self.num_submitted),
+                token_ids=np.array(prompt, np.uint32),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                seed=self.num_submitted,
+                priority=priority,
+                tenant=tenant,
+                deadline_remaining_ms=None if deadline_s is None else 1000 * deadline_s,
+            ),
+        )
+
+    @precondition(lambda self: self.expected)
+    @rule(choice=st.integers(0, 1000))
+    def abort(self, choice: int) -> None:
+        self.engine.abort(*list(self.expected)[choice % len(self.expected)])
+
+    @precondition(lambda self: len(self.plans) < MOST_IN_FLIGHT)
+    @rule()
+    def plan(self) -> None:
+        plan = self.engine.plan()
+        if plan is not None:
+            self.plans.append(plan)
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def step(self) -> None:
+        """The worker carries out the oldest plan, or dies of it."""
+        plan = self.plans[0]
+        if any(row.token_ids[: len(POISON)].tolist() == POISON for row in plan.new_rows):
+            self.lose_worker(boot_id=f"{self.facts.boot_id}1", is_crash=True)
+            return
+        self.engine.apply(self.worker.execute(self.plans.popleft()))
+
+    @rule(num_steps=st.integers(1, 50), window=st.integers(1, MOST_IN_FLIGHT))
+    def run_for_a_while(self, num_steps: int, window: int) -> None:
+        for _ in range(num_steps):
+            while len(self.plans) < window and (plan := self.engine.plan()) is not None:
+                self.plans.append(plan)
+            if not self.plans:
+                return
+            self.step()
+
+    @rule()
+    def lose_the_network(self) -> None:
+        """For longer than the session lives; nobody died."""
+        self.lose_worker(boot_id=self.facts.boot_id, is_crash=False)
+
+    def lose_worker(self, *, boot_id: str, is_crash: bool) -> None:
+        self.facts = replace(self.facts, boot_id=boot_id)
+        self.plans.clear()
+        self.worker = NaiveWorker()
+        self.engine.worker_lost()
+        self.engine.worker_ready(self.facts, after_crash=is_crash)
+
+    @rule(mode=st.sampled_from(PauseMode))
+    def pause(self, mode: PauseMode) -> None:
+        self.engine.pause(mode)
+        self.is_paused = True
+
+    @rule()
+    def resume(self) -> None:
+        self.engine.resume()
+        self.is_paused = False
+
+    @rule(seconds=st.integers(1, 20))
+    def let_time_pass(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.engine.expire()
+
+    @rule()
+    def take_outputs(self) -> None:
+        for session, batch in self.engine.take_outputs().items():
+            assert session in self.sessions, "a batch for a frontend that has left"
+            for number in batch.admitted.tolist():
+                assert (session, number) not in self.admitted, "admitted twice"
+                self.admitted.add((session, number))
+            for number, token in zip(batch.numbers.tolist(), batch.token_ids.tolist(), strict=True):
+                assert (session, number) not in self.ends, "a token after the end"
+                self.tokens[session, number].append(token)
+            for end in (*batch.finished, *batch.failures):
+                assert (session, end.number) not in self.ends, "a second end"
+                self.ends[session, end.number] = end
+
+    @invariant()
+    def holds_together(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine.scheduler
+        assert scheduler is not None
+        scheduler.check_integrity()
+        assert self.engine.num_in_flight == len(self.plans)
+        for key, (tokens, _) in self.expected.items():
+            assert self.tokens[key] == tokens[: len(self.tokens[key])]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.resume()
+        for _ in range(2000):
+            if not self.engine.num_requests:
+                break
+            self.run_for_a_while(50, 2)
+        self.take_outputs()
+        self.holds_together()
+        assert self.expected.keys() <= self.ends.keys(), "each request ends"
+        assert self.engine.scheduler is not None
+        assert self.engine.scheduler.num_used_blocks == 0
+        for key, (tokens, reason) in self.expected.items():
+            end = self.ends[key]
+            if isinstance(end, RequestFailure):
+                is_convicted = end.code == EngineFailure.code and key in self.poison
+                assert is_convicted or end.code in (DeadlineExceeded.code, DeadlineUnreachable.code), end
+            elif end.reason is not FinishReason.ABORT:
+                assert key not in self.poison
+                assert (self.tokens[key], end.reason) == (tokens, reason)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

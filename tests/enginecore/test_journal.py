@@ -1,0 +1,434 @@
+"""The step journal: what is recorded, what a replay makes of it, and that recording hurts nobody."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.enginecore import journal_file
+from services.enginecore import replay as replay_module
+from services.enginecore.engine import EngineCore
+from services.enginecore.journal import JournaledEngine, create_engine
+from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
+from tests.helpers.scheduling import make_prompt
+from tests.helpers.stack import make_config
+from triptych.errors import ConfigError, FeatureDisabled
+from triptych.types.facts import PauseMode
+from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
+from triptych.types.step import StepPlan
+from triptych.wire.journal import JOURNAL_SUFFIX, JournalReader, header_to_bytes, read_journal
+
+FILE = f"engine-0-{EPOCH}{JOURNAL_SUFFIX}"
+READ_ONLY = {"take_outputs", "status"}
+"""Public methods of an engine core that decide nothing."""
+
+prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))
+sessions = st.integers(1, 2)
+submits = st.tuples(
+    st.just("submit"),
+    sessions,
+    prompts,
+    st.fixed_dictionaries(
+        {
+            "sampling": st.fixed_dictionaries(
+                {"max_tokens": st.integers(1, 40)}, optional={"stop_token_ids": st.just((3, 4, 5))}
+            )
+        },
+        optional={
+            "priority": st.integers(-1, 1),
+            "tenant": st.sampled_from(["", "a", "b", "c"]),
+            "cache_salt": st.sampled_from(["", "salt"]),
+            "deadline_remaining_ms": st.integers(0, 60),
+        },
+    ),
+)
+turns = st.tuples(st.just("turns"), st.integers(0, 12))
+incidents = st.one_of(
+    st.tuples(st.just("plan")),
+    st.tuples(st.just("finish_step")),
+    st.tuples(st.just("abort"), sessions, st.integers(1, 6)),
+    st.tuples(st.just("wait"), st.floats(0, 0.1)),
+    st.tuples(st.just("lose_worker"), st.booleans()),
+    st.tuples(st.just("pause"), st.sampled_from(list(PauseMode))),
+    st.tuples(st.just("reset")),
+    st.tuples(st.just("close_session"), sessions),
+)
+scenes = st.tuples(submits, submits, turns, submits, incidents, turns)
+
+
+def carry_out(run: RecordedRun, action: tuple[Any, ...]) -> None:
+    engine = run.engine
+    match action:
+        case ("submit", session, prompt, fields):
+            run.submit(prompt, session, **fields)
+        case ("turns", count):
+            run.run(count)
+        case ("plan",):
+            run.plan()
+        case ("finish_step",):
+            run.finish_step()
+        case ("abort", session, number):
+            engine.abort(session, number)
+        case ("wait", seconds):
+            run.clock.now += seconds
+        case ("lose_worker", is_crash):
+            run.lose_worker()
+            run.submit([1, 2, 3])
+            engine.expire()
+            run.connect(after_crash=is_crash)
+        case ("pause", mode):
+            engine.pause(mode)
+            run.run(3)
+            engine.resume()
+        case ("reset",):
+            with suppress(FeatureDisabled):  # blocks are in use
+                engine.reset_prefix_cache()
+        case ("close_session", session):
+            engine.close_session(session)
+            run.submit([1, 2, 3], session)
+            engine.open_session(session)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(script=st.lists(scenes, min_size=2, max_size=12), policy=st.sampled_from(["fcfs", "priority"]))
+def test_whatever_happened_happens_again(tmp_path_factory: Any, script: list[Any], policy: str) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    run = RecordedRun(directory, policy=policy).start()
+    run.engine.open_session(2)
+    for scene in script:
+        for action in scene:
+            carry_out(run, action)
+    run.run().engine.close()
+    result = replayed(directory)
+    assert result.divergence is None, result
+    assert result.ending == "the recording ended: the engine stopped"
+
+
+def crowded(directory: Path, **options: Any) -> RecordedRun:
+    """Two steps or three that go wrong in every way: preemptions, aborts, deadlines, a loss of the worker."""
+    run = RecordedRun(directory, **options).start()
+    for number in range(6):
+        run.submit(make_prompt(20 + number, number), sampling={"max_tokens": 40, "ignore_eos": True})
+    run.submit(make_prompt(9), deadline_remaining_ms=20)
+    run.run(15)
+    run.engine.abort(SESSION, 2)
+    run.run(15)
+    run.lose_worker()
+    run.connect(after_crash=True)
+    return run.run()
+
+
+def test_a_run_with_preemptions_aborts_deadlines_and_a_lost_worker_is_decided_as_it_was(
+    tmp_path: Path,
+) -> None:
+    run = crowded(tmp_path)
+    counters = run.engine.scheduler.counters
+    assert counters.num_preemptions > 0
+    assert counters.num_finished == {"stop": 0, "length": 5, "abort": 1, "error": 1}
+    run.engine.close()
+    result = replayed(tmp_path)
+    assert str(result) == (
+        f"{counters.num_steps} steps, 7 requests: no divergence (the recording ended: the engine stopped)"
+    )
+
+
+def test_every_call_that_can_change_an_engine_is_recorded() -> None:
+    public = {
+        name
+        for name, member in inspect.getmembers(EngineCore, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert (
+        public - READ_ONLY
+        == {
+            name
+            for name, member in vars(JournaledEngine).items()
+            if inspect.isfunction(member) and name in public
+        }
+        - READ_ONLY
+    )
+
+
+def test_without_a_path_nothing_is_recorded() -> None:
+    engine = create_engine(make_config(), EPOCH)
+    assert type(engine) is EngineCore
+    assert engine.status(ready=False, why_not_ready="", window=1).journal == "off"
+
+
+def test_nobody_else_may_read_a_journal(tmp_path: Path) -> None:
+    RecordedRun(tmp_path).start().engine.close()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_an_engine_that_waits_for_its_worker_writes_nothing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.engine.plan()  # flushes
+    size = (tmp_path / FILE).stat().st_size
+    for _ in range(10):
+        run.engine.expire()
+        run.engine.plan()
+    assert (tmp_path / FILE).stat().st_size == size
+
+
+def test_time_stands_still_within_a_call(tmp_path: Path) -> None:
+    """Or a request could expire between two readings, and not when it is replayed."""
+    run = RecordedRun(tmp_path).start()
+    readings = []
+
+    def clock() -> float:
+        run.clock.now += 0.01
+        readings.append(run.clock.now)
+        return run.clock.now
+
+    run.engine._real_clock = clock
+    run.submit([1, 2], deadline_remaining_ms=25)
+    assert len(readings) == 1
+    [request] = run.engine.scheduler._roster
+    assert request.queued_at == readings[0]
+    assert request.deadline == readings[0] + 0.025
+
+
+def test_the_first_plan_that_differs_is_told_with_field_time_and_request(tmp_path: Path) -> None:
+    run = crowded(tmp_path)
+    run.engine.close()
+    events = list(read_journal(tmp_path))
+    index, event = next(
+        (i, event)
+        for i, event in enumerate(events)
+        if isinstance(event.what, Planned) and event.what.plan is not None and len(event.what.plan.block_ids)
+    )
+    plan = event.what.plan
+    blocks = plan.block_ids.copy()
+    blocks[0] += 1
+    slot = int(plan.block_slots[0])
+
+    def change(events: list[JournalEvent]) -> list[JournalEvent]:
+        events[index] = replace(event, what=Planned(replace(plan, block_ids=blocks)))
+        return events
+
+    doctor(tmp_path, change)
+    result = replayed(tmp_path)
+    divergence = result.divergence
+    assert divergence is not None
+    assert divergence.event_number == index + 1
+    assert divergence.at_s == pytest.approx(event.at_s - events[0].at_s)
+    assert divergence.what == f"step {plan.step_id} is not what it was"
+    [detail] = divergence.details
+    assert detail.startswith(f"block_ids[0]: recorded {blocks[0]}")
+    assert f"now {plan.block_ids[0]}" in detail
+    assert divergence.requests == (f"1-{slot + 1}",)  # the first to come got the lowest slots
+
+
+def test_a_changed_input_shows_at_the_first_step_that_it_changes(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    for seed in range(2):
+        run.submit(make_prompt(9, seed), sampling={"ignore_eos": True})
+    run.run(3)
+    run.engine.abort(SESSION, 2)
+    run.run().engine.close()
+
+    def without_the_abort(events: list[JournalEvent]) -> list[JournalEvent]:
+        return [event for event in events if not isinstance(event.what, Aborted)]
+
+    doctor(tmp_path, without_the_abort)
+    divergence = replayed(tmp_path).divergence
+    assert divergence is not None
+    assert divergence.details[0] == "removed_slots[0]: recorded 1, now nothing"
+    assert divergence.requests == ("1-2",)
+    assert str(divergence).startswith(
+        f"event {divergence.event_number}, {divergence.at_s:.6f} s after the first: "
+    )
+
+
+def test_a_step_that_is_not_decided_any_more_is_told(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.submit([1, 2, 3])
+    run.run().engine.close()
+
+    def without_the_request(events: list[JournalEvent]) -> list[JournalEvent]:
+        return [event for event in events if not isinstance(event.what, Submitted)]
+
+    doctor(tmp_path, without_the_request)
+    divergence = replayed(tmp_path).divergence
+    assert divergence is not None
+    assert divergence.details == ("step: recorded step 1 of 3 tokens, now none",)
+
+
+def test_an_engine_that_died_of_a_bug_dies_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.submit([1, 2, 3])
+    plan = EngineCore.plan
+
+    def break_down(self: EngineCore) -> StepPlan | None:
+        if self.num_in_flight:
+            raise AssertionError("a block is lost")
+        return plan(self)
+
+    monkeypatch.setattr(EngineCore, "plan", break_down)
+    assert run.plan()
+    with pytest.raises(AssertionError):
+        run.plan()
+    run.engine.close()
+    divergence = replayed(tmp_path).divergence
+    assert divergence is not None
+    assert divergence.what == "Planned raises AssertionError: a block is lost"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7, 40])
+def test_a_record_cut_off_by_a_crash_is_left_out(tmp_path: Path, cut: int) -> None:
+    crowded(tmp_path).engine.close()
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[:-cut])
+    result = replayed(tmp_path)
+    assert result.divergence is None
+    assert result.ending == (
+        "the recording has no end: the engine died, or still runs; its last record is cut off"
+    )
+
+
+def test_whatever_has_been_written_so_far_can_be_read(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.submit([1, 2, 3])
+    run.run().plan()  # nothing left: the loop would sleep now
+    result = replayed(tmp_path)
+    assert result.num_steps == run.engine.scheduler.counters.num_steps
+    assert result.ending == "the recording has no end: the engine died, or still runs"
+
+
+def test_what_is_no_journal_is_told_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RecordedRun(tmp_path).start().engine.close()
+    whole = (tmp_path / FILE).read_bytes()
+    header_bytes = len(header_to_bytes(JournalReader(tmp_path).header)) + 2
+    files = {
+        "empty": b"",
+        "text": b"The quick brown fox jumps over the lazy dog." * 9,
+        "zeros": bytes(64),
+        "cut": whole[: header_bytes - 1],
+        "version": whole.replace(b"triptych-journal\x10\x01", b"triptych-journal\x10\x63"),
+        "damaged": whole[:header_bytes] + b"\x03\xff\xff\xff" + whole[header_bytes:],
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "nothing").mkdir()
+    told = {}
+    for name in (*files, "absent", "nothing"):
+        assert replay_module.main([str(tmp_path / name)]) == 2, name
+        told[name] = capsys.readouterr().err
+    assert all("is no step journal" in told[name] for name in ("empty", "text", "zeros", "cut"))
+    assert "has version 99, this triptych reads 1" in told["version"]
+    assert f"is damaged at byte {header_bytes}" in told["damaged"]
+    assert "No such file" in told["absent"]
+    assert "no *.journal in this directory" in told["nothing"]
+
+
+def test_a_config_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    RecordedRun(tmp_path).start().engine.close()
+    with JournalReader(tmp_path) as journal:
+        header = replace(journal.header, config={**journal.header.config, "scheduler.warp": "9"})
+    (tmp_path / FILE).write_bytes(journal_file.framed(header_to_bytes(header)))
+    with pytest.raises(ConfigError, match=r"scheduler\.warp"):
+        replayed(tmp_path)
+
+
+class FullDisk(FileIO):
+    """Takes 3,000 bytes."""
+
+    num_written = 0
+
+    def write(self, data: Any) -> int:
+        self.num_written += len(data)
+        if self.num_written > 3000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_file, "FileIO", FullDisk)
+    monkeypatch.setattr(journal_file, "_BUFFER_BYTES", 512)
+    caplog.set_level(logging.WARNING)
+    run = crowded(tmp_path)
+    run.engine.close()
+    assert run.engine.num_requests == 0
+    assert sum(run.engine.scheduler.counters.num_finished.values()) == 7
+    assert run.engine.status(ready=True, why_not_ready="", window=2).journal == "failed"
+    [record] = caplog.records
+    assert "No space left on device; this run is recorded no further" in record.getMessage()
+    assert replayed(tmp_path).divergence is None
+
+
+def test_a_directory_that_cannot_be_made_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = crowded(tmp_path / "file" / "journal")
+    run.engine.close()
+    assert sum(run.engine.scheduler.counters.num_finished.values()) == 7
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_full_journal_ends_and_says_so_and_replays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    max_bytes = 8000
+    run = crowded(tmp_path, max_bytes=max_bytes)
+    assert run.engine.status(ready=True, why_not_ready="", window=2).journal == "full"
+    run.engine.close()
+    assert max_bytes - 1000 < (tmp_path / FILE).stat().st_size <= max_bytes
+    assert sum("is reached" in record.getMessage() for record in caplog.records) == 1
+    *_, last = read_journal(tmp_path)
+    assert last.what == Closed("journal.max_bytes is reached")
+    result = replayed(tmp_path)
+    assert result.divergence is None
+    assert 0 < result.num_steps < run.engine.scheduler.counters.num_steps
+
+
+def test_journals_of_earlier_runs_make_room_oldest_first(tmp_path: Path) -> None:
+    for epoch in (5, 30, 400):
+        crowded(tmp_path, epoch=epoch).engine.close()
+    for other in ("engine-0-1", "engine"):
+        RecordedRun(tmp_path, epoch=1, engine_id=other).start().engine.close()
+    size = (tmp_path / "engine-0-5.journal").stat().st_size
+    run = crowded(tmp_path, epoch=5000, max_bytes=3 * size + size // 2)
+    run.engine.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "engine-0-30.journal",
+        "engine-0-400.journal",
+        "engine-0-5000.journal",
+        "engine-0-1-1.journal",
+        "engine-1.journal",
+    }
+    with JournalReader(tmp_path) as newest:
+        assert newest.path.name == "engine-0-5000.journal"
+
+
+def test_the_journal_holds_each_call_once_and_in_order(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.submit([1, 2, 3], sampling={"max_tokens": 2, "ignore_eos": True})
+    run.run().engine.close()
+    kinds = Counter(type(event.what) for event in read_journal(tmp_path))
+    assert kinds[Submitted] == 1
+    assert kinds[ResultTaken] == 2
+    assert (
+        sum(1 for event in read_journal(tmp_path) if isinstance(event.what, Planned) and event.what.plan) == 2
+    )
+    times = [event.at_s for event in read_journal(tmp_path)]
+    assert times == sorted(times)
+    assert kinds[Expired] > 0

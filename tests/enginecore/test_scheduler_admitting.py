@@ -1,0 +1,138 @@
+"""Who is passed over and who is held back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.scheduling import Engine, counts_by_number, make_prompt, make_request, make_scheduler
+
+
+def add(engine: Engine, *lengths: int, first: int = 0, max_tokens: int = 4) -> None:
+    for number, length in enumerate(lengths, first):
+        engine.add(make_request(number, make_prompt(length, seed=number), max_tokens=max_tokens))
+
+
+def steps(engine: Engine, count: int) -> list[dict[int, int]]:
+    """What each of the next steps computes, each result taken in before the next plan."""
+    plans = []
+    for _ in range(count):
+        plans.append(counts_by_number(engine.scheduler, engine.plan()))
+        engine.finish_step()
+    return plans
+
+
+def test_short_prompts_pass_long_ones_that_wait_for_another_long_one() -> None:
+    engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=1))
+    add(engine, 300, 301, 20, 302, 30)
+    assert steps(engine, 4) == [
+        {0: 100, 2: 20, 4: 30},
+        {0: 100, 2: 1, 4: 1},
+        {0: 100, 1: 100, 2: 1, 4: 1},  # the first computes its last chunk
+        {0: 1, 1: 100, 2: 1, 4: 1},
+    ]
+    engine.run()
+    assert len(engine.outcomes) == 5
+
+
+@pytest.mark.parametrize(("limit", "num_begun"), [(0, 4), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_as_many_long_prompts_are_in_partial_prefill_as_allowed(limit: int, num_begun: int) -> None:
+    engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=limit))
+    add(engine, 300, 301, 302, 303)
+    assert steps(engine, 1) == [dict.fromkeys(range(num_begun), 100)]
+
+
+def test_a_prompt_as_long_as_the_threshold_is_short() -> None:
+    engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=1))
+    add(engine, 300, 101, 100)
+    assert steps(engine, 1) == [{0: 100, 2: 100}]
+
+
+def test_a_long_prompt_that_the_cache_holds_does_not_keep_others_waiting() -> None:
+    engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=1))
+    add(engine, 300)
+    engine.run()
+    engine.add(make_request(1, make_prompt(300, seed=0)), make_request(2, make_prompt(301, seed=2)))
+    assert steps(engine, 1) == [{1: 12, 2: 100}]
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    engine = Engine(
+        make_scheduler(long_prefill_token_threshold=50, max_long_partial_prefills=1, max_num_seqs=3), window=1
+    )
+    add(engine, 120, 121, max_tokens=1)
+    for number in range(2, 40):
+        add(engine, 10, first=number, max_tokens=2)
+        engine.plan()
+        engine.finish_step()
+    assert (0, 1) in engine.outcomes
+
+
+def test_only_those_named_are_admitted_until_that_is_lifted() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=2))
+    add(engine, 11, 12, 13, 14, max_tokens=2)
+    requests = {request.number: request for request in engine.scheduler._roster}
+    engine.scheduler.admit_only([requests[1], requests[3]])
+    add(engine, 15, first=4, max_tokens=2)
+    assert steps(engine, 2) == [{1: 12, 3: 14}, {1: 1, 3: 1}]
+    assert engine.plan() is None, "the others wait, new arrivals too"
+    assert engine.scheduler.num_waiting == 3
+    engine.scheduler.admit_only([requests[2]])
+    assert steps(engine, 1) == [{2: 13}]
+    engine.scheduler.admit_only(None)
+    assert steps(engine, 1) == [{0: 11, 2: 1}]
+    engine.run()
+    assert len(engine.outcomes) == 5
+
+
+def test_holding_back_leaves_alone_what_runs() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=1))
+    add(engine, 11, 12)
+    engine.plan()
+    engine.scheduler.admit_only([])
+    engine.run_while_it_can()
+    assert list(engine.outcomes) == [(0, 0)]
+    engine.scheduler.admit_only(None)
+    engine.run()
+    assert list(engine.outcomes) == [(0, 0), (0, 1)]
+
+
+def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), window=1)
+    for number in range(12):
+        engine.add(make_request(number, make_prompt(10), tenant="ab"[number % 2], max_tokens=1))
+    held = [request for request in engine.scheduler._roster if request.tenant == "b"]
+    engine.scheduler.admit_only([request for request in engine.scheduler._roster if request.tenant == "a"])
+    steps(engine, 5)
+    outcome = engine.scheduler.abort(0, held[0].number)
+    assert outcome is not None
+    engine.note(outcome)
+    engine.scheduler.check_integrity()
+    engine.scheduler.admit_only(None)
+    engine.run()
+    assert [number for _, number in engine.outcomes] == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 11, 10]
+
+
+def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
+    engine = Engine(make_scheduler())
+    add(engine, 11, 12, 13)
+    only = next(request for request in engine.scheduler._roster if request.number == 1)
+    engine.scheduler.admit_only([only])
+    successor = make_scheduler()
+    successor.adopt(engine.scheduler)
+    successor.check_integrity()
+    assert counts_by_number(successor, successor.schedule()) == {1: 12}
+
+
+def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
+    scheduler = make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs", max_num_seqs=3)
+    engine = Engine(scheduler, window=2)
+    add(engine, 31, 30, 40, max_tokens=20)
+    assert scheduler.requests_in_flight() == []
+    while not scheduler.counters.num_preemptions:
+        if len(engine.plans) == 2:
+            engine.finish_step()
+        engine.plan()
+    assert [request.number for request in scheduler.requests_in_flight()] == [0, 1], "one runs, one is parked"
+    while engine.plans:
+        engine.finish_step()
+    assert scheduler.requests_in_flight() == []

@@ -1,0 +1,127 @@
+"""Engine cores that keep a journal, and what a test does with one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.enginecore.engine import EngineCore
+from services.enginecore.journal import JournaledEngine, create_engine
+from services.enginecore.replay import Replay, replay
+from tests.helpers.scheduling import Clock
+from tests.helpers.stack import NaiveRunner, make_config
+from triptych.config import JournalConfig
+from triptych.types.journal import JournalEvent
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan
+from triptych.types.submit import SubmitRequest
+from triptych.wire.journal import JournalReader, event_to_bytes, framed, header_to_bytes
+
+EPOCH = 1_763_700_000_000
+SESSION = 1
+
+
+class RecordedRun:
+    """A journaled engine core and a naive worker, five blocks of 16 tokens and a clock that moves when told."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        epoch: int = EPOCH,
+        num_blocks: int = 6,
+        max_model_len: int = 80,
+        max_bytes: int = 1 << 20,
+        engine_id: str = "engine-0",
+        **scheduler: Any,
+    ) -> None:
+        config = make_config(**{"max_num_seqs": 4, "max_num_batched_tokens": 48, **scheduler})
+        config = replace(
+            config,
+            engine=replace(config.engine, engine_id=engine_id),
+            journal=JournalConfig(path=str(directory), max_bytes=max_bytes),
+        )
+        self.clock = Clock()
+        self.engine: EngineCore = create_engine(config, epoch)
+        assert isinstance(self.engine, JournaledEngine)
+        self.engine._real_clock = self.clock
+        self.runner = NaiveRunner(config, num_blocks, max_model_len)
+        self.plans: deque[StepPlan] = deque()
+        self._numbers: dict[int, int] = {}
+
+    def start(self) -> RecordedRun:
+        self.engine.open_session(SESSION)
+        self.connect()
+        return self
+
+    def connect(self, *, after_crash: bool = False) -> None:
+        self.engine.worker_ready(self.runner.facts, after_crash=after_crash)
+
+    def lose_worker(self) -> None:
+        self.engine.worker_lost()
+        self.runner.reset()
+        self.plans.clear()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        session: int = SESSION,
+        sampling: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> int:
+        number = self._numbers[session] = self._numbers.get(session, 0) + 1
+        self.engine.submit(
+            session,
+            SubmitRequest(
+                number=number,
+                request_id=f"{session}-{number}",
+                token_ids=np.array(prompt, np.uint32),
+                num_prompt_tokens=len(prompt),
+                sampling=SamplingParams(**{"max_tokens": 12, **(sampling or {})}),
+                seed=number,
+                **fields,
+            ),
+        )
+        return number
+
+    def plan(self) -> bool:
+        self.clock.now += 0.001
+        self.engine.expire()
+        plan = self.engine.plan()
+        if plan is not None:
+            self.plans.append(plan)
+        return plan is not None
+
+    def finish_step(self) -> None:
+        if self.plans:
+            self.clock.now += 0.005
+            self.engine.apply(self.runner.execute(self.plans.popleft()))
+            self.engine.take_outputs()
+
+    def run(self, max_turns: int = 10_000) -> RecordedRun:
+        """As the loop does, until nothing is left."""
+        for _ in range(max_turns):
+            while len(self.plans) < 2 and self.plan():
+                pass
+            if not self.plans:
+                break
+            self.finish_step()
+        return self
+
+
+def replayed(path: Path) -> Replay:
+    with JournalReader(path) as journal:
+        return replay(journal)
+
+
+def doctor(path: Path, change: Callable[[list[JournalEvent]], Iterable[JournalEvent]]) -> None:
+    """Rewrite a journal with other events."""
+    with JournalReader(path) as journal:
+        header, events, path = journal.header, list(journal), journal.path
+    records = (header_to_bytes(header), *map(event_to_bytes, change(events)))
+    path.write_bytes(b"".join(map(framed, records)))

@@ -1,0 +1,470 @@
+"""Whatever happens to the stream between frontend and engine, each token comes once and unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from services.enginecore import outbox as engine_outbox_module
+from services.frontend.engine_client import EngineClient
+from tests.helpers.cut_proxy import CutProxy
+from tests.helpers.scheduling import EOS, make_prompt, naive_generation
+from tests.helpers.stack import (
+    DEADLINE_S,
+    EngineStack,
+    FakeFrontend,
+    NaiveRunner,
+    WorkerStack,
+    make_config,
+)
+from triptych.internal.v1 import engine_core_pb2
+from triptych.types.outputs import FinishedRequest, FinishReason
+from triptych.types.sampling import SamplingParams
+from triptych.types.submit import SubmitRequest
+
+NUM_REQUESTS = 40
+MAX_TOKENS = 30
+NUM_BLOCKS = 600
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def make_submit(number: int, index: int, **sampling: Any) -> SubmitRequest:
+    """Request `index` of a test, under a number of its session."""
+    prompt = make_prompt(5 + index % 23, seed=index)
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS, "temperature": 0.5 * (index % 2), **sampling})
+    return SubmitRequest(number, f"r{index}", np.array(prompt, np.uint32), len(prompt), params, seed=index)
+
+
+def undisturbed(index: int, **sampling: Any) -> list[int]:
+    submit = make_submit(0, index, **sampling)
+    return naive_generation(submit.token_ids.tolist(), index, submit.sampling, (EOS,), 512)[0]
+
+
+@dataclass
+class Sink:
+    """What one request was given; refuses whatever comes twice or too late."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_admissions: int = 0
+    end: FinishedRequest | Exception | str | None = None
+
+    def on_admitted(self) -> None:
+        self.num_admissions += 1
+
+    def on_tokens(
+        self, token_ids: list[int], logprobs: Any, first_row: int, finish: FinishedRequest | None
+    ) -> None:
+        assert self.end is None, "a token after the end"
+        self.tokens += token_ids
+        self.end = finish
+
+    def on_error(self, error: Exception) -> None:
+        assert self.end is None, "a second end"
+        self.end = error
+
+    def on_engine_lost(self, why: str) -> None:
+        assert self.end is None, "a second end"
+        self.end = why
+
+
+@dataclass
+class Stand:
+    """A worker, an engine, a proxy that cuts, and a frontend's engine client behind it."""
+
+    worker: WorkerStack
+    engine: EngineStack
+    proxy: CutProxy
+    client: EngineClient
+    task: asyncio.Task[None]
+    operator: FakeFrontend
+    sinks: list[Sink] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def submit(self, count: int = 1, **sampling: Any) -> None:
+        for _ in range(count):
+            index = len(self.sinks)
+            self.numbers.append(self.client.take_number())
+            self.sinks.append(Sink())
+            self.client.submit(make_submit(self.numbers[-1], index, **sampling), self.sinks[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sink.tokens) for sink in self.sinks)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self.engine.door._sessions._by_name) - 1  # the operator's is one
+
+    async def cut(self) -> None:
+        """And wait until it was noticed."""
+        self.proxy.cut()
+        await eventually(lambda: not self.client.is_ready)
+
+    async def all_end(self) -> None:
+        await eventually(lambda: all(sink.end is not None for sink in self.sinks))
+
+    async def all_end_undisturbed(self, **sampling: Any) -> None:
+        await self.all_end()
+        for index, sink in enumerate(self.sinks):
+            assert isinstance(sink.end, FinishedRequest), sink.end
+            assert sink.num_admissions == 1
+            assert sink.tokens == undisturbed(index, **sampling), f"request {index}"
+        await self.is_idle()
+
+    async def is_idle(self) -> None:
+        """Nothing runs and every block is back."""
+        status = await self.operator.wait_status(
+            lambda s: s.num_running == s.num_waiting == s.num_used_blocks == 0
+        )
+        assert status.ready
+        self.engine.loop._engine.scheduler.check_integrity()
+
+
+@asynccontextmanager
+async def stand(resume_ttl_s: float = 30.0, **scheduler: Any) -> AsyncIterator[Stand]:
+    config = make_config(**scheduler)
+    worker = WorkerStack(config, NaiveRunner(config, NUM_BLOCKS))
+    await worker.start()
+    config = make_config(worker.port, **scheduler)
+    engine = EngineStack(replace(config, engine=replace(config.engine, resume_ttl_s=resume_ttl_s)))
+    await engine.start()
+    operator = FakeFrontend(engine.address)
+    await operator.start()
+    async with CutProxy(engine.address) as proxy:
+        client = EngineClient(proxy.address, frontend_id="f", boot_id="b")
+        task = asyncio.create_task(client.run())
+        try:
+            await eventually(lambda: client.is_ready)
+            yield Stand(worker, engine, proxy, client, task, operator)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await operator.stop()
+            await engine.stop()
+            await worker.stop()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 150, 700])
+async def test_a_stream_cut_while_tokens_flow_goes_on_where_it_was(num_tokens: int) -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS)
+        await eventually(lambda: s.num_tokens >= num_tokens)
+        await s.cut()
+        await s.all_end_undisturbed()
+        assert s.proxy.num_connections == 2
+
+
+@pytest.mark.parametrize("num_bytes", [1, 700, 3000, 6000])
+async def test_a_cut_in_the_middle_of_a_message_down_loses_and_repeats_nothing(num_bytes: int) -> None:
+    async with stand() as s:
+        s.proxy.cut_after(down=num_bytes)
+        s.submit(NUM_REQUESTS)
+        await s.all_end_undisturbed()
+        assert s.proxy.num_cuts == 1
+
+
+@pytest.mark.parametrize("num_bytes", [1, 300, 1500, 2500])
+async def test_a_cut_during_submission_loses_and_repeats_no_request(num_bytes: int) -> None:
+    async with stand() as s:
+        s.proxy.cut_after(up=num_bytes)
+        s.submit(NUM_REQUESTS)  # some 3 kB
+        await s.all_end_undisturbed()
+        assert s.proxy.num_cuts == 1
+        status = await s.operator.status()
+        assert sum(status.num_finished.values()) == NUM_REQUESTS
+
+
+async def test_many_cuts_in_a_row_are_a_delay_and_nothing_else() -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS, max_tokens=100, ignore_eos=True)
+        for wanted in range(400, 3600, 400):
+            await eventually(lambda wanted=wanted: s.num_tokens >= wanted and s.client.is_ready)
+            await s.cut()
+        await s.all_end_undisturbed(max_tokens=100, ignore_eos=True)
+        assert s.proxy.num_cuts == 8
+
+
+async def test_outputs_of_a_long_absence_are_gathered_and_delivered() -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS)
+        await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
+        await s.proxy.refuse()
+        await s.cut()
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 0)
+        assert not any(isinstance(sink.end, str) for sink in s.sinks)
+        await s.proxy.accept()
+        await s.all_end_undisturbed()
+
+
+async def test_a_server_that_has_not_noticed_the_cut_makes_way_for_the_new_stream() -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS)
+        await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
+        s.proxy.cut(is_server_told=False)
+        await s.all_end_undisturbed()
+        assert s.num_sessions == 1
+
+
+async def test_what_is_submitted_and_aborted_while_the_stream_is_away_takes_effect_afterwards() -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS, max_tokens=300, ignore_eos=True)
+        await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
+        s.worker.runner.may_step.clear()
+        await s.proxy.refuse()
+        await s.cut()
+        for index in range(10):
+            s.client.abort(s.numbers[index], s.sinks[index])
+        for index in range(10, 20):
+            s.client.stop(s.numbers[index], s.sinks[index])
+        s.submit(5, max_tokens=300, ignore_eos=True)  # a request's later choices
+        await s.proxy.accept()
+        status = await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == 20)
+        assert status.num_running + status.num_waiting == NUM_REQUESTS + 5 - 20
+        s.worker.runner.may_step.set()
+        await eventually(lambda: all(sink.end is not None for sink in s.sinks[10:]))
+        for index, sink in enumerate(s.sinks):
+            whole = undisturbed(index, max_tokens=300, ignore_eos=True)
+            if index < 20:
+                assert sink.tokens == whole[: len(sink.tokens)]
+                assert sink.end is None if index < 10 else sink.end.reason is FinishReason.ABORT
+            else:
+                assert sink.tokens == whole
+        await s.is_idle()
+
+
+async def test_a_cut_while_aborts_are_on_their_way_aborts_each_and_nothing_else() -> None:
+    async with stand() as s:
+        s.submit(NUM_REQUESTS, max_tokens=200, ignore_eos=True)
+        await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
+        s.worker.runner.may_step.clear()
+        s.proxy.cut_after(up=20)  # into the message of the aborts
+        for index in range(0, NUM_REQUESTS, 2):
+            s.client.abort(s.numbers[index], s.sinks[index])
+        await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == NUM_REQUESTS // 2)
+        assert s.proxy.num_cuts == 1
+        s.worker.runner.may_step.set()
+        await eventually(lambda: all(sink.end is not None for sink in s.sinks[1::2]))
+        for index in range(1, NUM_REQUESTS, 2):
+            assert s.sinks[index].tokens == undisturbed(index, max_tokens=200, ignore_eos=True)
+        await s.is_idle()
+
+
+async def test_past_the_time_to_live_both_sides_end_the_requests_and_the_blocks_are_free() -> None:
+    async with stand(resume_ttl_s=0.2) as s:
+        s.worker.runner.may_step.clear()
+        s.submit(NUM_REQUESTS, max_tokens=300, ignore_eos=True)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == NUM_REQUESTS)
+        await s.proxy.refuse()
+        await s.cut()
+        await s.all_end()
+        assert all("not back within 0.2 s" in sink.end for sink in s.sinks)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 0)
+        s.worker.runner.may_step.set()
+        await s.is_idle()
+        assert s.num_sessions == 0
+        await s.proxy.accept()
+        await eventually(lambda: s.client.is_ready)
+        s.sinks.clear()
+        s.submit(3)
+        await s.all_end_undisturbed()
+
+
+async def test_a_session_that_was_resumed_in_time_outlives_the_time_to_live() -> None:
+    async with stand(resume_ttl_s=0.5) as s:
+        s.worker.runner.may_step.clear()
+        s.submit(NUM_REQUESTS)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == NUM_REQUESTS)
+        await s.cut()
+        await eventually(lambda: s.client.is_ready)
+        resumed_at = time.monotonic()
+        await eventually(lambda: time.monotonic() > resumed_at + 0.6)
+        s.worker.runner.may_step.set()
+        await s.all_end_undisturbed()
+
+
+async def test_a_frontend_that_vanishes_leaves_orphans_that_are_aborted() -> None:
+    async with stand(resume_ttl_s=0.2) as s:
+        other = FakeFrontend(s.engine.address)
+        await other.start()
+        for number in range(1, 11):
+            await other.submit(number, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True})
+        await other.wait_for(lambda: len(other.tokens) == 10)
+        s.worker.runner.may_step.clear()
+        other.vanish()
+        await eventually(lambda: s.num_sessions == 1)
+        s.worker.runner.may_step.set()
+        await s.is_idle()
+        assert (await s.operator.status()).num_finished["abort"] == 10
+        await other.stop()
+
+
+async def test_a_goodbye_ends_the_session_at_once() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        s.worker.runner.may_step.clear()
+        s.submit(5, max_tokens=300)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 5)
+        s.task.cancel()
+        await asyncio.wait([s.task])
+        assert all("the frontend is stopping" in sink.end for sink in s.sinks)
+        assert s.num_sessions == 0
+        s.worker.runner.may_step.set()
+        await s.is_idle()
+
+
+async def test_a_time_to_live_of_0_ends_the_requests_with_their_stream() -> None:
+    async with stand(resume_ttl_s=0.0) as s:
+        s.worker.runner.may_step.clear()
+        s.submit(5, max_tokens=300)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 5)
+        s.proxy.cut()
+        await s.all_end()
+        s.worker.runner.may_step.set()
+        await s.is_idle()
+        await eventually(lambda: s.client.is_ready)
+
+
+async def test_another_engine_at_the_address_does_not_know_the_session() -> None:
+    async with stand() as s:
+        s.submit(5, max_tokens=490, ignore_eos=True)
+        await eventually(lambda: s.num_tokens > 5)
+        async with stand() as other:
+            s.proxy.server_address = other.engine.address
+            s.proxy.cut()
+            await s.all_end()
+            assert all("it has not kept the session" in sink.end for sink in s.sinks)
+            await eventually(lambda: s.client.is_ready)
+            s.sinks.clear()
+            s.submit(3)
+            await s.all_end()
+            assert [sink.tokens for sink in s.sinks] == [undisturbed(index) for index in range(3)]
+            s.task.cancel()
+            await asyncio.wait([s.task])
+
+
+async def test_an_absence_longer_than_the_engine_can_remember_ends_the_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_outbox_module, "MAX_PENDING", 20)
+    async with stand() as s:
+        s.submit(5, max_tokens=300, ignore_eos=True)
+        await eventually(lambda: s.num_tokens > 5)
+        await s.proxy.refuse()
+        await s.cut()
+        await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == 5)
+        await s.proxy.accept()
+        await s.all_end()
+        assert all("it has not kept the session" in sink.end for sink in s.sinks)
+        await s.is_idle()
+
+
+async def test_a_resumed_stream_begins_behind_the_last_batch_that_has_arrived() -> None:
+    async with stand() as s:
+        first, second = FakeFrontend(s.engine.address), FakeFrontend(s.engine.address)
+        await first.start()
+        await first.submit(1, make_prompt(9), sampling={"max_tokens": 50, "ignore_eos": True})
+        await first.wait_for(lambda: 1 in first.ends)
+        await second.start(resume_session=first.terms.name, last_batch_seen=7)
+        await second.wait_for(lambda: 1 in second.ends)
+        assert (second.terms.name, second.terms.is_resumed) == (first.terms.name, True)
+        assert second.terms.messages_received == 1
+        assert [batch.batch_id for batch in second.batches] == [b.batch_id for b in first.batches[7:]]
+        assert second.tokens[1] == [t for batch in first.batches[7:] for t in batch.token_ids.tolist()]
+        await first.stop()
+        await second.stop()
+
+
+async def test_a_stream_whose_session_was_resumed_elsewhere_has_nothing_more_to_say() -> None:
+    async with stand() as s:
+        first, second = FakeFrontend(s.engine.address), FakeFrontend(s.engine.address)
+        await first.start()
+        await first.submit(1, make_prompt(9), sampling={"max_tokens": 8, "ignore_eos": True})
+        await first.wait_for(lambda: 1 in first.ends)
+        s.worker.runner.may_step.clear()
+        await second.start(resume_session=first.terms.name)
+        await second.wait_for(lambda: 1 in second.ends)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may know by now
+            await first.submit(2, make_prompt(9))
+        with pytest.raises(grpc.aio.AioRpcError, match="not its session's any more"):
+            await first.ended()
+        await second.submit(3, make_prompt(9))
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 1)
+        s.worker.runner.may_step.set()
+        await second.wait_for(lambda: 3 in second.ends)
+        assert 2 not in second.ends
+        await first.stop()
+        await second.stop()
+
+
+async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
+    async def late() -> AsyncIterator[engine_core_pb2.ConnectRequest]:
+        yield engine_core_pb2.ConnectRequest(abort=b"")
+
+    async with stand() as s:
+        sessions = s.engine.door._sessions
+        session = sessions.open("other")
+        await s.engine.door._read(late(), session, stream=1)
+        assert session.messages_received == 1
+        assert sessions.resume(session.name, 0) is session
+        await s.engine.door._read(late(), session, stream=1)
+        assert session.messages_received == 1
+        sessions.end(session, "left")
+
+
+@pytest.mark.parametrize("last_batch_seen", [2, 1_000_000], ids=["forgotten", "never sent"])
+async def test_a_session_that_cannot_go_on_from_there_begins_anew(last_batch_seen: int) -> None:
+    async with stand() as s:
+        first, second = FakeFrontend(s.engine.address), FakeFrontend(s.engine.address)
+        await first.start()
+        await first.submit(1, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True})
+        await first.wait_for(lambda: len(first.batches) > 5)
+        s.worker.runner.may_step.clear()
+        await first.send(engine_core_pb2.ConnectRequest(last_batch_seen=4))
+        await first.submit(2, make_prompt(9))
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 2)
+        await second.start(resume_session=first.terms.name, last_batch_seen=last_batch_seen)
+        await second.wait_for(lambda: bool(second.welcomes))
+        assert not second.terms.is_resumed
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 0)
+        s.worker.runner.may_step.set()
+        await second.submit(1, make_prompt(9))
+        await second.wait_for(lambda: 1 in second.ends)
+        await first.stop()
+        await second.stop()
+
+
+async def test_an_engine_that_stops_in_order_keeps_nobody_waiting() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        s.worker.runner.may_step.clear()
+        s.submit(5, max_tokens=300)
+        await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 5)
+        s.engine.door.close()
+        await s.all_end()
+        assert all("the engine closed the stream" in sink.end for sink in s.sinks)
+
+
+async def test_a_message_that_breaks_the_protocol_ends_the_session_for_good() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        other = FakeFrontend(s.engine.address)
+        await other.start()
+        await other.submit(1, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True})
+        await other.wait_for(lambda: 1 in other.tokens)
+        await other.send(engine_core_pb2.ConnectRequest(abort=b"odd"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await other.ended()
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        await eventually(lambda: s.num_sessions == 1)
+        await s.is_idle()
+        await other.stop()
