@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+
+import uvloop
 
 from services.enginecore.app import run
 from triptych.config.loader import parse_service_arguments
@@ -14,7 +15,7 @@ from triptych.types.exit_codes import ExitCode
 def main() -> int:
     arguments = parse_service_arguments("enginecore", __doc__ or "", sys.argv[1:])
     try:
-        return asyncio.run(run(arguments))
+        return uvloop.run(run(arguments))
     except ConfigError as error:
         print(f"services.enginecore: {error}", file=sys.stderr)
         return ExitCode.MISCONFIGURED

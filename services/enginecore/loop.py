@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -19,8 +18,9 @@ from services.enginecore.executor.base import Connected, Executor, WorkerLost
 from services.enginecore.journal import create_engine
 from services.enginecore.outbox import Outbox
 from services.enginecore.window import WindowControl
+from services.enginecore.worker_link import WorkerLink
 from triptych.config import EngineConfig
-from triptych.errors import EngineUnavailable, ProtocolViolation, StaleEpoch, TriptychError
+from triptych.errors import ProtocolViolation
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
@@ -29,15 +29,8 @@ from triptych.types.submit import EngineWelcome, SubmitRequest
 
 log = logging.getLogger(__name__)
 
-_FIRST_REDIAL_S = 0.05
-_MAX_REDIAL_S = 1.0
-_MAX_IDLE_RESUMES = 3  # a stream that breaks so often with no result between will not get any further
-_SILENCE_S = (
-    60.0  # a stream on which a result is due for so long may have lost something; resuming it costs nothing
-)
 _POLL_S = 0.01  # of operators' calls that wait for the loop
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
-_MAX_WHY = 500
 _MAX_INBOX = 4096  # frontends that send faster than turns come are read no further
 
 _T = TypeVar("_T")
@@ -69,12 +62,15 @@ class EngineLoop:
         self._sent: deque[tuple[float, bool]] = deque()
         """Of each step in flight: when it was sent, and whether to a worker with nothing else to do."""
         self._window = WindowControl(config.scheduler.window)
-        self._heard_at = 0.0
-        """When a result came last, or the stream began."""
-        self._num_idle_resumes = 0
-        self._has_session = False
-        """There are steps, or rows, that a broken stream can be resumed for."""
-        self._link = (False, f"connecting to worker {config.engine.worker_address}")
+        self._link = WorkerLink(
+            executor,
+            address=config.engine.worker_address,
+            resume_ttl_s=config.engine.resume_ttl_s,
+            on_event=self._wake.set,
+            on_given_up=self._forget_worker,
+            on_unreachable=self._note_unreachable,
+        )
+        self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if not, why."""
         self._is_draining = False
         self._is_stopping = False
@@ -83,7 +79,7 @@ class EngineLoop:
             engine_id=config.engine.engine_id,
             epoch=epoch,
             ready=False,
-            why_not_ready=self._link[1],
+            why_not_ready=self._readiness[1],
             has_priorities=config.scheduler.policy == "priority",
         )
 
@@ -158,70 +154,24 @@ class EngineLoop:
             StaleEpoch: another engine has this one's worker, and must not be disturbed.
             ConfigError: this engine's config can never work with its worker's facts.
         """
+        ticking = asyncio.create_task(self._tick(), name="engine-tick")
         try:
-            self._begin(await self._dial(math.inf), after_crash=False)
+            self._begin(await self._meanwhile(self._link.connect()), after_crash=False)
             while True:
                 loss = await self._serve()
                 log.warning("%s", loss, extra=with_fields(requests=self._engine.num_requests))
                 self._metrics.worker_losses.inc()
-                await self._recover(loss)
+                recovery = await self._meanwhile(self._link.recover(loss))
+                if not recovery.connected.is_resumed:
+                    self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
+            ticking.cancel()
             self._engine.close()
             await self._executor.close()
-
-    async def _recover(self, loss: WorkerLost) -> None:
-        """Resume the session, or begin anew; requests queue meanwhile."""
-        boot_id = self.facts.boot_id if self.facts else ""
-        self._num_idle_resumes += 1
-        is_crash = loss.is_crash or self._num_idle_resumes > _MAX_IDLE_RESUMES
-        if is_crash:
-            self._abandon()
-        connected = await self._dial(time.monotonic() + self._config.engine.resume_ttl_s)
-        if connected.is_resumed:
-            log.info("stream resumed", extra=with_fields(steps_in_flight=self._engine.num_in_flight))
-            return
-        # A worker that lives and is asked in time keeps a session, unless a step has failed in it.
-        is_crash = is_crash or self._has_session or connected.facts.boot_id != boot_id
-        self._abandon()
-        self._begin(connected, after_crash=is_crash)
-
-    async def _dial(self, hope_ends_at: float) -> Connected:
-        """Dial until the worker welcomes us. A session not resumed by `hope_ends_at` is given up, and so is
-        readiness; requests queue all the while."""
-        delay_s, last_why = _FIRST_REDIAL_S, ""
-        while True:
-            try:
-                connected = await self._meanwhile(self._executor.connect(self._wake.set))
-                self._heard_at = time.monotonic()
-                return connected
-            except StaleEpoch:
-                raise
-            except (TriptychError, WorkerLost) as error:
-                why = str(error)[:_MAX_WHY]
-                if why != last_why:
-                    level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
-                    log.log(level, "worker %s: %s", self._config.engine.worker_address, why)
-                    last_why = why
-            if not self.welcome.ready or time.monotonic() > hope_ends_at:
-                self._set_ready(False, last_why)
-            if time.monotonic() > hope_ends_at:
-                self._abandon()
-            await self._meanwhile(asyncio.sleep(delay_s))
-            delay_s = min(2 * delay_s, _MAX_REDIAL_S)
-
-    def _abandon(self) -> None:
-        """Give the session up: what ran waits again, and will be computed again."""
-        if self._has_session:
-            self._has_session = False
-            self._executor.forget_session()
-            self._sent.clear()
-            self._engine.worker_lost()
-            self._send_outputs()
 
     def _begin(self, connected: Connected, *, after_crash: bool) -> None:
         """A worker has welcomed us, with no rows and no blocks."""
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
-        self._has_session, self._num_idle_resumes = True, 0
         self._window.start(connected.window)
         self.facts = connected.facts
         self._set_ready(True, "")
@@ -234,6 +184,17 @@ class EngineLoop:
             ),
         )
 
+    def _forget_worker(self) -> None:
+        """Its session is given up: what ran waits again, and will be computed again."""
+        self._sent.clear()
+        self._engine.worker_lost()
+        self._send_outputs()
+
+    def _note_unreachable(self, why: str) -> None:
+        """Nobody to compute for us. Readiness outlasts a worker for as long as its session may be resumed."""
+        if not self.welcome.ready or not self._link.has_session:
+            self._set_ready(False, why)
+
     async def _meanwhile(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Take in requests and notice deadlines until `work` is done, while there is no worker."""
         task = asyncio.create_task(work)
@@ -244,7 +205,7 @@ class EngineLoop:
                 self._drain_inbox()
                 self._engine.expire()
                 self._send_outputs()
-                await self._wait(_TICK_S)
+                await self._wake.wait()
             return task.result()
         finally:
             task.cancel()
@@ -269,33 +230,28 @@ class EngineLoop:
             for result in results:
                 engine.apply(result)
                 self._note_step(result, received_at)
-        self._check_silence()
+        if self._sent:
+            self._link.check_silence(self._sent[0][0])
         engine.expire()
         while engine.num_in_flight < self._window.size and (plan := engine.plan()) is not None:
             self._sent.append((time.monotonic(), not self._sent))
             await self._executor.send(plan)
         self._send_outputs()
         if not self._inbox:
-            await self._wait(_TICK_S if engine.num_requests else None)
+            await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
         sent_at, was_alone = self._sent.popleft()
-        self._heard_at, self._num_idle_resumes = received_at, 0
+        self._link.note_result(received_at)
         self._window.note(result.timings, received_at - sent_at, was_alone=was_alone)
         self._metrics.step_seconds.observe(received_at - sent_at)
 
-    def _check_silence(self) -> None:
-        """A step that hangs is the worker's own affair; a message that got lost is nobody's but ours."""
-        if self._sent and time.monotonic() - max(self._heard_at, self._sent[0][0]) > _SILENCE_S:
-            self._num_idle_resumes = 0  # nothing speaks against the worker
-            raise WorkerLost(f"no result for {_SILENCE_S:g} s")
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+    async def _tick(self) -> None:
+        """Let deadlines and silence be noticed; one timer for all turns is cheaper than one for each."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._engine.num_requests:
+                self._wake.set()
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
@@ -326,12 +282,12 @@ class EngineLoop:
                     self._engine.close_session(session)
 
     def _set_ready(self, ready: bool, why_not_ready: str) -> None:
-        self._link = (ready, why_not_ready)
+        self._readiness = (ready, why_not_ready)
         self._publish_readiness()
 
     def _publish_readiness(self) -> None:
         """Tell health and every frontend, if anything has changed."""
-        ready, why_not_ready = self._link
+        ready, why_not_ready = self._readiness
         if self._is_stopping or self._is_draining:
             ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
         welcome = EngineWelcome(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
+
+import uvloop
 
 from services.frontend.app import run
 from triptych.config.loader import parse_service_arguments
@@ -15,7 +16,7 @@ from triptych.types.exit_codes import ExitCode
 def main() -> int:
     arguments = parse_service_arguments("frontend", __doc__ or "", sys.argv[1:])
     try:
-        return asyncio.run(run(arguments))
+        return uvloop.run(run(arguments))
     except ConfigError as error:
         print(f"services.frontend: {error}", file=sys.stderr)
         return ExitCode.MISCONFIGURED

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+import grpc
+import grpc.aio
 import openai
 import pytest
 
@@ -16,8 +18,10 @@ from tests.e2e.conftest import READY_S
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
+from triptych.errors import DeadlineUnreachable
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason
+from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
@@ -116,3 +120,33 @@ async def test_serve_sim_says_that_it_is_simulated_and_leaves_in_order() -> None
         if serve.returncode is None:
             serve.kill()
             await serve.wait()
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_wait_to_expect(
+    simulated: LocalCluster,
+) -> None:
+    async with GenerationClient(simulated.address) as client:
+        num_seats = simulated.config.scheduler.max_num_seqs
+        await asyncio.gather(*(stream(client, seed, max_tokens=200) for seed in range(num_seats)))
+        crowd = [asyncio.create_task(stream(client, seed, max_tokens=400)) for seed in range(4 * num_seats)]
+        async with asyncio.timeout(READY_S):
+            while (await status_of(simulated)).num_waiting < 2 * num_seats:
+                await asyncio.sleep(0.02)
+        late = client.generate(PROMPT, {"max_tokens": 4}, timeout_s=2.0)
+        with pytest.raises(
+            DeadlineUnreachable, match="deadline"
+        ) as refusal:  # not DeadlineExceeded, 2 s later
+            await anext(late)
+        assert refusal.value.retry_after_s > 2.0
+        for request in crowd:
+            request.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        async with asyncio.timeout(READY_S):
+            while (await status_of(simulated)).num_used_blocks:
+                await asyncio.sleep(0.02)
+
+
+async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status

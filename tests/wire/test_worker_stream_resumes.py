@@ -236,7 +236,7 @@ class Weather:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_foul_weather_in_both_directions_changes_no_token(seed, monkeypatch) -> None:
-    monkeypatch.setattr("services.enginecore.loop._SILENCE_S", 0.2)
+    monkeypatch.setattr("services.enginecore.worker_link._SILENCE_S", 0.2)
     async with relayed_stack() as (worker, relay, _, frontend):
         weather = Weather(seed), Weather(-seed - 1)
         relay.down, relay.up = weather
