@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc.aio
 
+from tests.helpers.processes import service_process
 from tests.helpers.scheduling import make_prompt
 from tests.helpers.stack import DEADLINE_S, FakeFrontend, NaiveRunner, WorkerStack, make_config
-
-
-class EngineProcess:
-    def __init__(self, process: asyncio.subprocess.Process, ready_file: Path) -> None:
-        self.process = process
-        self._ready_file = ready_file
-
-    async def address(self) -> str:
-        async with asyncio.timeout(DEADLINE_S):
-            while not self._ready_file.exists():
-                await asyncio.sleep(0.02)
-        return f"127.0.0.1:{json.loads(self._ready_file.read_text())['port']}"
-
-    async def end(self) -> tuple[int, list[str]]:
-        """Exit code and lines on stderr, once it has ended by itself."""
-        async with asyncio.timeout(DEADLINE_S):
-            _, errors = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, errors.decode().splitlines()
-
-
-@asynccontextmanager
-async def engine_process(tmp_path: Path, *flags: str) -> AsyncIterator[EngineProcess]:
-    ready_file = tmp_path / "ready.json"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.enginecore",
-        "--engine.port=0",
-        "--engine.metrics-port=0",
-        f"--ready-file={ready_file}",
-        *flags,
-        stderr=asyncio.subprocess.PIPE,
-        env={name: text for name, text in os.environ.items() if not name.startswith("TRIPTYCH_")},
-    )
-    try:
-        yield EngineProcess(process, ready_file)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def assert_orderly(lines: list[str]) -> None:
@@ -71,8 +25,9 @@ async def test_a_port_that_is_taken_is_told_in_one_line_with_exit_code_2(tmp_pat
         taken.listen()
         port = taken.getsockname()[1]
         for option in ("engine.port", "engine.metrics-port"):
-            async with engine_process(tmp_path, f"--{option}={port}") as engine:
-                code, lines = await engine.end()
+            async with service_process("enginecore", tmp_path, f"--{option}={port}") as engine:
+                code, told = await engine.end()
+                lines = told.splitlines()
             assert code == 2
             *others, line = lines
             assert not [other for other in others if "add_port.cc" not in other], "only gRPC may add a line"
@@ -85,8 +40,10 @@ async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path) -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
-    async with engine_process(tmp_path, f"--engine.worker-address=127.0.0.1:{worker.port}") as engine:
-        frontend = FakeFrontend(await engine.address())
+    async with service_process(
+        "enginecore", tmp_path, f"--engine.worker-address=127.0.0.1:{worker.port}"
+    ) as engine:
+        frontend = FakeFrontend(f"127.0.0.1:{await engine.port()}")
         await frontend.start()
         await frontend.wait_ready()
         worker.runner.may_step.clear()
@@ -99,7 +56,8 @@ async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path) -> None:
         await frontend.wait_for(lambda: len(frontend.ends) == 8)
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()
-        code, lines = await engine.end()
+        code, told = await engine.end()
+        lines = told.splitlines()
         assert code == 0, lines
         assert_orderly(lines)
         assert not any(" WARN " in line or " ERROR " in line for line in lines), lines
@@ -111,8 +69,10 @@ async def test_a_worker_that_this_config_can_never_use_ends_the_engine_and_its_s
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
-    async with engine_process(tmp_path, f"--engine.worker-address=127.0.0.1:{worker.port}") as engine:
-        frontend = FakeFrontend(await engine.address())
+    async with service_process(
+        "enginecore", tmp_path, f"--engine.worker-address=127.0.0.1:{worker.port}"
+    ) as engine:
+        frontend = FakeFrontend(f"127.0.0.1:{await engine.port()}")
         await frontend.start()
         await frontend.wait_ready()
         worker.runner.may_step.clear()
@@ -122,7 +82,8 @@ async def test_a_worker_that_this_config_can_never_use_ends_the_engine_and_its_s
         await worker.stop()
         smaller = WorkerStack(config, NaiveRunner(config, num_blocks=4))
         await smaller.start(port)
-        code, lines = await engine.end()
+        code, told = await engine.end()
+        lines = told.splitlines()
         assert code == 2, lines
         assert_orderly(lines)
         assert any("cannot serve: max_model_len 512 does not fit into 3 KV blocks" in line for line in lines)
