@@ -28,24 +28,28 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 ##@ Run
 
 .PHONY: serve
-serve: $(RUNTIME) $(if $(filter embedded,$(value MODEL)),model) ## Serve MODEL (embedded, a path or a hub id) until Ctrl-C; ARGS="--frontend.port=50051 …"
+serve: $(RUNTIME) native $(if $(filter embedded,$(value MODEL)),model) ## Serve MODEL (embedded, a path or a hub id) until Ctrl-C; ARGS="--frontend.port=50051 …"
 	@exec $(BIN)/triptych serve "$$TRIPTYCH_MAKE_MODEL" $(ARGS)
 
 .PHONY: demo
-demo: $(RUNTIME) model ## Start the stack, stream the answer to PROMPT, stop
+demo: $(RUNTIME) native model ## Start the stack, stream the answer to PROMPT, stop
 	@exec $(BIN)/triptych demo --prompt "$$TRIPTYCH_MAKE_PROMPT" $(ARGS)
 
 .PHONY: bench
-bench: $(RUNTIME) model ## Measure: ARGS="throughput --help"
+bench: $(RUNTIME) native model ## Measure: ARGS="throughput --help"
 	@exec $(BIN)/triptych bench $(or $(ARGS),throughput)
 
 ##@ Set up
 
 .PHONY: setup
-setup: $(RUNTIME) model ## What serving needs: .venv and the embedded model (serve and demo do it by themselves)
+setup: $(RUNTIME) native model ## What serving needs: .venv and the embedded model (serve and demo do it by themselves)
 
 .PHONY: setup-dev
-setup-dev: $(DEV) model ## What testing and checking need on top
+setup-dev: $(DEV) native model ## What testing and checking need on top
+
+.PHONY: native
+native: $(RUNTIME) ## Compile the native kernels, unless they are up to date (needs g++; without it plain torch serves)
+	@$(BIN)/python -m triptych_kernels.cpu.build
 
 .PHONY: model
 model: $(RUNTIME) ## Fetch and convert the embedded model, unless it is there
@@ -59,11 +63,11 @@ $(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml constraints.txt tools/setu
 ##@ Test and check
 
 .PHONY: test
-test: $(DEV) model ## Run the tests; ARGS="tests/rpc -k health"
+test: $(DEV) native model ## Run the tests; ARGS="tests/rpc -k health"
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(DEV) model ## Run the tests that need a CUDA device
+test-gpu: $(DEV) native model ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 .PHONY: ci

@@ -23,6 +23,11 @@ def test_cpu_and_cuda_run_the_plain_torch_implementation() -> None:
     assert dispatch.find_impl("silu_and_mul", torch.empty(2)) is torch_silu_and_mul
 
 
+def test_an_op_without_a_native_implementation_has_none_to_ask_for() -> None:
+    with pytest.raises(ValueError, match="silu_and_mul: no implementation 'cpu'; there are torch, reference"):
+        silu_and_mul(torch.empty(2, 4), impl="cpu")
+
+
 def test_override_chooses_the_named_implementation() -> None:
     assert dispatch.find_impl("silu_and_mul", torch.empty(2), "reference") is reference_silu_and_mul
 
@@ -45,4 +50,6 @@ def test_unknown_implementation_is_refused_and_the_known_ones_are_named() -> Non
 def test_every_op_has_every_implementation(op: str) -> None:
     assert op in ops.__all__
     for impl in dispatch.IMPLS:
+        if impl == "cpu" and op not in dispatch.NATIVE_OPS:
+            continue
         assert callable(getattr(import_module(f"triptych_kernels.{impl}.{op}"), op))

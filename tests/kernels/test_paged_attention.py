@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.torch import paged_attention as torch_implementation
 
 SCALE = 0.3
+
+
+@pytest.fixture(params=["cpu", "torch"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test holds for each of them."""
+    if request.param == "cpu" and not isa():
+        pytest.skip("no native kernels were built for this processor")
+    monkeypatch.setattr(Step, "implementation", request.param)
+
 
 # float32: sums of tens of products. bfloat16 keeps 8 bits, and the weights are rounded before the sum over
 # values of size 1, then the result: 2^-8 each.
@@ -25,6 +36,7 @@ class Step:
     block_tables: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    implementation: ClassVar[str] = "torch"
 
     def attend(self, rows: list[int] | None = None, impl: str | None = None) -> Tensor:
         """The result for some rows, in that order, computed in one call."""
@@ -42,7 +54,7 @@ class Step:
             SCALE,
             query_lens_list=query_lens,
             seq_lens_list=seq_lens,
-            impl=impl,
+            impl=impl or self.implementation,
         )
 
 

@@ -40,7 +40,7 @@ class _DecodeTile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """A row of several queries."""
 
     row: int
@@ -54,7 +54,7 @@ class _Plan:
     """How a step's rows are computed; the same for every layer."""
 
     decode_tiles: tuple[_DecodeTile, ...]
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def paged_attention(
@@ -78,7 +78,7 @@ def paged_attention(
     for tile in plan.decode_tiles:
         _attend_decodes(tile, query, kv_cache, block_tables, scale, out)
     for chunk in plan.chunks:
-        _attend_chunk(chunk, query, kv_cache, block_tables, scale, out)
+        attend_chunk(chunk, query, kv_cache, block_tables, scale, out)
     return out.view(num_tokens, num_heads, head_dim)
 
 
@@ -99,8 +99,8 @@ def _attend_decodes(
     )
 
 
-def _attend_chunk(
-    chunk: _Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
+def attend_chunk(
+    chunk: Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
 ) -> None:
     keys_values = _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len).to(
         query.dtype
@@ -155,13 +155,13 @@ def _plan(
     device: torch.device,
 ) -> _Plan:
     decodes: list[tuple[int, int, int]] = []  # (seq_len, row, token)
-    chunks: list[_Chunk] = []
+    chunks: list[Chunk] = []
     token = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len == 1:
             decodes.append((seq_len, row, token))
         else:
-            chunks.append(_Chunk(row, token, query_len, seq_len))
+            chunks.append(Chunk(row, token, query_len, seq_len))
         token += query_len
     tiles = tuple(_decode_tile(rows, device) for rows in _tile(sorted(decodes), block_size, tile_pages))
     return _Plan(tiles, tuple(chunks))

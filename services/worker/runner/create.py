@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import Phase
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
+from triptych_kernels.cpu.library import isa
+
+log = logging.getLogger(__name__)
 
 PhaseChange = Callable[[str, float], None]
 """(phase, progress within it, 0..1)"""
@@ -44,6 +48,8 @@ def create_runner(
     """
     engine, device = config.engine, torch.device(config.rank.device)
     use_threads(engine.worker.num_threads)
+    if device.type == "cpu":
+        _tell_kernels()
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed)
@@ -100,6 +106,16 @@ def warm_up(runner: Runner) -> None:
     )
     runner.execute(StepPlan(step_id=2, last_result_seen=1))
     runner.reset()
+
+
+def _tell_kernels() -> None:
+    if isa():
+        log.info("native kernels: %s", isa())
+    else:
+        log.warning(
+            "native kernels: none are built for this processor, plain torch serves, slower; "
+            "`python -m triptych_kernels.cpu.build` builds them where there is g++"
+        )
 
 
 def _weight_bytes(model: CausalLM) -> int:

@@ -1,0 +1,154 @@
+// Vectors of floats as wide as the instruction set that this file is compiled for, and bfloat16 in and out.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace triptych {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline void store_one(float* to, float x) { *to = x; }
+inline void store_one(bf16* to, float x) { *to = to_bf16(x); }
+
+#if defined(__AVX512F__)
+
+constexpr int kLanes = 16;
+struct vec {
+  __m512 v;
+};
+inline vec zero() { return {_mm512_setzero_ps()}; }
+inline vec splat(float x) { return {_mm512_set1_ps(x)}; }
+inline vec operator+(vec a, vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline vec operator-(vec a, vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline vec operator*(vec a, vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline vec operator/(vec a, vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline vec fma(vec a, vec b, vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline vec max(vec a, vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline float sum(vec a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(vec a) { return _mm512_reduce_max_ps(a.v); }
+inline vec load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline vec load(const bf16* from) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+inline void store(float* to, vec a) { _mm512_storeu_ps(to, a.v); }
+inline void store(bf16* to, vec a) {
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+// 2^n * x; n is a whole number.
+inline vec scale_by_power(vec x, vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+inline vec round_to_whole(vec x) {
+  return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+// Lane i of the result is the sum of a[i].
+inline vec sums(const vec (&a)[kLanes]) {
+  __m512 quads[4];
+  for (int i = 0; i < 4; ++i) {
+    const vec* v = a + 4 * i;
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(v[2].v, v[3].v), _mm512_unpackhi_ps(v[2].v, v[3].v));
+    const __m512d lo = _mm512_castps_pd(low), hi = _mm512_castps_pd(high);
+    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+  }
+  const auto fold = [](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  return {fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]))};
+}
+
+#else  // AVX2 and FMA
+
+constexpr int kLanes = 8;
+struct vec {
+  __m256 v;
+};
+inline vec zero() { return {_mm256_setzero_ps()}; }
+inline vec splat(float x) { return {_mm256_set1_ps(x)}; }
+inline vec operator+(vec a, vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline vec operator-(vec a, vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline vec operator*(vec a, vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline vec operator/(vec a, vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline vec max(vec a, vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline float sum(vec a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float largest(vec a) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline vec load(const float* from) { return {_mm256_loadu_ps(from)}; }
+inline vec load(const bf16* from) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+}
+inline void store(float* to, vec a) { _mm256_storeu_ps(to, a.v); }
+inline void store(bf16* to, vec a) {
+  alignas(32) float lanes[kLanes];
+  _mm256_store_ps(lanes, a.v);
+  for (int lane = 0; lane < kLanes; ++lane) to[lane] = to_bf16(lanes[lane]);
+}
+
+inline vec scale_by_power(vec x, vec n) {
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+  return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(power))};
+}
+inline vec round_to_whole(vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// Lane i of the result is the sum of a[i].
+inline vec sums(const vec (&a)[kLanes]) {
+  const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
+  const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(a[4].v, a[5].v), _mm256_hadd_ps(a[6].v, a[7].v));
+  return {_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31))};
+}
+
+#endif
+
+// e^x for x <= 0, to 2 units in the last place; below -87 it is e^-87, which is nothing beside 1.
+// Source: the polynomial and the split of ln 2 are those of Cephes' expf.
+inline vec exp_of_negative(vec x) {
+  x = max(x, splat(-87.0f));
+  const vec n = round_to_whole(x * splat(1.44269504088896341f));
+  const vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  return scale_by_power(p, n);
+}
+
+}  // namespace triptych
