@@ -1,7 +1,7 @@
 """`python -m triptych_kernels.cpu.build`: compile the native kernels, unless they are up to date.
 
 One library per instruction set from the same sources; which one is loaded is decided on the machine that runs
-them. Without a compiler, or on another processor, nothing is built, and plain torch serves.
+them. Without a compiler that can, or on another processor, nothing is built, and plain torch serves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ISA_FLAGS = {
 # Threads are OpenMP's, and so torch's: its library is loaded first and serves both. GCC 12 takes the undefined
 # upper parts in its own AVX-512 headers for uninitialized variables.
 _FLAGS = (
-    "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized",
+    "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 _TIMEOUT_S = 300.0
 
@@ -37,18 +37,18 @@ def library_path(isa: str) -> Path:
     return LIBRARIES / f"libtriptych_cpu_{isa}.so"
 
 
-def main() -> int:
+def main() -> None:
     if platform.machine() != "x86_64":
         print(f"native kernels: none for {platform.machine()}; plain torch serves")
-        return 0
+        return
     compiler = shutil.which("g++")
     if compiler is None:
         print("native kernels: no g++ found, so plain torch serves, slower (on Debian: apt-get install g++)")
-        return 0
+        return
     sources = sorted(SOURCES.glob("*.cpp"))
     digest = _digest(compiler, sources)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
-        return 0
+        return
     LIBRARIES.mkdir(exist_ok=True)
     DIGEST.unlink(missing_ok=True)
     for isa, flags in ISA_FLAGS.items():
@@ -58,11 +58,11 @@ def main() -> int:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode != 0:
             print(f"native kernels: {' '.join(command)} failed:\n{done.stderr}", file=sys.stderr)
-            return 1
+            print("native kernels: not built, so plain torch serves, slower", file=sys.stderr)
+            return
         unfinished.replace(target)  # whoever has the old one loaded keeps it
     DIGEST.write_text(digest)
     print(f"native kernels: built for {', '.join(ISA_FLAGS)}")
-    return 0
 
 
 def _digest(compiler: str, sources: list[Path]) -> str:
@@ -75,4 +75,4 @@ def _digest(compiler: str, sources: list[Path]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
