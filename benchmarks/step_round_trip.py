@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from services.enginecore.executor.grpc_executor import GrpcExecutor
 from services.worker.app import SWITCH_INTERVAL_S
 from services.worker.door import SERVICE, WorkerDoor
+from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner_thread import RunnerThread
-from services.worker.session import SessionGate
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
@@ -72,7 +72,9 @@ async def serve() -> None:
         on_phase=lambda phase, progress: None,
         on_ready=lambda runner: board.change(phase=Phase.READY, facts=_FACTS),
     )
-    door = WorkerDoor(SessionGate(board, thread, {}), board, WorkerMetrics.create(CollectorRegistry()))
+    door = WorkerDoor(
+        SessionGate(board, thread, {}, resume_ttl_s=0.0), board, WorkerMetrics.create(CollectorRegistry())
+    )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, server.grpc)
     port = server.bind("127.0.0.1", 0, option="worker.port")
     await server.start()
@@ -95,7 +97,7 @@ async def measure(port: int, num_rows: int, window: int, num_steps: int) -> np.n
         while len(sent_at) < window:
             step_id += 1
             sent_at.append(time.perf_counter())
-            await executor.send(_plan(step_id, num_rows if step_id == 1 else 0))
+            await executor.send(_plan(step_id, len(seconds), num_rows if step_id == 1 else 0))
         news.clear()
         results = executor.receive()
         if not results:
@@ -106,13 +108,13 @@ async def measure(port: int, num_rows: int, window: int, num_steps: int) -> np.n
     return np.array(seconds[num_steps // 10 :])  # the first steps warm up
 
 
-def _plan(step_id: int, num_new: int) -> StepPlan:
+def _plan(step_id: int, last_result_seen: int, num_new: int) -> StepPlan:
     token_ids = np.zeros(2, np.uint32)
     rows = tuple(
         NewRow(slot, 0, token_ids, 1, 1, 1, np.array([slot + 1], np.uint32), SamplingParams(), 0)
         for slot in range(num_new)
     )
-    return StepPlan(step_id=step_id, last_result_seen=step_id - 1, new_rows=rows)
+    return StepPlan(step_id=step_id, last_result_seen=last_result_seen, new_rows=rows)
 
 
 def main() -> None:

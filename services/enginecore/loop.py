@@ -217,7 +217,7 @@ class EngineLoop:
                 await self._turn()
         except WorkerLost as loss:
             why = f"the worker at {self._config.engine.worker_address} was lost: {loss}"
-            return WorkerLost(why, is_crash=loss.is_crash)
+            return WorkerLost(why, is_crash=loss.is_crash, is_orderly=loss.is_orderly)
         except ProtocolViolation as violation:
             return WorkerLost(f"the worker broke the protocol: {violation}", is_crash=True)
 

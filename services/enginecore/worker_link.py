@@ -84,7 +84,8 @@ class WorkerLink:
             log.info("stream resumed")
             return Recovery(connected, is_crash=False)
         # A worker that lives and is asked in time keeps a session, unless a step has failed in it.
-        is_crash = is_crash or self.has_session or connected.facts.boot_id != boot_id
+        has_died = self.has_session or connected.facts.boot_id != boot_id
+        is_crash = is_crash or (has_died and not loss.is_orderly)
         self._give_up()
         self.has_session, self._num_idle_resumes = True, 0
         return Recovery(connected, is_crash)

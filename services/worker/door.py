@@ -11,7 +11,7 @@ import grpc.aio
 from services.worker.gate import Entry, SessionGate
 from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard, WorkerState
-from services.worker.session import StepStream
+from services.worker.session import DrainNotice, StepStream
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
@@ -48,9 +48,12 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read_steps(request_iterator, entry.stream), name="read-steps")
         try:
             yield worker_pb2.ExecuteResponse(welcome=welcome)
-            while (result := await entry.stream.next_result()) is not None:
-                self._count(result)
-                yield worker_pb2.ExecuteResponse(result=result_to_proto(result))
+            while (outcome := await entry.stream.next_outcome()) is not None:
+                if isinstance(outcome, DrainNotice):
+                    yield worker_pb2.ExecuteResponse(draining=worker_pb2.Draining())
+                    continue
+                self._count(outcome)
+                yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))
         finally:
             reader.cancel()
             self._gate.leave(entry)

@@ -24,12 +24,19 @@ class SessionState:
     last_step_completed: int = 0
 
 
+class DrainNotice:
+    """Stands among the results where the worker stopped taking steps."""
+
+
+Outcome = StepResult | DrainNotice
+
+
 class StepStream:
     """One stream's half of a session: steps in, results out. Owned by the door's handler."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._outcomes: asyncio.Queue[StepResult | Exception | None] = asyncio.Queue()
+        self._outcomes: asyncio.Queue[Outcome | Exception | None] = asyncio.Queue()
 
     def submit(self, plan: StepPlan) -> None:
         """See `Session.submit`; of a stream that another has replaced nothing is taken any more."""
@@ -41,15 +48,15 @@ class StepStream:
         if self.session.stream is self:
             self.session.leave()
 
-    def put(self, result: StepResult) -> None:
-        self._outcomes.put_nowait(result)
+    def put(self, outcome: Outcome) -> None:
+        self._outcomes.put_nowait(outcome)
 
     def end(self, error: Exception | None) -> None:
         """Nothing follows what is queued; `error` says why, None that there is nothing to say."""
         self._outcomes.put_nowait(error)
 
-    async def next_result(self) -> StepResult | None:
-        """The next result; None at the end. Raises what ended the stream, if that was an error."""
+    async def next_outcome(self) -> Outcome | None:
+        """The next result or notice; None at the end. Raises what ended the stream, if that was an error."""
         outcome = await self._outcomes.get()
         if isinstance(outcome, Exception):
             raise outcome
@@ -138,6 +145,8 @@ class Session:
     def drain(self) -> None:
         """Take no more steps; the stream ends behind the results of those in flight."""
         self._is_draining = True
+        if self.stream is not None:
+            self.stream.put(DrainNotice())
         self._end_if_drained()
 
     def supersede(self, successor: EngineHello) -> None:

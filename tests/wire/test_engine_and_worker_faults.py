@@ -387,3 +387,23 @@ async def test_streams_end_in_order_when_the_engine_has_drained() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()
         assert not frontend.welcomes[-1].ready
+
+
+async def test_workers_that_drain_one_after_the_other_accuse_nobody() -> None:
+    async with running_stack() as (first, engine, frontend):
+        config, worker = make_config(), first
+        await frontend.submit(1, make_prompt(6), sampling=LONG)
+        for _ in range(4):
+            num_tokens = len(frontend.tokens.get(1, []))
+            await frontend.wait_for(
+                lambda num_tokens=num_tokens: len(frontend.tokens.get(1, [])) > num_tokens
+            )
+            worker.drain()
+            await wait_until(lambda worker=worker: not worker.num_in_flight)
+            await worker.stop(1.0)
+            port, worker = worker.port, WorkerStack(config, NaiveRunner(config))
+            await worker.start(port)
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected_tokens(1, make_prompt(6), **LONG)
+        await engine.stop()
+        await worker.stop()

@@ -15,6 +15,7 @@ from services.worker.gate import Entry, SessionGate
 from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard
 from services.worker.runner_thread import RunnerThread
+from services.worker.session import DrainNotice
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
@@ -87,7 +88,7 @@ def plan(step_id: int, last_result_seen: int = 0) -> StepPlan:
 
 
 async def take(entry: Entry, count: int) -> list[int]:
-    return [(await entry.stream.next_result()).step_id for _ in range(count)]
+    return [(await entry.stream.next_outcome()).step_id for _ in range(count)]
 
 
 def resume(entry: Entry, last_result_seen: int) -> EngineHello:
@@ -200,7 +201,7 @@ async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> N
         first = gate.open(HELLO)
         second = gate.open(resume(first, last_result_seen=0))
         with pytest.raises(ProtocolViolation, match="dialled again"):
-            await first.stream.next_result()
+            await first.stream.next_outcome()
         first.stream.submit(plan(1))
         first.stream.leave()
         gate.leave(first)
@@ -236,7 +237,7 @@ async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         second = gate.open(HELLO)
         with pytest.raises(ProtocolViolation, match="dialled again"):
-            await first.stream.next_result()
+            await first.stream.next_outcome()
         second.stream.submit(plan(1))
         runner.may_step.set()
         assert await take(second, 1) == [1]
@@ -251,7 +252,7 @@ async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_com
         first.stream.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         first.stream.leave()
-        assert await first.stream.next_result() is None
+        assert await first.stream.next_outcome() is None
         gate.leave(first)
         assert board.state.held_by == ""
         second = gate.open(replace(HELLO, engine_id="engine-1"))
@@ -280,7 +281,7 @@ async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean(
         first.stream.submit(plan(1))
         first.stream.submit(plan(2))
         with pytest.raises(EngineFailure, match=r"step 1 failed: ValueError\('no such slot'\)"):
-            await first.stream.next_result()
+            await first.stream.next_outcome()
         gate.leave(first)
         runner.fail = False
         second = gate.open(resume(first, last_result_seen=0))
@@ -325,10 +326,11 @@ async def test_a_draining_session_gives_what_is_in_flight_and_takes_no_more() ->
         gate.drain()
         entry.stream.submit(plan(2))
         runner.may_step.set()
+        assert isinstance(await entry.stream.next_outcome(), DrainNotice)
         assert await take(entry, 1) == [1]
         assert gate.num_in_flight == 0
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await entry.stream.next_result()
+            await entry.stream.next_outcome()
         assert runner.executed == [1]
 
 
@@ -336,8 +338,9 @@ async def test_an_idle_session_that_drains_ends_at_once() -> None:
     async with ready_gate() as (gate, _, _):
         entry = gate.open(HELLO)
         gate.drain()
+        assert isinstance(await entry.stream.next_outcome(), DrainNotice)
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await entry.stream.next_result()
+            await entry.stream.next_outcome()
 
 
 async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_drains() -> None:

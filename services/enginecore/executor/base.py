@@ -13,10 +13,15 @@ from triptych.types.step import StepPlan, StepResult
 class WorkerLost(Exception):
     """The step stream has ended; the message says why."""
 
-    def __init__(self, why: str, *, is_crash: bool = False) -> None:
-        """`is_crash`: a step failed in the worker, so its rows are undefined and nobody can resume them."""
+    def __init__(self, why: str, *, is_crash: bool = False, is_orderly: bool = False) -> None:
+        """
+        Args:
+            is_crash: a step failed in the worker, so its rows are undefined and nobody can resume them.
+            is_orderly: the worker drains; the steps that it did not take any more say nothing of anybody.
+        """
         super().__init__(why)
         self.is_crash = is_crash
+        self.is_orderly = is_orderly
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class GrpcExecutor:
         self._unanswered: deque[worker_pb2.Step] = deque()  # the window at most
         self._arrived: deque[StepResult] = deque()
         self._loss: WorkerLost | None = None
+        self._is_draining = False
+        """The worker has said that it takes no more steps."""
 
     async def connect(self, on_event: Callable[[], None]) -> Connected:
         await self._hang_up()
@@ -72,7 +74,7 @@ class GrpcExecutor:
             self._hello.resume_session = welcome.session_name
         # What is on its way was tokenized for this model and begun by it; no other may go on with it.
         self._hello.fingerprint = welcome.facts.model.fingerprint
-        self._loss = None
+        self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
         connected = Connected(worker_facts_from_proto(welcome.facts), welcome.window, is_resumed)
         for step in [step for step in self._unanswered if step.step_id > welcome.last_step_received]:
@@ -88,7 +90,8 @@ class GrpcExecutor:
     async def send(self, plan: StepPlan) -> None:
         step = plan_to_proto(plan)
         self._unanswered.append(step)
-        await self._write(step)
+        if not self._is_draining:
+            await self._write(step)
 
     def receive(self) -> list[StepResult]:
         results = list(self._arrived)
@@ -151,19 +154,23 @@ class GrpcExecutor:
         except TimeoutError:
             raise WorkerLost(f"the worker took no step for {_SEND_TIMEOUT_S:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise _loss(await self._refusal(error)) from None
+            raise self._loss_by(await self._refusal(error)) from None
 
     async def _read(self, call: grpc.aio.StreamStreamCall, on_event: Callable[[], None]) -> None:
         """Collect results until the stream ends, for whatever reason."""
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
-                if (kind := response.WhichOneof("message")) != "result":
-                    raise ProtocolViolation(f"expected a result, got {kind}")
-                self._take(response.result)
+                match response.WhichOneof("message"):
+                    case "result":
+                        self._take(response.result)
+                    case "draining":
+                        self._is_draining = True
+                    case other:
+                        raise ProtocolViolation(f"expected a result, got {other}")
                 on_event()
-            self._loss = _loss(await self._refusal(None))
+            self._loss = self._loss_by(await self._refusal(None))
         except grpc.aio.AioRpcError as error:
-            self._loss = _loss(from_rpc_error(error))
+            self._loss = self._loss_by(from_rpc_error(error))
         except TriptychError as error:
             self._loss = WorkerLost(error.message)
         except Exception as error:
@@ -206,6 +213,6 @@ class GrpcExecutor:
         initial = await self._call.initial_metadata()
         return from_rpc_error(grpc.aio.AioRpcError(code, initial, metadata, details))
 
-
-def _loss(error: TriptychError) -> WorkerLost:
-    return WorkerLost(error.message, is_crash=isinstance(error, EngineFailure))
+    def _loss_by(self, error: TriptychError) -> WorkerLost:
+        is_crash = isinstance(error, EngineFailure)
+        return WorkerLost(error.message, is_crash=is_crash, is_orderly=self._is_draining and not is_crash)
