@@ -10,48 +10,56 @@ from typing import Any
 from torch import Tensor
 
 from triptych_kernels.cpu.library import DTYPES, isa
+from triptych_kernels.cpu.packed_weight import PackedWeight
 
 DEVICE_TO_IMPL = {
     "cpu": "torch",
     "cuda": "torch",
+    "meta": "torch",
 }
-"""Plain torch serves both devices; an implementation made for one of them takes over its line here."""
+"""Plain torch serves all devices; an implementation made for one of them takes over its line here. Tensors on the
+meta device are those of a recording, see `cpu.program`."""
 
-NATIVE_OPS = frozenset({"paged_attention"})
-"""Those that `cpu` has; it takes them over where its library was built and understands the tensor's dtype."""
+NATIVE_OPS = frozenset({"gather_rows", "paged_attention", "rms_norm"})
+"""Those that `cpu` takes over where its library was built and understands the tensor's dtype."""
+
+PACKED_OPS = frozenset({"embedding", "gated_linear", "linear"})
+"""Those that `cpu` has for packed weights."""
 
 IMPLS = ("cpu", "torch", "reference")
 """Packages beside this module; all but `cpu` have one file per op, and `reference` is for tests alone."""
 
 
-def find_impl(op: str, tensor: Tensor, impl: str | None = None) -> Callable[..., Any]:
-    """The function that computes `op` where `tensor` stands.
+def find_impl(op: str, operand: Tensor | PackedWeight, impl: str | None = None) -> Callable[..., Any]:
+    """The function that computes `op` with such an operand.
 
     Args:
         op: name of the op: of its module in each implementation, and of the function therein.
-        tensor: an input of the op; its device decides.
+        operand: of the op: a tensor, whose device and dtype decide, or a packed weight.
         impl: one of `IMPLS`, for tests and benchmarks; None: the device's own.
     Raises:
         ValueError: no implementation is meant for this device, or none has the asked name.
     """
     if impl is None:
-        device_type = tensor.device.type
-        impl = "cpu" if _is_native(op, tensor) else DEVICE_TO_IMPL.get(device_type)
+        impl = "cpu" if _is_native(op, operand) else DEVICE_TO_IMPL.get(operand.device.type)
         if impl is None:
             raise ValueError(
-                f"{op}: no implementation for device {device_type!r}; there are "
+                f"{op}: no implementation for device {operand.device.type!r}; there are "
                 f"{', '.join(sorted(DEVICE_TO_IMPL))}"
             )
     return _load(op, impl)
 
 
-def _is_native(op: str, tensor: Tensor) -> bool:
-    return op in NATIVE_OPS and tensor.device.type == "cpu" and tensor.dtype in DTYPES and bool(isa())
+def _is_native(op: str, operand: Tensor | PackedWeight) -> bool:
+    if isinstance(operand, PackedWeight):
+        return op in PACKED_OPS
+    on_cpu = operand.device.type in ("cpu", "meta")
+    return op in NATIVE_OPS and on_cpu and operand.dtype in DTYPES and bool(isa())
 
 
 @cache
 def _load(op: str, impl: str) -> Callable[..., Any]:
-    known = [name for name in IMPLS if name != "cpu" or op in NATIVE_OPS]
+    known = [name for name in IMPLS if name != "cpu" or op in NATIVE_OPS | PACKED_OPS]
     if impl not in known:
         raise ValueError(f"{op}: no implementation {impl!r}; there are {', '.join(known)}")
     function: Callable[..., Any] = getattr(import_module(f"triptych_kernels.{impl}.{op}"), op)

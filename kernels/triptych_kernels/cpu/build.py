@@ -12,7 +12,9 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
@@ -20,16 +22,15 @@ LIBRARIES = HERE / "lib"
 DIGEST = LIBRARIES / "DIGEST"
 """What the libraries were made from; there once all of them are."""
 
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 ISA_FLAGS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 """Widest first."""
-# Threads are OpenMP's, and so torch's: its library is loaded first and serves both. GCC 12 takes the undefined
-# upper parts in its own AVX-512 headers for uninitialized variables.
-_FLAGS = (
-    "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
-)  # fmt: skip
+# GCC 12 takes the undefined upper parts in its own AVX-512 headers for uninitialized variables.
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 _TIMEOUT_S = 300.0
 
 
@@ -49,20 +50,43 @@ def main() -> None:
     digest = _digest(compiler, sources)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
         return
+    print(f"native kernels: compiling {len(sources)} files for {', '.join(ISA_FLAGS)} …", flush=True)
     LIBRARIES.mkdir(exist_ok=True)
     DIGEST.unlink(missing_ok=True)
-    for isa, flags in ISA_FLAGS.items():
-        target = library_path(isa)
-        unfinished = target.with_suffix(f".unfinished-{os.getpid()}")
-        command = [compiler, *_FLAGS, *flags, *map(str, sources), "-o", str(unfinished)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            print(f"native kernels: {' '.join(command)} failed:\n{done.stderr}", file=sys.stderr)
-            print("native kernels: not built, so plain torch serves, slower", file=sys.stderr)
-            return
-        unfinished.replace(target)  # whoever has the old one loaded keeps it
+    try:
+        _build(compiler, sources)
+    except subprocess.CalledProcessError as error:
+        print(f"native kernels: {' '.join(error.cmd)} failed:\n{error.stderr}", file=sys.stderr)
+        print("native kernels: not built, so plain torch serves, slower", file=sys.stderr)
+        return
     DIGEST.write_text(digest)
-    print(f"native kernels: built for {', '.join(ISA_FLAGS)}")
+
+
+def _build(compiler: str, sources: list[Path]) -> None:
+    """Compile every source for every instruction set, as many at a time as there are cores, then link.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler refuses.
+    """
+    with TemporaryDirectory(dir=LIBRARIES) as scratch:
+        objects = {
+            (isa, source): Path(scratch, f"{source.stem}-{isa}.o") for isa in ISA_FLAGS for source in sources
+        }
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            commands = [
+                [compiler, *_FLAGS, *ISA_FLAGS[isa], "-c", str(source), "-o", str(target)]
+                for (isa, source), target in objects.items()
+            ]
+            list(compilers.map(_run, commands))  # the list raises what a compiler met
+        for isa in ISA_FLAGS:
+            unfinished = Path(scratch, f"{isa}.so")
+            parts = [str(objects[isa, source]) for source in sources]
+            _run([compiler, "-shared", "-pthread", *parts, "-o", str(unfinished)])
+            unfinished.replace(library_path(isa))  # whoever has the old one loaded keeps it
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
 
 
 def _digest(compiler: str, sources: list[Path]) -> str:

@@ -4,30 +4,56 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import torch  # before our library: its OpenMP then serves both, with one pool of threads
+import torch
 
 from triptych_kernels.cpu.build import DIGEST, ISA_FLAGS, library_path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
 _NEEDED_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"},
-    "avx2": {"avx2", "fma"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "avx512": _AVX512,
+    "avx2": {"avx2", "fma", "f16c"},
 }
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-"""What the kernels compute with, and how their functions are called for it."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels compute with, as their arguments name it: `DType` in kernel.h."""
+
+_forced: list[str] = []
 
 
-@cache
 def isa() -> str:
     """The instruction set that is used: the widest built and understood here; empty: none is, and plain torch
     serves."""
+    return _forced[-1] if _forced else _widest()
+
+
+@contextmanager
+def forced_isa(isa: str) -> Iterator[None]:
+    """Use this one of those that were built, whatever the processor's widest, or none; for tests. What was
+    packed outside is not for the inside."""
+    _forced.append(isa)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def usable_isas() -> tuple[str, ...]:
+    """Those built that this processor understands, widest first."""
     if platform.machine() != "x86_64" or not DIGEST.is_file():
-        return ""
+        return ()
     flags = _processor_flags()
-    return next((isa for isa in ISA_FLAGS if flags >= _NEEDED_FLAGS[isa]), "")
+    return tuple(isa for isa in ISA_FLAGS if flags >= _NEEDED_FLAGS[isa])
+
+
+def _widest() -> str:
+    return next(iter(usable_isas()), "")
 
 
 @cache
@@ -38,6 +64,21 @@ def load(isa: str) -> ctypes.CDLL:
         OSError: it cannot be loaded; `python -m triptych_kernels.cpu.build` makes it anew.
     """
     return ctypes.CDLL(str(library_path(isa)))
+
+
+def use_threads(cpus: Sequence[int] | int) -> None:
+    """Compute with this many threads, or with one on each of these CPUs, the calling thread on the first.
+
+    Where there is no library it does nothing.
+    """
+    if not isa():
+        return
+    function = load(isa()).triptych_set_threads
+    function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_void_p], None
+    if isinstance(cpus, int):
+        function(cpus, None)
+    else:
+        function(len(cpus), (ctypes.c_int32 * len(cpus))(*cpus))
 
 
 def _processor_flags() -> set[str]:

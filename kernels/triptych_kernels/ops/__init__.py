@@ -1,5 +1,9 @@
 """The public contract of every op: checks shapes, raises, and hands on to the implementation for the device."""
 
+from triptych_kernels.ops.embedding import embedding
+from triptych_kernels.ops.gated_linear import gated_linear
+from triptych_kernels.ops.gather_rows import gather_rows
+from triptych_kernels.ops.linear import linear
 from triptych_kernels.ops.paged_attention import paged_attention
 from triptych_kernels.ops.process_logits import process_logits
 from triptych_kernels.ops.rms_norm import rms_norm
@@ -10,6 +14,10 @@ from triptych_kernels.ops.token_logprobs import token_logprobs
 from triptych_kernels.ops.write_kv import write_kv
 
 __all__ = [
+    "embedding",
+    "gated_linear",
+    "gather_rows",
+    "linear",
     "paged_attention",
     "process_logits",
     "rms_norm",

@@ -24,13 +24,13 @@ def rms_norm(
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32 and rounded once.
 
     Args:
-        x: [..., hidden_size].
-        weight: [hidden_size], dtype of x.
-        residual: shaped like x, float32 whatever x is: the sum over all layers is what rounding would hurt
-            most. Given, `x + residual` is normalised instead of x.
+        x: [..., hidden_size], contiguous, float32 or of the weight's dtype.
+        weight: [hidden_size].
+        residual: shaped like x, contiguous, float32 whatever x is: the sum over all layers is what rounding
+            would hurt most. Given, `x + residual` is normalised instead of x.
     Returns:
-        The normalised tensor, like x; with a residual, also `x + residual` in float32, the next residual. Both
-        are new.
+        The normalised tensor, in the weight's dtype; with a residual, also `x + residual` in float32, the next
+        residual. Both are new.
     Raises:
         ValueError: shapes or dtypes disagree; names both.
     Source: RMSNorm, arXiv:1910.07467.
@@ -39,12 +39,12 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: weight {list(weight.shape)} does not fit x {list(x.shape)}; it must be [hidden_size]"
         )
-    if weight.dtype != x.dtype:
-        raise ValueError(f"rms_norm: weight is {weight.dtype}, x is {x.dtype}; they must be equal")
+    if x.dtype not in (weight.dtype, torch.float32):
+        raise ValueError(f"rms_norm: x is {x.dtype}, weight {weight.dtype}; x must be that or torch.float32")
     if residual is not None and (residual.shape != x.shape or residual.dtype != torch.float32):
         raise ValueError(
             f"rms_norm: residual {list(residual.shape)} {residual.dtype} does not fit x "
             f"{list(x.shape)}; it must have that shape, in torch.float32"
         )
-    out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", x, impl)(x, weight, eps, residual)
+    out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", weight, impl)(x, weight, eps, residual)
     return out

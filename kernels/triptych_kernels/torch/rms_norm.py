@@ -10,6 +10,12 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     if residual is None:
-        return torch.rms_norm(x, weight.shape, weight, eps)
+        return _norm(x, weight, eps)
     residual = x + residual
-    return torch.rms_norm(residual, weight.shape, weight.float(), eps).to(x.dtype), residual
+    return _norm(residual, weight, eps), residual
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == weight.dtype:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    return torch.rms_norm(x, weight.shape, weight.float(), eps).to(weight.dtype)

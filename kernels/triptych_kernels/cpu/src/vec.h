@@ -5,8 +5,17 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace triptych {
+
+// f(0), f(1) … f(Count - 1) with constant indices, so that arrays that only such calls touch live in registers.
+template <int Count, typename F>
+[[gnu::always_inline]] inline void unroll(F&& f) {
+  [&]<int... Index>(std::integer_sequence<int, Index...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, Index>{}), ...);
+  }(std::make_integer_sequence<int, Count>{});
+}
 
 struct bf16 {
   uint16_t bits;
@@ -45,6 +54,11 @@ inline vec operator*(vec a, vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline vec operator/(vec a, vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline vec fma(vec a, vec b, vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec max(vec a, vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline vec abs(vec a) { return {_mm512_abs_ps(a.v)}; }
+// negative[i] where x[i] < 0, else other[i]
+inline vec select_negative(vec x, vec negative, vec other) {
+  return {_mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x.v)), other.v, negative.v)};
+}
 inline float sum(vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(vec a) { return _mm512_reduce_max_ps(a.v); }
 inline vec load(const float* from) { return {_mm512_loadu_ps(from)}; }
@@ -54,12 +68,19 @@ inline vec load(const bf16* from) {
 }
 inline void store(float* to, vec a) { _mm512_storeu_ps(to, a.v); }
 inline void store(bf16* to, vec a) {
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh(a.v);
+  __m256i halves;
+  std::memcpy(&halves, &half, sizeof halves);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+#else
   const __m512i bits = _mm512_castps_si512(a.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#endif
 }
 
 // 2^n * x; n is a whole number.
@@ -98,6 +119,8 @@ inline vec operator*(vec a, vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline vec operator/(vec a, vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec max(vec a, vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline vec abs(vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline vec select_negative(vec x, vec negative, vec other) { return {_mm256_blendv_ps(other.v, negative.v, x.v)}; }
 inline float sum(vec a) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));

@@ -1,0 +1,128 @@
+"""llama.cpp as it is served: `llama-server` over HTTP on loopback, prompts as token ids.
+
+Options: `bin`, the directory of its programs. It divides its KV cache evenly among a fixed number of slots, and
+unused ones cost time; so each workload gets a server with as many slots as streams, started outside the clock.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from protocol import Load, LoadedEngine, Ran, serve
+
+READY_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 3600.0  # the driver's own deadline is shorter
+CONTEXT_STEP = 256  # llama.cpp rounds a slot's context up to this itself
+
+
+class LlamaServerEngine(LoadedEngine):
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._server: subprocess.Popen[bytes] | None = None
+        self._geometry = (0, 0)
+        self._port = 0
+        self._peak_ended_bytes = 0
+        self._fit(1, CONTEXT_STEP)
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
+        self._fit(len(prompts), max(map(len, prompts)) + max_tokens)
+
+        def complete(prompt: list[int]) -> int:
+            answer = self._post(prompt, max_tokens)
+            if answer["tokens_evaluated"] != len(prompt) or answer["truncated"]:
+                raise RuntimeError(f"llama-server took {answer['tokens_evaluated']} of {len(prompt)} tokens")
+            return int(answer["tokens_predicted"])
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            started = time.perf_counter()
+            num_tokens = list(pool.map(complete, prompts))
+            return Ran(time.perf_counter() - started, num_tokens)
+
+    def pids(self) -> list[int]:
+        return [self._server.pid] if self._server else []
+
+    def peak_ended_bytes(self) -> int:
+        return self._peak_ended_bytes
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.terminate()
+            _, _, usage = os.wait4(self._server.pid, 0)
+            self._server.returncode = 0  # reaped here, for its resource usage
+            self._server = None
+            self._peak_ended_bytes = max(self._peak_ended_bytes, usage.ru_maxrss * 1024)
+
+    def _fit(self, num_slots: int, num_tokens: int) -> None:
+        """Have a server with that many slots, for at least that many tokens each."""
+        context = -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
+        if self._geometry == (num_slots, context):
+            return
+        self.close()
+        self._geometry = (num_slots, context)
+        threads = str(self._load.num_threads)
+        self._port = _free_port()
+        self._server = subprocess.Popen(
+            [
+                str(Path(self._load.options["bin"]) / "llama-server"), "--model", self._load.model,
+                "--threads", threads, "--threads-batch", threads, "--parallel", str(num_slots),
+                "--ctx-size", str(num_slots * context), "--no-kv-unified", "--no-warmup", "--no-webui",
+                "--cache-ram", "0", "--port", str(self._port),
+            ],
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self._server is not None
+            if self._server.poll() is not None:
+                raise RuntimeError(f"llama-server ended with status {self._server.returncode}")
+            try:
+                if self._request("GET", "/health", None)[0] == 200:
+                    return
+            except OSError:
+                pass  # not listening yet
+            time.sleep(0.01)
+        raise RuntimeError(f"llama-server is not ready after {READY_TIMEOUT_S:g} s")
+
+    def _post(self, prompt: list[int], max_tokens: int) -> dict[str, int]:
+        body = {
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "ignore_eos": True,
+            "samplers": ["top_k"],  # greedy; its chain for temperature 0 is a tenth slower
+            "top_k": 1,
+            "cache_prompt": False,
+        }
+        status, answer = self._request("POST", "/completion", json.dumps(body))
+        if status != 200:
+            raise RuntimeError(f"llama-server answered {status}: {answer!r}")
+        return json.loads(answer)
+
+    def _request(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve(LlamaServerEngine)

@@ -1,0 +1,96 @@
+"""What an adapter says to the driver: JSON lines, requests on stdin, one answer each on stdout.
+
+    {"load": {"model": …, "num_threads": …, …}}             -> {"pids": […]}
+    {"run": {"prompts": [[1, 2], …], "max_tokens": 128}}    -> {"pids": […], "wall_s": …, "num_tokens": […]}
+    end of stdin                                            -> {"peak_ended_bytes": …}, and the process ends
+    anything that fails                                     -> {"error": "…"}, and the process ends with status 1
+
+Standard library alone, for the oldest Python that a peer may bring: this file runs in every peer's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to load, and for what load."""
+
+    model: str
+    """Path, in the form that this peer reads."""
+    num_threads: int
+    max_num_seqs: int
+    """Requests at once, at most."""
+    max_model_len: int
+    """Prompt and output together, at most."""
+    options: dict[str, str]
+    """What tells the engines of one adapter apart; each adapter says which it knows."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one batch took."""
+
+    wall_s: float
+    """All prompts handed over to the last token of all."""
+    num_tokens: list[int]
+    """New tokens, per prompt."""
+
+
+class LoadedEngine(ABC):
+    """An engine that has loaded its model. Greedy, end-of-sequence ignored, no prefix taken from an earlier run."""
+
+    @abstractmethod
+    def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
+        """Complete all prompts at once, `max_tokens` each."""
+
+    def pids(self) -> list[int]:
+        """Roots of the process trees that are the engine, and not its client."""
+        return [os.getpid()]
+
+    def peak_ended_bytes(self) -> int:
+        """Largest resident set of those of its processes that have ended."""
+        return 0
+
+    def close(self) -> None:
+        """End its processes."""
+
+
+def serve(load: Callable[[Load], LoadedEngine]) -> None:
+    """Answer the driver until it closes our stdin."""
+    answers = os.fdopen(os.dup(1), "w")  # not inheritable: no child of the engine holds it open
+    os.dup2(2, 1)  # what the engine prints belongs in the log
+
+    def answer(**values: object) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    engine = None
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "load" in request:
+                engine = load(Load(**request["load"]))
+                answer(pids=engine.pids())
+            else:
+                assert engine is not None, "the driver loads before it runs"
+                ran = engine.run(**request["run"])
+                answer(pids=engine.pids(), wall_s=ran.wall_s, num_tokens=ran.num_tokens)
+        if engine is not None:
+            closing, engine = engine, None
+            closing.close()
+            answer(peak_ended_bytes=closing.peak_ended_bytes())
+    except Exception as error:
+        traceback.print_exc()
+        answer(error=f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    finally:
+        if engine is not None:
+            engine.close()

@@ -1,0 +1,12 @@
+"""Products with packed weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.packed_weight import PackedWeight
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: None, out_dtype: torch.dtype) -> Tensor:
+    return weight.multiply(x, out_dtype)

@@ -1,0 +1,97 @@
+"""The weight of a linear layer in the order in which the native product reads it; panel.h draws it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import DTYPES, isa, load
+
+Half = Literal["gate", "up"]
+_EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
+_HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
+
+
+class PackedWeight:
+    """[out_features, in_features] of one or several projections, filled row by row as they are loaded."""
+
+    def __init__(
+        self, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool = False, bias: bool = False
+    ) -> None:
+        """Storage for a weight, all zero; it belongs to the instruction set in use.
+
+        Args:
+            out_features: of all projections together.
+            in_features: even for bfloat16.
+            gated: the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+        Raises:
+            ValueError: a dtype or number of inputs that no kernel is made for.
+        """
+        if not can_pack(in_features, dtype):
+            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
+        self.out_features = out_features
+        self.in_features = in_features
+        self.dtype = dtype
+        self.gated = gated
+        self.device = torch.device("cpu")
+        lanes = _panel_size() // 2 if gated else _panel_size()
+        num_panels = -(-(out_features // 2 if gated else out_features) // lanes)
+        self.data = torch.zeros(num_panels * _panel_size() * in_features, dtype=dtype)
+        self.bias = torch.zeros(num_panels * _panel_size()) if bias else None
+        """[panels * outputs per panel] float32, in the order of the panels."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
+        """Copy rows [n, in_features] to output `first_row` and those after it, counted within the half."""
+        rows = rows.to(self.dtype).contiguous()
+        launch(
+            "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, _HALVES[half]
+        )
+
+    def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
+        """Copy the bias [n] of those outputs."""
+        assert self.bias is not None, "created without a bias"
+        rows = torch.arange(first_row, first_row + len(values))
+        if half is not None:
+            lanes = _panel_size() // 2
+            rows = rows // lanes * _panel_size() + _HALVES[half] * lanes + rows % lanes
+        self.bias[rows] = values.float()
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        """`ops.linear`, or with an activation `ops.gated_linear`."""
+        num_outputs = self.out_features if activation is None else self.out_features // 2
+        assert self.gated == (activation is not None), "a gated weight is packed for the activation"
+        out = torch.empty(len(x), num_outputs, dtype=out_dtype, device=x.device)
+        launch(
+            "linear", x, DTYPES[self.dtype], DTYPES[out_dtype], x, x.stride(0), self.data, self.bias,
+            out, num_outputs, self.in_features, self.out_features, _EPILOGUES[activation],
+        )  # fmt: skip
+        return out
+
+    def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """`ops.embedding`."""
+        out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
+        launch(
+            "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], self.data, token_ids, out,
+            self.in_features,
+        )  # fmt: skip
+        return out
+
+
+def can_pack(in_features: int, dtype: torch.dtype) -> bool:
+    """Whether native products exist here for such a weight."""
+    return bool(isa()) and dtype in DTYPES and (dtype == torch.float32 or in_features % 2 == 0)
+
+
+def _panel_size() -> int:
+    return int(load(isa()).triptych_panel_size())

@@ -1,0 +1,218 @@
+"""A forward pass recorded once and run with one call: no Python between its kernels.
+
+A model is run on the meta device, where tensors have shapes and no memory. Each native op appends its kernel
+instead of computing, views cost nothing, and whatever else torch is asked to compute ends the recording: it would
+be missing when the program runs. Then buffers get their places in one piece of memory, those that are not needed
+at the same time sharing theirs.
+
+What changes from step to step are the numbers of rows and the content of the inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from triptych_kernels.cpu.launch import Argument, _recorders, find_kernel, to_words
+from triptych_kernels.cpu.library import isa, load
+
+_ALIGNMENT = 64  # bytes: a cache line, and a vector
+_ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
+
+
+class NotRecordable(Exception):
+    """A model computes something that no native kernel does; names it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """One storage on the meta device, and when it is in use."""
+
+    keep: torch.UntypedStorage
+    """So that no other storage takes its identity."""
+    count: str
+    """Which of the step's numbers counts its rows."""
+    num_bytes: int
+    first: int
+    """Number of the call that fills it."""
+    last: int
+    """Number of the last call that reads it."""
+    memory: Tensor | None = None
+    """Of an input, where it stands."""
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    kernel: str
+    count: str
+    arguments: tuple[Argument, ...]
+
+
+class _CallStruct(ctypes.Structure):
+    """`Call` in run.cpp."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("count_index", ctypes.c_int64),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """Takes the calls of one forward pass; see `record`."""
+
+    _calls: list[_Call] = field(default_factory=list)
+    _buffers: dict[int, _Buffer] = field(default_factory=dict)
+    """By identity of the storage."""
+
+    def input(self, memory: Tensor, *, count: str) -> Tensor:
+        """A stand-in for `memory`, which is read where it stands whenever the program runs.
+
+        Args:
+            memory: [most rows, …], filled by the caller before each run.
+            count: names the number of its rows.
+        """
+        stand_in = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
+        storage = stand_in.untyped_storage()
+        self._buffers[storage._cdata] = _Buffer(storage, count, 0, 0, 0, memory=memory)
+        return stand_in
+
+    def append(self, kernel: str, rows: Tensor, arguments: Sequence[Argument]) -> None:
+        """Record one call; storages not seen before are what it fills.
+
+        Raises:
+            NotRecordable: the number of rows comes from a tensor that no recorded call has filled.
+        """
+        buffer = self._buffers.get(rows.untyped_storage()._cdata)
+        if buffer is None:
+            raise NotRecordable(f"{kernel}: its rows come from outside of the recording")
+        number = len(self._calls)
+        for argument in arguments:
+            if not isinstance(argument, Tensor) or argument.device.type != "meta":
+                continue
+            storage = argument.untyped_storage()
+            known = self._buffers.setdefault(
+                storage._cdata, _Buffer(storage, buffer.count, storage.nbytes(), number, number)
+            )
+            known.last = number
+        self._calls.append(_Call(kernel, buffer.count, tuple(arguments)))
+
+    def finish(self, output: Tensor) -> Program:
+        """The program that fills `output`, which stays as it is until the next run."""
+        self._buffers[output.untyped_storage()._cdata].last = len(self._calls)
+        return Program(self._calls, self._buffers, output)
+
+
+class Program:
+    """Calls with all addresses filled in. Owned by one thread."""
+
+    def __init__(self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], output: Tensor) -> None:
+        self._memory = torch.empty(_place(list(buffers.values())) + _ALIGNMENT, dtype=torch.uint8)
+        # the system backs a page when a step is first that large, so room for the longest step costs nothing
+        base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._kept = [a for call in calls for a in call.arguments if isinstance(a, Tensor)], dict(buffers)
+        self._count_names = tuple(dict.fromkeys(call.count for call in calls))
+        self._structs = (_CallStruct * len(calls))()
+        self._words = []
+
+        def address(tensor: Tensor) -> int:
+            if tensor.device.type != "meta":
+                return tensor.data_ptr()
+            buffer = buffers[tensor.untyped_storage()._cdata]
+            start = base + buffer.offset if buffer.memory is None else buffer.memory.data_ptr()
+            return start + tensor.storage_offset() * tensor.itemsize
+
+        for struct, call in zip(self._structs, calls, strict=True):
+            words = to_words([address(a) if isinstance(a, Tensor) else a for a in call.arguments])
+            self._words.append(words)
+            struct.kernel = ctypes.cast(find_kernel(isa(), call.kernel), ctypes.c_void_p)  # type: ignore[arg-type]
+            struct.arguments = ctypes.addressof(words)
+            struct.count_index = self._count_names.index(call.count)
+        self._counts = (ctypes.c_int64 * len(self._count_names))()
+        self._run = load(isa()).triptych_run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._run.restype = None
+        offset = address(output) - self._memory.data_ptr()
+        flat = self._memory[offset : offset + output.nbytes].view(output.dtype)
+        self.output = flat.view(output.shape)
+        """[most rows, …], of which a run fills the first."""
+
+    def __len__(self) -> int:
+        """Number of kernel calls."""
+        return len(self._structs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Address space of the buffers; memory is taken by what steps touch."""
+        return self._memory.nbytes
+
+    def run(self, counts: Mapping[str, int]) -> None:
+        """Compute with what stands in the inputs; `counts` gives each number of rows its value."""
+        for i, name in enumerate(self._count_names):
+            self._counts[i] = counts[name]
+        self._run(self._structs, len(self._structs), self._counts)
+
+
+def record(forward: Callable[[Recording], Tensor]) -> Program:
+    """Record what `forward` computes, from inputs it declares with `Recording.input`, into what it returns.
+
+    Raises:
+        NotRecordable: it computes something outside of the native kernels; names it.
+    """
+    recording = Recording()
+    with _recording_into(recording), _RefuseOthers():
+        output = forward(recording)
+    return recording.finish(output)
+
+
+@contextmanager
+def _recording_into(recording: Recording) -> Iterator[None]:
+    _recorders.append(recording)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+class _RefuseOthers(TorchDispatchMode):
+    """Lets torch make views and empty tensors, and nothing else."""
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func.name().partition(".")[0] not in _ALLOCATIONS:
+            raise NotRecordable(f"{func.name()} has no native kernel")
+        return func(*args, **(kwargs or {}))
+
+
+def _place(buffers: Sequence[_Buffer]) -> int:
+    """Give every buffer its offset; returns the end of the last one.
+
+    Largest first, each at the lowest place that nobody holds while it is in use.
+    """
+    placed: list[_Buffer] = []
+    for buffer in sorted((b for b in buffers if b.memory is None), key=lambda b: -b.num_bytes):
+        offset = 0
+        for other in placed:  # ascending by offset
+            if other.last < buffer.first or buffer.last < other.first:
+                continue
+            if offset + buffer.num_bytes <= other.offset:
+                break
+            offset = max(offset, _aligned(other.offset + other.num_bytes))
+        buffer.offset = offset
+        placed.append(buffer)
+        placed.sort(key=lambda b: b.offset)
+    return max((b.offset + b.num_bytes for b in placed), default=0)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,22 @@
+"""Root-mean-square normalisation on CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import DTYPES
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    rows = x.view(-1, x.shape[-1])
+    launch(
+        "rms_norm", rows, DTYPES[x.dtype], DTYPES[weight.dtype],
+        rows, weight, residual, total, out, x.shape[-1], eps,
+    )  # fmt: skip
+    return out if total is None else (out, total)

@@ -1,0 +1,31 @@
+// A pool of threads for loops that last microseconds: its threads spin for a moment before they sleep.
+#pragma once
+
+#include <cstdint>
+
+namespace triptych {
+
+using Body = void (*)(const void* context, int64_t index);
+
+// Threads that loops run on, the caller included.
+int num_threads();
+
+// body(context, 0..count - 1), each once, on whichever thread is free; returns when all are done. Indices are
+// claimed one by one, so a thread that the system takes off its core holds up its own index alone. One loop at a
+// time: a second caller waits. Loops do not nest.
+void parallel_for(int64_t count, Body body, const void* context);
+
+// The same for a lambda: f(index).
+template <typename F>
+void parallel_for(int64_t count, const F& f) {
+  parallel_for(count, [](const void* context, int64_t index) { (*static_cast<const F*>(context))(index); }, &f);
+}
+
+}  // namespace triptych
+
+extern "C" {
+// Use `count` threads (>= 1) from the next loop on. `cpus`: [count] logical CPUs to pin the threads to, the
+// caller's own first; null: the system moves them as it likes.
+void triptych_set_threads(int64_t count, const int32_t* cpus);
+int64_t triptych_num_threads();
+}
