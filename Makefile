@@ -39,6 +39,10 @@ demo: $(RUNTIME) native model ## Start the stack, stream the answer to PROMPT, s
 bench: $(RUNTIME) native model ## Measure: ARGS="throughput --help"
 	@exec $(BIN)/triptych bench $(or $(ARGS),throughput)
 
+.PHONY: bench-peers
+bench-peers: $(RUNTIME) native model ## Measure Triptych beside other engines, installed at first use (GBs): ARGS="--help"
+	@exec $(BIN)/python -m benchmarks.peers $(ARGS)
+
 ##@ Set up
 
 .PHONY: setup

@@ -20,7 +20,9 @@ DEVICE_TO_IMPL = {
 """Plain torch serves all devices; an implementation made for one of them takes over its line here. Tensors on the
 meta device are those of a recording, see `cpu.program`."""
 
-NATIVE_OPS = frozenset({"gather_rows", "paged_attention", "rms_norm"})
+NATIVE_OPS = frozenset(
+    {"embedding", "gather_rows", "paged_attention", "rms_norm", "rotary_embedding", "write_kv"}
+)
 """Those that `cpu` takes over where its library was built and understands the tensor's dtype."""
 
 PACKED_OPS = frozenset({"embedding", "gated_linear", "linear"})

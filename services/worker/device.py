@@ -12,6 +12,8 @@ from triptych.config.architecture import ModelArchitecture
 from triptych.config.fields import EngineConfig
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.library import use_threads as use_native_threads
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,12 +63,14 @@ def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
 
 
 def use_threads(requested: int) -> int:
-    """Give torch its CPU threads, process-wide, and return how many; 0: the physical cores we may use.
+    """Give the model its CPU threads, process-wide, and return how many; 0: the physical cores we may use.
 
-    A second thread per core only fights for the same vector unit.
+    A second thread per core only fights for the same vector unit. Where native kernels compute, their threads
+    have the cores, and torch does its small remainder on the thread that calls it.
     """
     num_threads = requested or host.usable_cores()
-    torch.set_num_threads(num_threads)
+    use_native_threads(num_threads)
+    torch.set_num_threads(1 if isa() else num_threads)
     return num_threads
 
 

@@ -51,7 +51,7 @@ def test_bfloat16_squares_are_summed_in_float32() -> None:
 def test_shapes_and_dtypes_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match=r"weight \[3\] does not fit x \[2, 4\]"):
         rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
-    with pytest.raises(ValueError, match=r"weight is torch.bfloat16, x is torch.float32"):
-        rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.bfloat16), 1e-5)
+    with pytest.raises(ValueError, match=r"x is torch.bfloat16, weight torch.float32"):
+        rms_norm(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match=r"residual \[1, 4\] torch.float32 does not fit x \[2, 4\]"):
         rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5, torch.ones(1, 4))

@@ -141,7 +141,9 @@ def test_creation_tells_its_phases_and_facts(directory, oracle):
     assert (facts.model.name, facts.model.vocab_size, facts.model.eos_token_ids) == ("tiny", 211, (2,))
     assert (facts.model.max_model_len, facts.model.dtype, facts.model.kv_dtype) == (128, "float32", "float32")
     assert facts.kv.num_blocks == 5 * 26 + 1  # five requests of 128 tokens, and the null block
-    assert facts.weight_bytes == sum(parameter.nbytes for parameter in oracle.parameters())
+    # packed weights are padded to whole panels of 16 or 32 outputs
+    plain_bytes = sum(parameter.nbytes for parameter in oracle.parameters())
+    assert plain_bytes <= facts.weight_bytes < 1.2 * plain_bytes
     assert len(facts.model.fingerprint) == 64
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
 from services.worker.loader.random import RandomCheckpoint
 from tests.hub.gguf_files import byte_level_vocabulary, write_gguf
-from tests.worker.tiny import tiny_architecture, tiny_config
+from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config.checkpoint import read_architecture
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
@@ -291,7 +291,7 @@ def test_a_model_is_filled_tensor_by_tensor_and_tells_how_far_it_is(tmp_path: Pa
     torch_dtype = getattr(torch, dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {torch_dtype}
     expected = checkpoint.read("model.embed_tokens.weight", torch_dtype)
-    assert torch.equal(dict(model.named_parameters())["model.embed_tokens.weight"], expected)
+    assert torch.equal(dense(model.model.embed_tokens.weight), expected)
 
 
 def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, model: LlamaForCausalLM) -> None:

@@ -21,6 +21,7 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
+from triptych_kernels.cpu.packed_weight import PackedWeight
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -96,6 +97,13 @@ def runner_for(model: nn.Module, config: ResolvedConfig) -> ModelRunner:
     for layer in kv_caches:
         layer[1:] = float("nan")
     return ModelRunner(model=model, kv_caches=kv_caches, facts=tiny_facts(config, kv.max_model_len, kv.shape))
+
+
+def dense(weight: Tensor | PackedWeight) -> Tensor:
+    """[out_features, in_features] as it was loaded, whatever form it is held in."""
+    if isinstance(weight, PackedWeight):
+        return weight.rows(torch.arange(weight.out_features), weight.dtype)
+    return weight
 
 
 def u32(*values: int) -> np.ndarray:

@@ -37,6 +37,9 @@ class CTranslate2Engine(LoadedEngine):
         wall_s = time.perf_counter() - started
         return Ran(wall_s, [len(result.sequences_ids[0]) for result in results])
 
+    def close(self) -> None:
+        self._generator.unload_model()
+
 
 if __name__ == "__main__":
     serve(CTranslate2Engine)

@@ -27,7 +27,7 @@ class LlamaBatchedBench(LoadedEngine):
             [
                 str(Path(self._load.options["bin"]) / "llama-batched-bench"), "--model", self._load.model,
                 "--threads", threads, "--threads-batch", threads,
-                "--ctx-size", str(num_prompts * (prompt_len + max_tokens)),
+                "--ctx-size", str(num_prompts * (prompt_len + max_tokens)), "--no-kv-unified",
                 "-npp", str(prompt_len), "-ntg", str(max_tokens), "-npl", str(num_prompts),
                 "--output-format", "jsonl",
             ],
@@ -47,6 +47,9 @@ class LlamaBatchedBench(LoadedEngine):
 
     def pids(self) -> list[int]:
         return []  # one process per run, gone after it
+
+    def close(self) -> None:
+        """Nothing runs between two batches."""
 
 
 if __name__ == "__main__":

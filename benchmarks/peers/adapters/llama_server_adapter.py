@@ -71,7 +71,7 @@ class LlamaServerEngine(LoadedEngine):
             [
                 str(Path(self._load.options["bin"]) / "llama-server"), "--model", self._load.model,
                 "--threads", threads, "--threads-batch", threads, "--parallel", str(num_slots),
-                "--ctx-size", str(num_slots * context), "--no-kv-unified", "--no-warmup", "--no-webui",
+                "--ctx-size", str(num_slots * context), "--no-kv-unified", "--no-warmup", "--no-ui",
                 "--cache-ram", "0", "--port", str(self._port),
             ],
             stdin=subprocess.DEVNULL,

@@ -38,6 +38,9 @@ class OpenvinoEngine(LoadedEngine):
         wall_s = time.perf_counter() - started
         return Ran(wall_s, [len(tokens) for tokens in results.tokens])
 
+    def close(self) -> None:
+        del self._pipeline
+
 
 if __name__ == "__main__":
     serve(OpenvinoEngine)

@@ -59,8 +59,9 @@ class LoadedEngine(ABC):
         """Largest resident set of those of its processes that have ended."""
         return 0
 
+    @abstractmethod
     def close(self) -> None:
-        """End its processes."""
+        """Let go of everything; its processes end."""
 
 
 def serve(load: Callable[[Load], LoadedEngine]) -> None:

@@ -1,6 +1,7 @@
 """Triptych as it is served: three processes, the public gRPC door, one client.
 
-Options: keys of its config (`model.quantization`), as `triptych serve` takes them.
+Options: keys of its config (`model.quantization`), as `triptych serve` takes them. Its worker counts the cores
+by itself, as for any user.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ class TriptychEngine(LoadedEngine):
                 "model.model": load.model,
                 "model.max_model_len": load.max_model_len,
                 "scheduler.max_num_seqs": load.max_num_seqs,
-                "worker.num_threads": load.num_threads,
                 **load.options,
             }
         )

@@ -33,6 +33,9 @@ class VllmEngine(LoadedEngine):
         wall_s = time.perf_counter() - started
         return Ran(wall_s, [len(output.outputs[0].token_ids) for output in outputs])
 
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
 
 if __name__ == "__main__":
     serve(VllmEngine)

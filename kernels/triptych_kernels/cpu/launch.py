@@ -19,26 +19,29 @@ Argument = Tensor | int | float | None
 class Recorder(Protocol):
     """What takes calls instead of carrying them out; see `program`."""
 
-    def append(self, kernel: str, rows: Tensor, arguments: Sequence[Argument]) -> None: ...
+    def append(
+        self, kernel: str, rows: Tensor, arguments: Sequence[Argument], filled_like: Tensor
+    ) -> None: ...
 
 
 _recorders: list[Recorder] = []
 """The innermost is the last; a recording is made on one thread, before steps are computed."""
 
 
-def launch(kernel: str, rows: Tensor, *arguments: Argument) -> None:
+def launch(kernel: str, rows: Tensor, *arguments: Argument, filled_like: Tensor | None = None) -> None:
     """Run `triptych_<kernel>` of the native library, or record the call.
 
     Args:
         rows: any tensor whose first axis is what the kernel calls rows.
         arguments: the fields of the kernel's struct, in order; tensors as it describes them, not checked.
+        filled_like: what the kernel fills has as many rows as this tensor; None: as `rows`.
     Raises:
         RuntimeError: tensors without memory, and no recording under way.
     """
     if rows.device.type == "meta":
         if not _recorders:
             raise RuntimeError(f"{kernel}: tensors on the meta device hold nothing to compute with")
-        _recorders[-1].append(kernel, rows, arguments)
+        _recorders[-1].append(kernel, rows, arguments, rows if filled_like is None else filled_like)
         return
     words = to_words([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
     find_kernel(isa(), kernel)(words, rows.shape[0])

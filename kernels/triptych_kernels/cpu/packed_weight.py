@@ -19,7 +19,13 @@ class PackedWeight:
     """[out_features, in_features] of one or several projections, filled row by row as they are loaded."""
 
     def __init__(
-        self, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool = False, bias: bool = False
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        bias: bool = False,
     ) -> None:
         """Storage for a weight, all zero; it belongs to the instruction set in use.
 
@@ -46,6 +52,10 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
+
+    @property
+    def num_elements(self) -> int:
+        return self.out_features * (self.in_features + (self.bias is not None))
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +92,8 @@ class PackedWeight:
         """`ops.embedding`."""
         out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
         launch(
-            "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], self.data, token_ids, out,
-            self.in_features,
+            "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], True, self.data,
+            token_ids, out, self.in_features,
         )  # fmt: skip
         return out
 

@@ -86,25 +86,29 @@ class Recording:
         self._buffers[storage._cdata] = _Buffer(storage, count, 0, 0, 0, memory=memory)
         return stand_in
 
-    def append(self, kernel: str, rows: Tensor, arguments: Sequence[Argument]) -> None:
-        """Record one call; storages not seen before are what it fills.
+    def append(self, kernel: str, rows: Tensor, arguments: Sequence[Argument], filled_like: Tensor) -> None:
+        """Record one call; storages not seen before are what it fills, with as many rows as `filled_like`.
 
         Raises:
-            NotRecordable: the number of rows comes from a tensor that no recorded call has filled.
+            NotRecordable: a number of rows comes from a tensor that no recorded call has filled.
         """
-        buffer = self._buffers.get(rows.untyped_storage()._cdata)
-        if buffer is None:
-            raise NotRecordable(f"{kernel}: its rows come from outside of the recording")
+        count, filled_count = self._count_of(kernel, rows), self._count_of(kernel, filled_like)
         number = len(self._calls)
         for argument in arguments:
             if not isinstance(argument, Tensor) or argument.device.type != "meta":
                 continue
             storage = argument.untyped_storage()
             known = self._buffers.setdefault(
-                storage._cdata, _Buffer(storage, buffer.count, storage.nbytes(), number, number)
+                storage._cdata, _Buffer(storage, filled_count, storage.nbytes(), number, number)
             )
             known.last = number
-        self._calls.append(_Call(kernel, buffer.count, tuple(arguments)))
+        self._calls.append(_Call(kernel, count, tuple(arguments)))
+
+    def _count_of(self, kernel: str, tensor: Tensor) -> str:
+        buffer = self._buffers.get(tensor.untyped_storage()._cdata)
+        if buffer is None:
+            raise NotRecordable(f"{kernel}: its rows come from outside of the recording")
+        return buffer.count
 
     def finish(self, output: Tensor) -> Program:
         """The program that fills `output`, which stays as it is until the next run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from triptych_kernels.dispatch import find_impl
@@ -17,31 +18,41 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
-    query_lens_list: tuple[int, ...],
-    seq_lens_list: tuple[int, ...],
+    window: int = 0,
+    soft_cap: float = 0.0,
+    query_lens_list: tuple[int, ...] | None = None,
+    seq_lens_list: tuple[int, ...] | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Attend from each row's queries to all of its keys up to and including the query's own position.
+    """Attend from each row's queries to its keys up to and including the query's own position.
 
-    Query i of a row with query length q and sequence length n stands at position n - q + i and sees the keys
-    0..n - q + i. Query head h reads key head h // (num_heads // num_kv_heads). What the cache holds past a
-    row's end, NaN included, and in block 0 has no influence.
+    Query i of a row with query length q and sequence length n stands at position p = n - q + i and sees the keys
+    0..p, or the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). What the
+    cache holds past a row's end, NaN included, and in block 0 has no influence.
+
+        score = scale * query . key, then soft_cap * tanh(score / soft_cap) where that is given
 
     Args:
-        query: [num_tokens, num_heads, head_dim]; the tokens of a row are contiguous, and rows follow each other.
+        query: [num_tokens, num_heads, head_dim], a view of something larger if need be, the last axis dense; the
+            tokens of a row are contiguous, and rows follow each other.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; this step's keys and values
             have been written.
         block_tables: [num_rows, max_blocks] int32, a row's blocks in order; entries past its last are not read.
         query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, keys per row.
         scale: multiplies query · key.
-        query_lens_list: [num_rows] differences of query_starts, each >= 1, known on the host.
-        seq_lens_list: seq_lens, known on the host.
+        window: keys that a query sees at most, its own included; 0: all.
+        soft_cap: no score exceeds it in size; 0: scores are as they are.
+        query_lens_list: [num_rows] differences of query_starts, each >= 1, where the host knows them; None: they
+            are read from the tensor.
+        seq_lens_list: seq_lens, likewise.
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
     Raises:
-        ValueError: shapes or lengths disagree; names both.
-    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
+        ValueError: shapes, dtypes or lengths disagree; names both. In a recording there are no lengths yet, so
+            who fills its inputs must see to them.
+    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
+        arXiv:2310.06825; soft cap, arXiv:2408.00118.
     """
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
@@ -49,28 +60,26 @@ def paged_attention(
             "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
         )
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    if query.ndim != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
+    if query.ndim != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads or query.stride(2) != 1:
         raise ValueError(
-            f"paged_attention: query {list(query.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
-            "it must be [num_tokens, a multiple of num_kv_heads, head_dim]"
+            f"paged_attention: query {list(query.shape)} with strides {query.stride()} does not fit kv_cache "
+            f"{list(kv_cache.shape)}; it must be [num_tokens, a multiple of num_kv_heads, head_dim], the last "
+            "axis dense"
         )
-    num_rows = len(query_lens_list)
-    if (
-        len(seq_lens_list) != num_rows
-        or seq_lens.shape != (num_rows,)
-        or query_starts.shape != (num_rows + 1,)
-    ):
-        raise ValueError(
-            f"paged_attention: query_lens_list has {num_rows} rows, but seq_lens_list has "
-            f"{len(seq_lens_list)}, seq_lens {list(seq_lens.shape)}, query_starts "
-            f"{list(query_starts.shape)} (one more)"
-        )
-    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows:
-        raise ValueError(
-            f"paged_attention: block_tables {list(block_tables.shape)} must be "
-            f"[num_rows = {num_rows}, max_blocks]"
-        )
-    _check_lengths(query_lens_list, seq_lens_list, query.shape[0], block_tables.shape[1] * block_size)
+    _check_layout(block_tables, query_starts, seq_lens)
+    if window < 0 or soft_cap < 0.0:
+        raise ValueError(f"paged_attention: window {window} and soft_cap {soft_cap} must be 0 or positive")
+    if query.device.type != "meta":
+        if query_lens_list is None:
+            query_lens_list = tuple(query_starts.diff().tolist())
+        if seq_lens_list is None:
+            seq_lens_list = tuple(seq_lens.tolist())
+        if not len(query_lens_list) == len(seq_lens_list) == len(seq_lens):
+            raise ValueError(
+                f"paged_attention: query_lens_list has {len(query_lens_list)} rows and seq_lens_list "
+                f"{len(seq_lens_list)}, but seq_lens has {len(seq_lens)}"
+            )
+        _check_lengths(query_lens_list, seq_lens_list, query.shape[0], block_tables.shape[1] * block_size)
     out: Tensor = find_impl("paged_attention", query, impl)(
         query,
         kv_cache,
@@ -78,10 +87,31 @@ def paged_attention(
         query_starts,
         seq_lens,
         scale,
+        window=window,
+        soft_cap=soft_cap,
         query_lens_list=query_lens_list,
         seq_lens_list=seq_lens_list,
     )
     return out
+
+
+def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
+    num_rows = len(seq_lens)
+    if seq_lens.shape != (num_rows,) or query_starts.shape != (num_rows + 1,):
+        raise ValueError(
+            f"paged_attention: query_starts {list(query_starts.shape)} must be one longer than seq_lens "
+            f"{list(seq_lens.shape)}"
+        )
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"paged_attention: block_tables {list(block_tables.shape)} with strides {block_tables.stride()} "
+            f"must be [num_rows = {num_rows}, max_blocks], the last axis dense"
+        )
+    dtypes = block_tables.dtype, query_starts.dtype, seq_lens.dtype
+    if dtypes != (torch.int32,) * 3:
+        raise ValueError(
+            f"paged_attention: block_tables, query_starts and seq_lens are {dtypes}; they must be torch.int32"
+        )
 
 
 @lru_cache(maxsize=4)  # asked once per layer with the same step

@@ -18,20 +18,25 @@ def rotary_embedding(
     Computed in float32 and rounded once to the dtype of the input.
 
     Args:
-        query: [num_tokens, num_heads, head_dim]; need not be contiguous.
-        key: [num_tokens, num_kv_heads, head_dim].
+        query: [num_tokens, num_heads, head_dim], a view of something larger if need be; the last axis is dense.
+        key: [num_tokens, num_kv_heads, head_dim], likewise, of the query's dtype.
         positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
-        cos_sin_cache: [max_position, head_dim] float32, half = head_dim / 2 cosines, then as many sines.
+        cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
     Returns:
         New tensors like query and key.
     Raises:
-        ValueError: shapes disagree; names both.
+        ValueError: shapes, dtypes or strides disagree; names both.
     Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
     """
     if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
         raise ValueError(
             f"rotary_embedding: query {list(query.shape)} and key {list(key.shape)} must be "
             "[num_tokens, heads, head_dim] with equal num_tokens and head_dim"
+        )
+    if key.dtype != query.dtype or query.stride(2) != 1 or key.stride(2) != 1:
+        raise ValueError(
+            f"rotary_embedding: query {query.dtype} with strides {query.stride()} and key {key.dtype} with "
+            f"{key.stride()} must be of one dtype, their last axes dense"
         )
     if positions.shape != query.shape[:1]:
         raise ValueError(

@@ -13,18 +13,20 @@ def write_kv(
     """Write this step's keys and values into the paged cache, in place.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache; need not be contiguous.
-        value: like key.
-        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]; keys at 0 of the second axis, values at 1.
+        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache; a view of something
+            larger if need be, the last axis is dense.
+        value: like key, of its dtype.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; keys at 0 of the second axis,
+            values at 1.
         slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1: the token is skipped.
             Slots other than -1 are distinct; not checked.
     Raises:
-        ValueError: shapes disagree; names both.
+        ValueError: shapes, dtypes or strides disagree; names both.
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
-    if kv_cache.ndim != 5 or kv_cache.shape[1] != 2:
+    if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
-            f"write_kv: kv_cache {list(kv_cache.shape)} must be "
+            f"write_kv: kv_cache {list(kv_cache.shape)} must be a contiguous "
             "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
         )
     if key.ndim != 3 or key.shape[1:] != (kv_cache.shape[2], kv_cache.shape[4]):
@@ -32,8 +34,15 @@ def write_kv(
             f"write_kv: key {list(key.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
             "it must be [num_tokens, num_kv_heads, head_dim]"
         )
-    if value.shape != key.shape:
-        raise ValueError(f"write_kv: value {list(value.shape)} is not like key {list(key.shape)}")
+    if value.shape != key.shape or value.dtype != key.dtype:
+        raise ValueError(
+            f"write_kv: value {list(value.shape)} {value.dtype} is not like key {list(key.shape)} {key.dtype}"
+        )
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError(
+            f"write_kv: the last axes of key and value must be dense, their strides are {key.stride()} and "
+            f"{value.stride()}"
+        )
     if slot_mapping.shape != key.shape[:1]:
         raise ValueError(
             f"write_kv: slot_mapping {list(slot_mapping.shape)} does not fit "

@@ -14,6 +14,8 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
+    window: int,
+    soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -24,14 +26,20 @@ def paged_attention(
     for row, seq_len in enumerate(seq_lens.tolist()):
         start, end = starts[row], starts[row + 1]
         for token in range(start, end):
-            num_visible = seq_len - (end - start) + (token - start) + 1
-            slots = [(int(block_tables[row, p // block_size]), p % block_size) for p in range(num_visible)]
+            position = seq_len - (end - start) + (token - start)
+            first = max(position - window + 1, 0) if window else 0
+            slots = [
+                (int(block_tables[row, p // block_size]), p % block_size) for p in range(first, position + 1)
+            ]
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
                 keys = torch.stack([kv_cache[block, 0, kv_head, offset] for block, offset in slots]).double()
                 values = torch.stack(
                     [kv_cache[block, 1, kv_head, offset] for block, offset in slots]
                 ).double()
-                weights = torch.softmax(keys @ query[token, head].double() * scale, dim=0)
+                scores = keys @ query[token, head].double() * scale
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                weights = torch.softmax(scores, dim=0)
                 out[token, head] = weights @ values
     return out

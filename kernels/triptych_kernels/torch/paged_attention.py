@@ -1,6 +1,7 @@
 """Paged attention as scaled_dot_product_attention over gathered pages.
 
-Rows of one query are gathered together in tiles of similar length; longer rows are computed one by one.
+Rows of one query are gathered together in tiles of similar length; longer rows are computed one by one, and so are
+all where a window or a soft cap is asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ class _DecodeTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class _Chunk:
     """A row of several queries."""
 
     row: int
@@ -54,7 +56,7 @@ class _Plan:
     """How a step's rows are computed; the same for every layer."""
 
     decode_tiles: tuple[_DecodeTile, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[_Chunk, ...]
 
 
 def paged_attention(
@@ -65,6 +67,8 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
+    window: int,
+    soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -75,10 +79,18 @@ def paged_attention(
     # the query heads that share a key head stand together
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(query)
+    if window or soft_cap:
+        starts = accumulate(query_lens_list, initial=0)
+        for row, (start, query_len, seq_len) in enumerate(
+            zip(starts, query_lens_list, seq_lens_list, strict=False)
+        ):
+            chunk = _Chunk(row, start, query_len, seq_len)
+            _attend_limited(chunk, query, kv_cache, block_tables, scale, window, soft_cap, out)
+        return out.view(num_tokens, num_heads, head_dim)
     for tile in plan.decode_tiles:
         _attend_decodes(tile, query, kv_cache, block_tables, scale, out)
     for chunk in plan.chunks:
-        attend_chunk(chunk, query, kv_cache, block_tables, scale, out)
+        _attend_chunk(chunk, query, kv_cache, block_tables, scale, out)
     return out.view(num_tokens, num_heads, head_dim)
 
 
@@ -99,8 +111,42 @@ def _attend_decodes(
     )
 
 
-def attend_chunk(
-    chunk: Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
+def _attend_limited(
+    chunk: _Chunk,
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    out: Tensor,
+) -> None:
+    """What scaled_dot_product_attention cannot express, spelt out in float32."""
+    # [num_kv_heads, 1, seq_len, head_dim] each
+    keys, values = (
+        _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len)
+        .float()
+        .transpose(1, 2)
+    )
+    positions = torch.arange(chunk.seq_len, device=query.device)
+    num_earlier = chunk.seq_len - chunk.query_len
+    for start in range(0, chunk.query_len, _MAX_CHUNK_QUERIES):
+        end = min(start + _MAX_CHUNK_QUERIES, chunk.query_len)
+        tokens = slice(chunk.first_token + start, chunk.first_token + end)
+        # [num_kv_heads, heads per key head, queries, seq_len]
+        scores = query[tokens].float().permute(1, 2, 0, 3) @ keys.transpose(2, 3) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        distance = positions[num_earlier + start : num_earlier + end, None] - positions
+        seen = distance >= 0
+        if window:
+            seen &= distance < window
+        weights = scores.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
+        out[tokens] = (weights @ values).permute(2, 0, 1, 3).to(out.dtype)
+
+
+def _attend_chunk(
+    chunk: _Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
 ) -> None:
     keys_values = _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len).to(
         query.dtype
@@ -155,13 +201,13 @@ def _plan(
     device: torch.device,
 ) -> _Plan:
     decodes: list[tuple[int, int, int]] = []  # (seq_len, row, token)
-    chunks: list[Chunk] = []
+    chunks: list[_Chunk] = []
     token = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len == 1:
             decodes.append((seq_len, row, token))
         else:
-            chunks.append(Chunk(row, token, query_len, seq_len))
+            chunks.append(_Chunk(row, token, query_len, seq_len))
         token += query_len
     tiles = tuple(_decode_tile(rows, device) for rows in _tile(sorted(decodes), block_size, tile_pages))
     return _Plan(tiles, tuple(chunks))

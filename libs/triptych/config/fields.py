@@ -216,6 +216,9 @@ class WorkerConfig:
     num_threads: int = value(
         0, "CPU threads for the model; 0: the physical cores this process may use.", WORKER, ge=0
     )
+    enforce_eager: bool = value(
+        False, "Call the model operation by operation, not as one recorded program; for debugging.", WORKER
+    )
     hang_timeout_s: float = value(
         30.0,
         "Seconds that a step is given at least (30 times the average if that is more); then the worker exits "

@@ -17,8 +17,8 @@ class AttentionBatch:
         step's tokens   a a a a b c c          three rows, query_starts [0, 4, 5, 7]
         their positions 0 1 2 3 9 6 7          seq_lens [4, 10, 8]
 
-    Tensors are on the rank's device; the tuples say the same to code that loops on the host without
-    waiting for the device.
+    Tensors are on the rank's device; the numbers and tuples say the same to code that loops on the host without
+    waiting for the device. Where a program is recorded no step is known: they keep their defaults.
     """
 
     slot_mapping: Tensor
@@ -29,7 +29,7 @@ class AttentionBatch:
     """[num_rows + 1] int32."""
     seq_lens: Tensor
     """[num_rows] int32, length of the keys and values, this step's tokens included."""
-    max_query_len: int
-    max_seq_len: int
-    query_lens_list: tuple[int, ...]
-    seq_lens_list: tuple[int, ...]
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    query_lens_list: tuple[int, ...] = ()
+    seq_lens_list: tuple[int, ...] = ()

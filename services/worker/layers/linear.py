@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
-from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, share
+from services.worker.layers.weights import (
+    WeightedLayer,
+    WeightTarget,
+    bias_target,
+    create_linear_weight,
+    linear_target,
+    share,
+)
 from triptych.config.resolved import ResolvedConfig
+from triptych_kernels.ops import gated_linear, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +50,24 @@ class PackedLinear(WeightedLayer):
         self.prefix = prefix
         self.pieces = pieces
         out_features = sum(piece.length for piece in pieces)
-        self.weight = empty_parameter(out_features, in_features, config=config)
-        self.bias: nn.Parameter | None = empty_parameter(out_features, config=config) if bias else None
+        self.weight, self.bias = create_linear_weight(out_features, in_features, config=config, bias=bias)
+        self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., sum of this rank's pieces]"""
+        """[num_tokens, in_features] -> [num_tokens, sum of this rank's pieces]"""
         return linear(x, self.weight, self.bias)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
-        in_features = self.weight.shape[1]
-        offset = 0
+        first_row = 0
         for piece in self.pieces:
-            rows = slice(offset, offset + piece.length)
             name = f"{self.prefix}.{piece.name}"
-            targets[f"{name}.weight"] = WeightTarget(
-                self.weight[rows], (piece.out_features, in_features), start=piece.start
-            )
-            if self.bias is not None:
-                targets[f"{name}.bias"] = WeightTarget(
-                    self.bias[rows], (piece.out_features,), start=piece.start
-                )
-            offset += piece.length
+            shape = (piece.out_features, self.weight.shape[1])
+            place = {"first_row": first_row, "length": piece.length, "start": piece.start}
+            targets[f"{name}.weight"] = linear_target(self.weight, shape, **place)
+            if self.has_bias:
+                targets[f"{name}.bias"] = bias_target(self.weight, self.bias, piece.out_features, **place)
+            first_row += piece.length
         return targets
 
 
@@ -110,15 +113,52 @@ class QKVLinear(PackedLinear):
         return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
 
 
-class GateUpLinear(PackedLinear):
-    """The two projections into a gated MLP; `prefix` is that of the MLP. Output [gate | up]."""
+class GatedLinear(WeightedLayer):
+    """The gate and up projections of an MLP and its activation; `prefix` is that of the MLP."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, config: ResolvedConfig, prefix: str
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        config: ResolvedConfig,
+        prefix: str,
     ) -> None:
-        start, length = share(intermediate_size, what="intermediate_size", config=config)
-        pieces = tuple(Piece(name, intermediate_size, start, length) for name in ("gate_proj", "up_proj"))
-        super().__init__(hidden_size, pieces, bias=bias, config=config, prefix=prefix)
+        super().__init__()
+        self.prefix = prefix
+        self.activation = activation
+        self.intermediate_size = intermediate_size
+        """Of all ranks together."""
+        self.start, self.length = share(intermediate_size, what="intermediate_size", config=config)
+        self.weight, self.bias = create_linear_weight(
+            2 * self.length, hidden_size, config=config, gated=True, bias=bias
+        )
+        self.has_bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> activation(gate) * up, [num_tokens, this rank's columns]"""
+        return gated_linear(x, self.weight, self.bias, activation=self.activation)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets: dict[str, WeightTarget] = {}
+        shape = (self.intermediate_size, self.weight.shape[1])
+        for half in ("gate", "up"):
+            name = f"{self.prefix}.{half}_proj"
+            targets[f"{name}.weight"] = linear_target(
+                self.weight, shape, length=self.length, start=self.start, half=half
+            )
+            if self.has_bias:
+                targets[f"{name}.bias"] = bias_target(
+                    self.weight,
+                    self.bias,
+                    self.intermediate_size,
+                    length=self.length,
+                    start=self.start,
+                    half=half,
+                )
+        return targets
 
 
 class RowLinear(WeightedLayer):
@@ -132,22 +172,22 @@ class RowLinear(WeightedLayer):
         self.in_features = in_features
         """Of all ranks together."""
         self.start, length = share(in_features, what=f"inputs of {prefix}", config=config)
-        self.weight = empty_parameter(out_features, length, config=config)
-        self.bias: nn.Parameter | None = empty_parameter(out_features, config=config) if bias else None
+        self.weight, self.bias = create_linear_weight(out_features, length, config=config, bias=bias)
+        self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., this rank's in_features] -> [..., out_features]"""
+        """[num_tokens, this rank's inputs] -> [num_tokens, out_features]"""
         return linear(x, self.weight, self.bias)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         out_features = self.weight.shape[0]
         targets = {
-            f"{self.prefix}.weight": WeightTarget(
+            f"{self.prefix}.weight": linear_target(
                 self.weight, (out_features, self.in_features), dim=1, start=self.start
             )
         }
-        if self.bias is not None:
-            targets[f"{self.prefix}.bias"] = WeightTarget(self.bias, (out_features,))
+        if self.has_bias:
+            targets[f"{self.prefix}.bias"] = bias_target(self.weight, self.bias, out_features)
         return targets
 
 

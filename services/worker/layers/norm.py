@@ -6,7 +6,7 @@ from typing import overload
 
 from torch import Tensor
 
-from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter
+from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, parameter_target
 from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import rms_norm
 
@@ -29,4 +29,4 @@ class RMSNorm(WeightedLayer):
         return rms_norm(x, self.weight, self.eps, residual)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        return {f"{self.prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
+        return {f"{self.prefix}.weight": parameter_target(self.weight, tuple(self.weight.shape))}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 from services.worker.device import TORCH_DTYPES
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, ModelError
+from triptych_kernels.cpu.packed_weight import Half, PackedWeight, can_pack
+
+LinearWeight = nn.Parameter | PackedWeight
+"""[out_features, in_features] in the form that the device's product wants; the ops take either."""
 
 _NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
 
@@ -20,17 +26,24 @@ _NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
 class WeightTarget:
     """The place of one checkpoint tensor, or of this rank's share of it."""
 
-    storage: Tensor
-    """The (part of a) parameter to fill; aliases it."""
+    fill: Callable[[Tensor], object]
+    """Takes this rank's share and keeps a copy, rounded to the form in which the weight is held."""
     checkpoint_shape: tuple[int, ...]
     """Of the whole tensor, as every rank reads it."""
+    length: int
+    """Of this rank's share, on the axis that ranks share out."""
     dim: int = 0
-    """The axis that ranks share out."""
+    """That axis."""
     start: int = 0
-    """Where this rank's share begins on that axis; it is as long as `storage`."""
+    """Where this rank's share begins on it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Of this rank's share."""
+        return math.prod(self.checkpoint_shape) // self.checkpoint_shape[self.dim] * self.length
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's share of `tensor`, rounded to the dtype of the parameter.
+        """Hand this rank's share of `tensor` to `fill`.
 
         Raises:
             ModelError: the tensor has another shape; names both.
@@ -40,7 +53,14 @@ class WeightTarget:
                 f"{name}: the checkpoint holds {list(tensor.shape)}, "
                 f"the model needs {list(self.checkpoint_shape)}"
             )
-        self.storage.copy_(tensor.narrow(self.dim, self.start, self.storage.shape[self.dim]))
+        self.fill(tensor.narrow(self.dim, self.start, self.length))
+
+
+def parameter_target(
+    parameter: Tensor, checkpoint_shape: tuple[int, ...], *, dim: int = 0, start: int = 0
+) -> WeightTarget:
+    """The place of a tensor in (a part of) a parameter, which it fills."""
+    return WeightTarget(parameter.copy_, checkpoint_shape, parameter.shape[dim], dim, start)
 
 
 class WeightedLayer(nn.Module, ABC):
@@ -55,6 +75,80 @@ def empty_parameter(*shape: int, config: ResolvedConfig) -> nn.Parameter:
     """Storage in `config.dtype` on this rank's device; its content is undefined until it is loaded."""
     storage = torch.empty(shape, dtype=TORCH_DTYPES[config.dtype], device=config.rank.device)
     return nn.Parameter(storage, requires_grad=False)
+
+
+def create_linear_weight(
+    out_features: int, in_features: int, *, config: ResolvedConfig, gated: bool = False, bias: bool = False
+) -> tuple[LinearWeight, nn.Parameter | None]:
+    """Storage for a linear layer's weight and, where that does not hold it itself, its bias.
+
+    Packed for the native product where there is one, else a plain parameter.
+
+    Args:
+        gated: the two halves of the outputs are an MLP's gate and up.
+    """
+    dtype = TORCH_DTYPES[config.dtype]
+    if config.rank.device == "cpu" and can_pack(in_features, dtype):
+        return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
+    weight = empty_parameter(out_features, in_features, config=config)
+    return weight, empty_parameter(out_features, config=config) if bias else None
+
+
+def linear_target(
+    weight: LinearWeight,
+    checkpoint_shape: tuple[int, int],
+    *,
+    first_row: int = 0,
+    length: int | None = None,
+    dim: int = 0,
+    start: int = 0,
+    half: Half | None = None,
+) -> WeightTarget:
+    """The place of one projection in a linear layer's weight.
+
+    Args:
+        first_row: of the projection's outputs in the weight; in a gated one, within its half.
+        length: how many outputs it has there; None: all of the weight's.
+        dim: the axis that ranks share out, from `start` on.
+        half: of a gated weight.
+    """
+    num_rows = weight.shape[0] if length is None else length
+    on_this_rank = (num_rows, weight.shape[1])[dim]
+    if isinstance(weight, PackedWeight):
+        return WeightTarget(
+            partial(weight.fill_rows, first_row, half=half), checkpoint_shape, on_this_rank, dim, start
+        )
+    if half == "up":
+        first_row += weight.shape[0] // 2
+    return parameter_target(weight[first_row : first_row + num_rows], checkpoint_shape, dim=dim, start=start)
+
+
+def bias_target(
+    weight: LinearWeight,
+    bias: nn.Parameter | None,
+    out_features: int,
+    *,
+    first_row: int = 0,
+    length: int | None = None,
+    start: int = 0,
+    half: Half | None = None,
+) -> WeightTarget:
+    """The place of the bias that belongs to a projection of `out_features` outputs in the checkpoint."""
+    num_rows = weight.shape[0] if length is None else length
+    if isinstance(weight, PackedWeight):
+        return WeightTarget(
+            partial(weight.fill_bias, first_row, half=half), (out_features,), num_rows, start=start
+        )
+    assert bias is not None, "a layer without a bias has no target for it"
+    if half == "up":
+        first_row += weight.shape[0] // 2
+    return parameter_target(bias[first_row : first_row + num_rows], (out_features,), start=start)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory that the weights take, tied ones counted once."""
+    packed = sum(weight.num_bytes for weight in _packed_weights(model))
+    return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def share(size: int, *, what: str, config: ResolvedConfig) -> tuple[int, int]:
@@ -79,10 +173,9 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
             for name, target in module.weight_targets().items():
                 assert name not in targets, f"two layers ask for {name}"
                 targets[name] = target
-    num_targeted = sum(target.storage.numel() for target in targets.values())
-    assert num_targeted == sum(parameter.numel() for parameter in model.parameters()), (
-        "a parameter has no source"
-    )
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    num_elements += sum(weight.num_elements for weight in _packed_weights(model))
+    assert num_elements == sum(target.num_elements for target in targets.values()), "a weight has no source"
     return targets
 
 
@@ -119,6 +212,17 @@ def load_weights(
             f"the checkpoint does not fit {type(model).__name__}: {'; '.join(complaints)}; "
             "compare its config.json with its weights"
         )
+
+
+def _packed_weights(model: nn.Module) -> list[PackedWeight]:
+    """Each once, though layers may share it."""
+    found = {
+        id(value): value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, PackedWeight)
+    }
+    return list(found.values())
 
 
 def _listed(names: list[str]) -> str:

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from services.worker.attention.base import AttentionBatch
 from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
-from services.worker.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
 from services.worker.layers.rotary import RotaryEmbedding
 from services.worker.layers.weights import load_weights
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import FeatureDisabled
-from triptych_kernels.ops import silu_and_mul
 
 
 class LlamaForCausalLM(nn.Module):
@@ -73,8 +72,8 @@ class LlamaModel(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
     ) -> Tensor:
-        hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
-        residual: Tensor | None = None
+        residual: Tensor = self.embed_tokens(token_ids)  # [num_tokens, hidden_size] float32
+        hidden: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, self.rotary, positions, kv_cache, batch)
         normalised: Tensor = self.norm(hidden, residual)[0]
@@ -97,16 +96,16 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        residual: Tensor | None,
+        hidden: Tensor | None,
+        residual: Tensor,
         rotary: RotaryEmbedding,
         positions: Tensor,
         kv_cache: Tensor,
         batch: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
-        """The MLP's output, not yet added, and the residual; `residual` is None in the first layer."""
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden.float()
+        """The MLP's output, not yet added, and the residual; `hidden` is the layer before's, None in the first."""
+        if hidden is None:
+            hidden = self.input_layernorm(residual)
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, rotary, positions, kv_cache, batch)
@@ -160,8 +159,13 @@ class LlamaMLP(nn.Module):
         super().__init__()
         architecture = config.architecture
         hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
-        self.gate_up_proj = GateUpLinear(
-            hidden_size, intermediate_size, bias=architecture.mlp_bias, config=config, prefix=prefix
+        self.gate_up_proj = GatedLinear(
+            hidden_size,
+            intermediate_size,
+            activation=architecture.hidden_act,
+            bias=architecture.mlp_bias,
+            config=config,
+            prefix=prefix,
         )
         self.down_proj = RowLinear(
             intermediate_size,
@@ -172,7 +176,7 @@ class LlamaMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        out: Tensor = self.down_proj(self.gate_up_proj(hidden))
         return out
 
 

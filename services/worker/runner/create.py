@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from services.worker.device import device_name, free_memory, use_threads
+from services.worker.layers.weights import weight_bytes
 from services.worker.loader import fingerprint, load_model, open_checkpoint
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import Runner
@@ -64,10 +64,12 @@ def create_runner(
         boot_id=boot_id,
         fingerprint=fingerprint(checkpoint, config.architecture, config.dtype, engine.model.quantization),
         device_name=device_name(device),
-        weight_bytes=_weight_bytes(model),
+        weight_bytes=weight_bytes(model),
         load_s=load_s,
     )
-    runner = ModelRunner(model=model, kv_caches=kv_caches, facts=facts)
+    runner = ModelRunner(
+        model=model, kv_caches=kv_caches, facts=facts, enforce_eager=engine.worker.enforce_eager
+    )
     on_phase(Phase.WARMING, 0.0)
     warm_up(runner)
     return runner
@@ -116,8 +118,3 @@ def _tell_kernels() -> None:
             "native kernels: none are built for this processor, plain torch serves, slower; "
             "`python -m triptych_kernels.cpu.build` builds them where there is g++"
         )
-
-
-def _weight_bytes(model: CausalLM) -> int:
-    assert isinstance(model, nn.Module), "the contract of CausalLM"
-    return sum(parameter.nbytes for parameter in model.parameters())  # tied ones come once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,6 +10,13 @@ from torch import Tensor
 
 from services.worker.models.base import CausalLM
 from services.worker.runner.input_batch import InputBatch
+from services.worker.runner.recorded_forward import RecordedBackend
+from triptych.types.facts import WorkerFacts
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.program import NotRecordable
+from triptych_kernels.ops import gather_rows
+
+log = logging.getLogger(__name__)
 
 
 class ForwardBackend(Protocol):
@@ -29,9 +37,22 @@ class EagerBackend:
     def forward(self, batch: InputBatch) -> Tensor:
         hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
-        return self._model.compute_logits(hidden[batch.sampling_tokens])
+        return self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
 
 
-def create_forward_backend(model: CausalLM, kv_caches: Sequence[Tensor]) -> ForwardBackend:
-    """The backend for this model and device."""
+def create_forward_backend(
+    model: CausalLM, kv_caches: Sequence[Tensor], facts: WorkerFacts, *, enforce_eager: bool
+) -> ForwardBackend:
+    """The backend for this model and device.
+
+    Args:
+        enforce_eager: call the model operation by operation, whatever could be faster.
+    """
+    if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
+        try:
+            return RecordedBackend(model, kv_caches, facts)
+        except NotRecordable as reason:
+            log.warning(
+                "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
+            )
     return EagerBackend(model, kv_caches)

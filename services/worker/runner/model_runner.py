@@ -22,15 +22,23 @@ from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, emp
 class ModelRunner:
     """Owned by the worker's runner thread; nothing here is safe to call from two threads."""
 
-    def __init__(self, *, model: CausalLM, kv_caches: Sequence[Tensor], facts: WorkerFacts) -> None:
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        kv_caches: Sequence[Tensor],
+        facts: WorkerFacts,
+        enforce_eager: bool = False,
+    ) -> None:
         """Stand ready for step 1.
 
         Args:
             kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
+            enforce_eager: see `create_forward_backend`.
         """
         self._facts = facts
         self._device = kv_caches[0].device
-        self._backend = create_forward_backend(model, kv_caches)
+        self._backend = create_forward_backend(model, kv_caches, facts, enforce_eager=enforce_eager)
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,

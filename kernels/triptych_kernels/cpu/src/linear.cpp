@@ -1,164 +1,18 @@
 // Products with packed float32 and bfloat16 weights, float32 sums.
-//
-// Each output is one chain of sums over its inputs in order, whatever the number of rows, so a row's result does
-// not depend on its batch.
-#include "panel.h"
+#include "tile.h"
 
 namespace triptych {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kMaxTileRows = 12;  // 24 sums, two weights and an input in 32 registers
-#else
-constexpr int kMaxTileRows = 6;
-#endif
-constexpr int64_t kPrefetchBytes = 2048;  // ahead of the weights in hand; past a panel lies the next one
-
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
-
-// Inputs of a tile's rows, one step at a time. Every third row has a pointer of its own and the next two are reached
-// from it by one and two strides, which an instruction's address can say: twelve addresses would not fit the
-// registers.
-template <typename T>
-struct Inputs {
-  const T *rows0, *rows3, *rows6, *rows9;
-  int64_t stride;
-
-  Inputs(const T* x, int64_t x_stride)
-      : rows0(x), rows3(x + 3 * x_stride), rows6(x + 6 * x_stride), rows9(x + 9 * x_stride), stride(x_stride) {}
-  const T* row(int row) const {
-    const T* first = row < 3 ? rows0 : row < 6 ? rows3 : row < 9 ? rows6 : rows9;
-    return first + row % 3 * stride;
-  }
-  void advance(int64_t count) {
-    rows0 += count;
-    rows3 += count;
-    rows6 += count;
-    rows9 += count;
-  }
-};
-
-// out[row][half] = x[row] . panel, over `in_features`
-template <int Rows>
-void multiply(const float* x, int64_t x_stride, const float* panel, int64_t in_features, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  Inputs<float> inputs(x, x_stride);
-  for (int64_t k = 0; k < in_features; ++k, panel += kPanel, inputs.advance(1)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
-    prefetch(panel + kPrefetchBytes / sizeof *panel + kLanes);
-    const vec first = load(panel), second = load(panel + kLanes);
-    unroll<Rows>([&](auto row) {
-      const vec value = splat(*inputs.row(row));
-      sums[row][0] = fma(value, first, sums[row][0]);
-      sums[row][1] = fma(value, second, sums[row][1]);
-    });
-  }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
-}
-
-#if defined(__AVX512BF16__)
-
-inline __m512bh as_pairs(__m512i bits) {
-  __m512bh pairs;
-  std::memcpy(&pairs, &bits, sizeof pairs);
-  return pairs;
-}
-
-template <int Rows>
-void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  Inputs<bf16> inputs(x, x_stride);
-  for (int64_t k = 0; k < in_features; k += 2, panel += 2 * kPanel, inputs.advance(2)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
-    prefetch(panel + kPrefetchBytes / sizeof *panel + kPanel);
-    const __m512bh first = as_pairs(_mm512_loadu_si512(panel)), second = as_pairs(_mm512_loadu_si512(panel + kPanel));
-    unroll<Rows>([&](auto row) {
-      int32_t pair;
-      std::memcpy(&pair, inputs.row(row), sizeof pair);
-      const __m512bh value = as_pairs(_mm512_set1_epi32(pair));
-      sums[row][0].v = _mm512_dpbf16_ps(sums[row][0].v, value, first);
-      sums[row][1].v = _mm512_dpbf16_ps(sums[row][1].v, value, second);
-    });
-  }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
-}
-
-#else
-
-// The two bfloat16 of each 32-bit lane: the even ones of a panel, and the odd ones.
-inline vec even(vec pairs);
-inline vec odd(vec pairs);
-#if defined(__AVX512F__)
-inline vec even(vec pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))}; }
-inline vec odd(vec pairs) {
-  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs.v), _mm512_set1_epi32(~0xffff)))};
-}
-#else
-inline vec even(vec pairs) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))}; }
-inline vec odd(vec pairs) {
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(~0xffff)))};
-}
-#endif
-
-// Without an instruction for it: the same pairs as two products in float32.
-template <int Rows>
-void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  Inputs<bf16> inputs(x, x_stride);
-  for (int64_t k = 0; k < in_features; k += 2, panel += 2 * kPanel, inputs.advance(2)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
-    const vec halves[2] = {load(reinterpret_cast<const float*>(panel)),
-                           load(reinterpret_cast<const float*>(panel + kPanel))};
-    unroll<2>([&](auto half) {
-      const vec low = even(halves[half]), high = odd(halves[half]);
-      unroll<Rows>([&](auto row) {
-        const bf16* pair = inputs.row(row);
-        sums[row][half] = fma(splat(to_float(pair[0])), low, sums[row][half]);
-        sums[row][half] = fma(splat(to_float(pair[1])), high, sums[row][half]);
-      });
-    });
-  }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
-}
-
-#endif
-
-template <int Rows, typename T>
-void multiply_tile(const Linear& args, int64_t row, int64_t panel) {
-  vec sums[Rows][2];
-  multiply<Rows>(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride,
-                 static_cast<const T*>(args.weight) + panel * args.in_features * kPanel, args.in_features, sums);
-  for (int i = 0; i < Rows; ++i) finish_row(args, row + i, panel, sums[i][0], sums[i][1]);
-}
-
-// The tile of `rows` rows, by the template made for that number.
-template <typename T, int Rows = kMaxTileRows>
-void multiply_rows(const Linear& args, int64_t row, int64_t rows, int64_t panel) {
-  if constexpr (Rows > 1) {
-    if (rows < Rows) return multiply_rows<T, Rows - 1>(args, row, rows, panel);
-  }
-  multiply_tile<Rows, T>(args, row, panel);
-}
 
 template <typename T>
 void multiply_all(const Linear& args, int64_t rows) {
   for_blocks(rows, args.num_panels(), args.in_features * sizeof(T),
              [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
                for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+                 const T* weights = static_cast<const T*>(args.weight) + panel * args.in_features * kPanel;
                  for_row_tiles(first_row, end_row, kMaxTileRows, [&](int64_t row, int64_t count) {
-                   multiply_rows<T>(args, row, count, panel);
+                   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+                   multiply_rows(args, x, args.x_stride, weights, row, count, panel);
                  });
                }
              });
@@ -188,24 +42,31 @@ void pack(const Pack& args, int64_t rows) {
   }
 }
 
-// Rows of a packed weight, as an embedding reads them.
-struct Gather {
+// Rows of a weight, as an embedding reads them.
+struct Embedding {
   int64_t dtype;
   int64_t out_dtype;
-  const void* panels;
+  int64_t is_packed;
+  const void* weight;        // panels, or [tokens, size]
   const int64_t* token_ids;  // [rows]
-  void* out;                 // [rows, in_features]
-  int64_t in_features;
+  void* out;                 // [rows, size]
+  int64_t size;
 };
 
 template <typename T, typename O>
-void gather(const Gather& args, int64_t rows) {
+void embed(const Embedding& args, int64_t rows) {
   constexpr int64_t kTogether = sizeof(T) == 2 ? 2 : 1;
   parallel_for(rows, [&](int64_t row) {
+    const T* from = static_cast<const T*>(args.weight);
+    O* to = static_cast<O*>(args.out) + row * args.size;
+    if (!args.is_packed) {
+      from += args.token_ids[row] * args.size;
+      for (int64_t k = 0; k < args.size; ++k) store_one(to + k, to_float(from[k]));
+      return;
+    }
     const Place place = place_of(args.token_ids[row], -1);
-    const T* from = static_cast<const T*>(args.panels) + place.panel * args.in_features * kPanel + place.lane * kTogether;
-    O* to = static_cast<O*>(args.out) + row * args.in_features;
-    for (int64_t k = 0; k < args.in_features; k += kTogether, from += kPanel * kTogether) {
+    from += place.panel * args.size * kPanel + place.lane * kTogether;
+    for (int64_t k = 0; k < args.size; k += kTogether, from += kPanel * kTogether) {
       prefetch(from + 16 * kPanel * kTogether);
       for (int64_t i = 0; i < kTogether; ++i) store_one(to + k + i, to_float(from[i]));
     }
@@ -232,10 +93,11 @@ TRIPTYCH_KERNEL(pack_rows, triptych::Pack) {
   triptych::pack<triptych::bf16>(args, rows);
 }
 
-TRIPTYCH_KERNEL(embedding, triptych::Gather) {
-  if (args.dtype == triptych::kFloat32) return triptych::gather<float, float>(args, rows);
-  if (args.out_dtype == triptych::kFloat32) return triptych::gather<triptych::bf16, float>(args, rows);
-  triptych::gather<triptych::bf16, triptych::bf16>(args, rows);
+TRIPTYCH_KERNEL(embedding, triptych::Embedding) {
+  using namespace triptych;
+  if (args.dtype == kFloat32) return embed<float, float>(args, rows);
+  if (args.out_dtype == kFloat32) return embed<bf16, float>(args, rows);
+  embed<bf16, bf16>(args, rows);
 }
 
 TRIPTYCH_KERNEL(gather_rows, triptych::GatherRows) {

@@ -54,6 +54,7 @@ inline vec operator*(vec a, vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline vec operator/(vec a, vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline vec fma(vec a, vec b, vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec max(vec a, vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline vec min(vec a, vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline vec abs(vec a) { return {_mm512_abs_ps(a.v)}; }
 // negative[i] where x[i] < 0, else other[i]
 inline vec select_negative(vec x, vec negative, vec other) {
@@ -83,6 +84,21 @@ inline void store(bf16* to, vec a) {
 #endif
 }
 
+// Bit i tells of lane i; NaN is neither equal nor greater.
+inline uint32_t equal(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline uint32_t greater(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+inline uint32_t at_least(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+// where a or b is NaN
+inline uint32_t unordered(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q); }
+// the lanes of the mask, zero in others
+inline vec only(uint32_t lanes, vec a) { return {_mm512_maskz_mov_ps(static_cast<__mmask16>(lanes), a.v)}; }
+// The lanes of the mask side by side, the others undefined: writes kLanes floats, returns how many count.
+inline int64_t compress(float* to, uint32_t lanes, vec a) {
+  // not straight to memory, which takes Zen 4 and 5 some 100 cycles
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), a.v));
+  return __builtin_popcount(lanes);
+}
+
 // 2^n * x; n is a whole number.
 inline vec scale_by_power(vec x, vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 inline vec round_to_whole(vec x) {
@@ -105,6 +121,44 @@ inline vec sums(const vec (&a)[kLanes]) {
   return {fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]))};
 }
 
+// a[i][j] becomes a[j][i].
+[[gnu::always_inline]] inline void transpose(vec (&a)[kLanes]) {
+  __m512 b[kLanes];
+  unroll<8>([&](auto i) {
+    b[2 * i] = _mm512_unpacklo_ps(a[2 * i].v, a[2 * i + 1].v);
+    b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i].v, a[2 * i + 1].v);
+  });
+  unroll<4>([&](auto i) {
+    const __m512d x0 = _mm512_castps_pd(b[4 * i]), x1 = _mm512_castps_pd(b[4 * i + 1]);
+    const __m512d y0 = _mm512_castps_pd(b[4 * i + 2]), y1 = _mm512_castps_pd(b[4 * i + 3]);
+    a[4 * i].v = _mm512_castpd_ps(_mm512_unpacklo_pd(x0, y0));
+    a[4 * i + 1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(x0, y0));
+    a[4 * i + 2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(x1, y1));
+    a[4 * i + 3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(x1, y1));
+  });
+  // now a[4 i + j] holds column j of each 4 x 4 square of rows 4 i …, one square in each quarter
+  unroll<4>([&](auto j) {
+    const __m512 low = _mm512_shuffle_f32x4(a[j].v, a[4 + j].v, 0x88);
+    const __m512 high = _mm512_shuffle_f32x4(a[j].v, a[4 + j].v, 0xdd);
+    const __m512 low2 = _mm512_shuffle_f32x4(a[8 + j].v, a[12 + j].v, 0x88);
+    const __m512 high2 = _mm512_shuffle_f32x4(a[8 + j].v, a[12 + j].v, 0xdd);
+    b[j] = _mm512_shuffle_f32x4(low, low2, 0x88);
+    b[4 + j] = _mm512_shuffle_f32x4(high, high2, 0x88);
+    b[8 + j] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+    b[12 + j] = _mm512_shuffle_f32x4(high, high2, 0xdd);
+  });
+  unroll<kLanes>([&](auto i) { a[i].v = b[i]; });
+}
+
+// Lanes first, first + 1 … end - 1 of `inside`, the others of `outside`; the bounds may lie outside of the vector.
+inline vec select_lanes(vec inside, vec outside, int64_t first, int64_t end) {
+  const auto below = [](int64_t lane) { return lane <= 0 ? 0u : lane >= kLanes ? 0xffffu : (1u << lane) - 1u; };
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>(below(end) & ~below(first)), outside.v, inside.v)};
+}
+
+// The same, where n may lie below all exponents: then it is 0. NaN stays.
+inline vec scale_down(vec x, vec n) { return scale_by_power(x, n); }
+
 #else  // AVX2 and FMA
 
 constexpr int kLanes = 8;
@@ -119,6 +173,7 @@ inline vec operator*(vec a, vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline vec operator/(vec a, vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec max(vec a, vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline vec min(vec a, vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline vec abs(vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline vec select_negative(vec x, vec negative, vec other) { return {_mm256_blendv_ps(other.v, negative.v, x.v)}; }
 inline float sum(vec a) {
@@ -143,6 +198,26 @@ inline void store(bf16* to, vec a) {
   for (int lane = 0; lane < kLanes; ++lane) to[lane] = to_bf16(lanes[lane]);
 }
 
+inline uint32_t equal(vec a, vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)); }
+inline uint32_t greater(vec a, vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)); }
+inline uint32_t at_least(vec a, vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)); }
+inline uint32_t unordered(vec a, vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_UNORD_Q)); }
+inline vec only(uint32_t lanes, vec a) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(lanes)), bits);
+  return {_mm256_and_ps(a.v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bits)))};
+}
+inline int64_t compress(float* to, uint32_t lanes, vec a) {
+  alignas(32) float values[kLanes];
+  _mm256_store_ps(values, a.v);
+  int64_t count = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {  // without a branch; a write past the count is the next one's place
+    to[count] = values[lane];
+    count += (lanes >> lane) & 1;
+  }
+  return count;
+}
+
 inline vec scale_by_power(vec x, vec n) {
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
   return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(power))};
@@ -154,6 +229,39 @@ inline vec sums(const vec (&a)[kLanes]) {
   const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
   const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(a[4].v, a[5].v), _mm256_hadd_ps(a[6].v, a[7].v));
   return {_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31))};
+}
+
+// a[i][j] becomes a[j][i].
+[[gnu::always_inline]] inline void transpose(vec (&a)[kLanes]) {
+  __m256 b[kLanes];
+  unroll<2>([&](auto i) {
+    const __m256 x0 = _mm256_unpacklo_ps(a[4 * i].v, a[4 * i + 1].v), x1 = _mm256_unpackhi_ps(a[4 * i].v, a[4 * i + 1].v);
+    const __m256 y0 = _mm256_unpacklo_ps(a[4 * i + 2].v, a[4 * i + 3].v);
+    const __m256 y1 = _mm256_unpackhi_ps(a[4 * i + 2].v, a[4 * i + 3].v);
+    b[4 * i] = _mm256_shuffle_ps(x0, y0, 0x44);
+    b[4 * i + 1] = _mm256_shuffle_ps(x0, y0, 0xee);
+    b[4 * i + 2] = _mm256_shuffle_ps(x1, y1, 0x44);
+    b[4 * i + 3] = _mm256_shuffle_ps(x1, y1, 0xee);
+  });
+  unroll<4>([&](auto j) {
+    a[j].v = _mm256_permute2f128_ps(b[j], b[4 + j], 0x20);
+    a[4 + j].v = _mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
+  });
+}
+
+// Lanes first, first + 1 … end - 1 of `inside`, the others of `outside`; the bounds may lie outside of the vector.
+inline vec select_lanes(vec inside, vec outside, int64_t first, int64_t end) {
+  const auto bound = [](int64_t lane) {
+    return _mm256_set1_epi32(static_cast<int32_t>(lane < 0 ? 0 : lane > kLanes ? kLanes : lane));
+  };
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i chosen = _mm256_andnot_si256(_mm256_cmpgt_epi32(bound(first), lanes), _mm256_cmpgt_epi32(bound(end), lanes));
+  return {_mm256_blendv_ps(outside.v, inside.v, _mm256_castsi256_ps(chosen))};
+}
+
+// The same, where n may lie below all exponents: then it is 0. NaN stays.
+inline vec scale_down(vec x, vec n) {
+  return {_mm256_and_ps(scale_by_power(x, n).v, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 
 #endif
@@ -172,6 +280,24 @@ inline vec exp_of_negative(vec x) {
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + splat(1.0f));
   return scale_by_power(p, n);
+}
+
+// 2^x for x <= 0, 0 far below 2^-126; relative error 1e-7, or 1e-4 where the result will be rounded to bfloat16.
+// Source: polynomials of our own, fitted to the least relative error over [-1/2, 1/2] with 2^0 = 1.
+template <bool Rounded>
+inline vec exp2_of_negative(vec x) {
+  const vec n = round_to_whole(x), r = x - n;
+  vec p;
+  if constexpr (Rounded) {
+    p = fma(splat(5.5008903e-2f), r, splat(2.4221097e-1f));
+    p = fma(p, r, splat(6.9328296e-1f));
+  } else {
+    p = fma(splat(1.3264724e-3f), r, splat(9.6715130e-3f));
+    p = fma(p, r, splat(5.5507336e-2f));
+    p = fma(p, r, splat(2.4022242e-1f));
+    p = fma(p, r, splat(6.9314700e-1f));
+  }
+  return scale_down(fma(p, r, splat(1.0f)), n);
 }
 
 }  // namespace triptych

@@ -1,0 +1,134 @@
+"""Who takes part: each peer in the weight forms that matter, and Triptych in each of its modes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.peers import models
+from benchmarks.peers.environments import (
+    CTRANSLATE2,
+    LLAMA_CPP,
+    OPENVINO,
+    VLLM,
+    Environment,
+    llama_cpp_bin,
+    peers_home,
+)
+from benchmarks.peers.rows import ROWS
+
+TRIPTYCH = "triptych"
+
+TRIPTYCH_MODES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("none", "bf16", {"model.quantization": "none"}),
+    ("q8", "8-bit", {"model.quantization": "q8"}),
+    ("q4", "4-bit", {"model.quantization": "q4"}),
+    ("auto", "auto", {"model.quantization": "auto"}),
+)
+"""(mode, weights, options of `triptych serve`); a mode that the build refuses stands in the table as failed."""
+
+_BATCH_ROWS = tuple(row.key for row in ROWS if row.workload is not None)
+_ALL_ROWS = tuple(row.key for row in ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One line of the table."""
+
+    product: str
+    weights: str
+    """As a reader of the table knows them."""
+    mode: str
+    adapter: str
+    """File in adapters/."""
+    model: Callable[[], Path | str]
+    """Prepares the form that it reads, at first use, and says where it is."""
+    environment: Environment | None = None
+    """None: Triptych's own."""
+    is_quantized: bool = False
+    """Weights of less than 16 bits."""
+    options: Callable[[], Mapping[str, str]] = dict
+    """What its adapter is told besides."""
+    env: Callable[[tuple[int, ...]], Mapping[str, str]] = field(default=lambda cpus: {})
+    """Environment variables, given the CPUs to run on."""
+    rows: tuple[str, ...] = _ALL_ROWS
+    """Keys of the rows that it can be measured in."""
+
+    @property
+    def name(self) -> str:
+        """As `--engines` takes it."""
+        return "-".join(part.lower() for part in (self.product, self.weights, self.mode) if part)
+
+    @property
+    def is_peer(self) -> bool:
+        return self.product != TRIPTYCH
+
+    @property
+    def command(self) -> list[str]:
+        """Its adapter, in its own Python."""
+        python = self.environment.python if self.environment else Path(sys.executable)
+        return [str(python), str(models.ADAPTERS / self.adapter)]
+
+    def prepare(self) -> Path | str:
+        """Install what is missing and return the model in its form."""
+        if self.environment is not None:
+            self.environment.install()
+        return self.model()
+
+
+def _vllm_env(cpus: tuple[int, ...]) -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; its default is half of the machine's memory
+        "VLLM_CACHE_ROOT": str(peers_home() / VLLM.name / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # torch's compiler looks for programs beside the Python that runs it.
+        "PATH": f"{VLLM.python.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def _llama_cpp_options() -> dict[str, str]:
+    return {"bin": str(llama_cpp_bin())}
+
+
+def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -> tuple[Engine, Engine]:
+    """Its server, and the barest loop that it comes with."""
+    server = Engine(
+        "llama.cpp", weights, "server", "llama_server_adapter.py", model, LLAMA_CPP,
+        is_quantized=is_quantized, options=_llama_cpp_options,
+    )  # fmt: skip
+    bench = Engine(
+        "llama.cpp", weights, "batched-bench", "llama_batched_bench_adapter.py", model, LLAMA_CPP,
+        is_quantized=is_quantized, options=_llama_cpp_options, rows=_BATCH_ROWS,
+    )  # fmt: skip
+    return server, bench
+
+
+def _ctranslate2(weights: str, *, is_quantized: bool) -> Engine:
+    return Engine(
+        "ctranslate2", weights, "", "ctranslate2_adapter.py", lambda: models.ctranslate2(weights), CTRANSLATE2,
+        is_quantized=is_quantized, options=lambda: {"compute_type": weights},
+    )  # fmt: skip
+
+
+def _triptych(mode: str, weights: str, options: Mapping[str, str]) -> Engine:
+    return Engine(
+        TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model,
+        is_quantized=mode != "none", options=lambda: options,
+    )  # fmt: skip
+
+
+PEERS = (
+    Engine("vllm", "bf16", "", "vllm_adapter.py", models.hugging_face_bf16, VLLM, env=_vllm_env),
+    Engine("openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True),
+    _ctranslate2("int8", is_quantized=True),
+    _ctranslate2("float32", is_quantized=False),
+    *_llama_cpp("Q4_1", models.gguf, is_quantized=True),
+    *_llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
+    *_llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
+)
+ENGINES = (*PEERS, *(_triptych(*mode) for mode in TRIPTYCH_MODES))

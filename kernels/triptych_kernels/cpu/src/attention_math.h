@@ -1,0 +1,176 @@
+// The arithmetic of attention, the same for every query: what one span of keys gives to some rows, and how spans
+// are put together.
+//
+// A row is one query head of one token. Keys are cut into spans at fixed positions; in a span each score is one chain
+// of sums over the head, each weighted value one chain over the span's keys, and spans are merged in order. Keys that
+// a row does not see weigh exactly 0, which changes no sum. So a row's result depends on its query and its keys
+// alone: not on the rows beside it, the cut of its prompt into chunks, or the number of threads.
+//
+// With bfloat16 queries and keys, and an instruction for them, two neighbours are multiplied at once and weights are
+// rounded to bfloat16; otherwise all is float32. Both are spelt in units of four bytes: a pair, or a float.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "vec.h"
+
+namespace triptych {
+
+constexpr int kSpan = 256;         // keys
+constexpr int kPanel = 2 * kLanes;  // keys or elements of a head that are computed at a time
+#if defined(__AVX512F__)
+constexpr int kMaxTileRows = 12;   // 24 sums, two vectors of a panel and a row's unit in 32 registers
+#else
+constexpr int kMaxTileRows = 6;
+#endif
+constexpr float kUnseen = -1e30f;  // score of a key that a row does not see; its difference to any other is finite
+
+template <typename C>
+constexpr int kPerUnit = sizeof(float) / sizeof(C);  // elements of type C
+
+// sum + a . b, unit by unit
+template <typename C>
+vec multiply_add(vec a, vec b, vec sum) {
+  if constexpr (kPerUnit<C> == 1) {
+    return fma(a, b, sum);
+  } else {
+#if defined(__AVX512BF16__)
+    __m512bh x, y;
+    std::memcpy(&x, &a, sizeof x);
+    std::memcpy(&y, &b, sizeof y);
+    return {_mm512_dpbf16_ps(sum.v, x, y)};
+#endif
+  }
+}
+
+// out[row][lane] = sum over steps of a[step][row] . panel[step][lane], in units
+template <typename C, int Rows, int RowStride, int StepStride>
+[[gnu::always_inline]] inline void multiply(const float* a, const float* panel, int64_t steps, vec (&out)[Rows][2]) {
+  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
+  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
+  for (int64_t step = 0; step < steps; ++step, panel += kPanel, a += StepStride) {
+    const vec first = load(panel), second = load(panel + kLanes);
+    unroll<Rows>([&](auto row) {
+      const vec unit = splat(a[row * RowStride]);
+      sums[row][0] = multiply_add<C>(unit, first, sums[row][0]);
+      sums[row][1] = multiply_add<C>(unit, second, sums[row][1]);
+    });
+  }
+  unroll<Rows>([&](auto row) {
+    out[row][0] = sums[row][0];
+    out[row][1] = sums[row][1];
+  });
+}
+
+// f with the number of rows as a constant
+template <int Rows = kMaxTileRows, typename F>
+void with_rows(int64_t rows, const F& f) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return with_rows<Rows - 1>(rows, f);
+  }
+  f(std::integral_constant<int, Rows>{});
+}
+
+// scores[row][0 .. kPanel - 1] = factor * query[row] . keys; rows of scores are kSpan apart.
+// `queries`: [units][rows], `keys`: [units][kPanel].
+template <typename C>
+void score(const float* queries, const float* keys, int64_t units, int64_t rows, float factor, float* scores) {
+  with_rows(rows, [&](auto constant) __attribute__((noinline)) {
+    constexpr int kRows = constant;
+    vec products[kRows][2];
+    multiply<C, kRows, 1, kRows>(queries, keys, units, products);
+    for (int row = 0; row < kRows; ++row) {
+      store(scores + row * kSpan, products[row][0] * splat(factor));
+      store(scores + row * kSpan + kLanes, products[row][1] * splat(factor));
+    }
+  });
+}
+
+// out[row][0 .. kPanel - 1] = weights[row] . values; rows of out are `stride` apart.
+// `weights`: [rows][kSpan] of type C, `values`: [units][kPanel].
+template <typename C>
+void mix(const float* weights, const float* values, int64_t units, int64_t rows, float* out, int64_t stride) {
+  with_rows(rows, [&](auto constant) __attribute__((noinline)) {
+    constexpr int kRows = constant;
+    vec sums[kRows][2];
+    multiply<C, kRows, kSpan / kPerUnit<C>, 1>(weights, values, units, sums);
+    for (int row = 0; row < kRows; ++row) {
+      store(out + row * stride, sums[row][0]);
+      store(out + row * stride + kLanes, sums[row][1]);
+    }
+  });
+}
+
+// tanh of each, to 1e-7 of 1
+inline vec tanh(vec x) {
+  const vec power = exp_of_negative(splat(-2.0f) * abs(x)), one = splat(1.0f);
+  const vec size = (one - power) / (one + power);
+  return select_negative(x, zero() - size, size);
+}
+
+// The largest score and the sum of the weights that were given out relative to it.
+struct Softmax {
+  float maximum, total;  // total 0: no key was seen
+};
+
+// Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C; keys
+// outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. `weights` may be `scores`.
+template <typename C>
+Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end, float cap, float* weights) {
+  if (cap > 0.0f) {
+    for (int64_t key = first; key < end; key += kLanes) store(scores + key, splat(cap) * tanh(load(scores + key)));
+  }
+  vec maxima = splat(kUnseen);
+  for (int64_t key = first; key < end; key += kLanes) {
+    vec score = load(scores + key);
+    if (key < seen_first || key + kLanes > seen_end) {
+      score = select_lanes(score, splat(kUnseen), seen_first - key, seen_end - key);
+      store(scores + key, score);
+    }
+    maxima = max(maxima, score);
+  }
+  const float maximum = largest(maxima);
+  vec total = zero();
+  for (int64_t key = first; key < end; key += kPanel) {
+    const vec low = exp2_of_negative<kPerUnit<C> == 2>(load(scores + key) - splat(maximum));
+    const vec high = exp2_of_negative<kPerUnit<C> == 2>(load(scores + key + kLanes) - splat(maximum));
+    if constexpr (kPerUnit<C> == 1) {
+      store(weights + key, low);
+      store(weights + key + kLanes, high);
+      total = total + low + high;
+    } else {
+#if defined(__AVX512BF16__)
+      // what is summed are the rounded weights, so that together they are exactly 1
+      const __m512bh both = _mm512_cvtne2ps_pbh(high.v, low.v);
+      std::memcpy(weights + key / 2, &both, sizeof both);
+      const __m512i ones = _mm512_set1_epi16(0x3f80);
+      __m512bh one;
+      std::memcpy(&one, &ones, sizeof one);
+      total.v = _mm512_dpbf16_ps(total.v, both, one);
+#endif
+    }
+  }
+  return {maximum, sum(total)};
+}
+
+// Add what one more span gave: `sums` and `own` become those of both. `size`: a multiple of kPanel.
+inline void merge(Softmax& own, float* sums, const Softmax& span, const float* span_sums, int64_t size) {
+  if (span.total == 0.0f) return;
+  if (own.total == 0.0f) {
+    own = span;
+    std::memcpy(sums, span_sums, size * sizeof *sums);
+    return;
+  }
+  const float maximum = own.maximum > span.maximum ? own.maximum : span.maximum;
+  const vec ours = exp2_of_negative<false>(splat(own.maximum - maximum));
+  const vec theirs = exp2_of_negative<false>(splat(span.maximum - maximum));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    store(sums + i, fma(load(sums + i), ours, load(span_sums + i) * theirs));
+  }
+  float lanes[kLanes];
+  store(lanes, fma(splat(own.total), ours, splat(span.total) * theirs));
+  own = {maximum, lanes[0]};
+}
+
+}  // namespace triptych

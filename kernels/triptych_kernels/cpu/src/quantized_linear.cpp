@@ -1,0 +1,227 @@
+// Products with packed 4- and 8-bit weights.
+//
+// Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16. The integers of a group
+// multiply exactly; then each output is one chain of float32 sums over its groups in order, whatever the number of
+// rows, so a row's result does not depend on its batch.
+#include <bit>
+
+#include "quantized.h"
+#include "tile.h"
+
+namespace triptych {
+namespace {
+
+struct QuantizedLinear {
+  Linear linear;   // dtype is that of x
+  int64_t bits;
+  int64_t affine;
+  int64_t wide_rows;  // so many rows or more are multiplied in bfloat16
+};
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6;      // 24 sums, two weights, two words, a mask and an input in 32 registers
+constexpr int kLoneTileRows = 8;  // one tile that keeps some sums in memory is faster than two
+#else
+constexpr int kTileRows = 2, kLoneTileRows = 2;
+#endif
+constexpr int64_t kRowsPerIndex = 8;
+constexpr float kLargestInteger = 32767.0f, kSmallestMagnitude = 1e-30f;
+
+// `values` in the order in which products read them.
+template <int Bits>
+void store_in_pair_order(const int16_t (&values)[kGroup], int16_t* out) {
+  using Vector [[gnu::vector_size(kGroup * sizeof(int16_t))]] = int16_t;
+  Vector vector;
+  std::memcpy(&vector, values, sizeof vector);
+  [&]<int... Place>(std::integer_sequence<int, Place...>) {
+    vector = __builtin_shufflevector(vector, vector, kPairOrder<Bits>.input[Place]...);
+  }(std::make_integer_sequence<int, kGroup>{});
+  std::memcpy(out, &vector, sizeof vector);
+}
+
+template <typename F, typename X>
+void quantize_group(const X* x, Activations& out) {
+  constexpr int kVectors = kGroup / kLanes;
+  vec values[kVectors];
+  ivec bits = splat_int(0);
+  unroll<kVectors>([&](auto i) {
+    values[i] = load(x + i * kLanes);
+    bits = max(bits, bits_of(abs(values[i])));  // magnitudes are ordered as their bits are, NaN above all
+  });
+  const float magnitude = std::bit_cast<float>(largest(bits));
+  const vec inverse = splat(magnitude < kSmallestMagnitude ? 0.0f : kLargestInteger / magnitude);
+  int16_t integers[kGroup];
+  ivec totals = splat_int(0);
+  unroll<kVectors>([&](auto i) {
+    const ivec rounded = to_ints(values[i] * inverse);
+    totals = totals + rounded;
+    store_shorts(integers + i * kLanes, rounded);
+  });
+  const int32_t total = sum(totals);
+  store_in_pair_order<F::kBits>(integers, out.values);
+  out.scale = magnitude / kLargestInteger;
+  out.sum = out.scale * static_cast<float>(total);
+  out.offset = -F::kZero * total;
+}
+
+template <typename F, typename X>
+void round_group(const X* x, bf16* out) {
+  int16_t values[kGroup];
+  for (int i = 0; i < kGroup; i += kLanes) store(reinterpret_cast<bf16*>(values) + i, load(x + i));
+  store_in_pair_order<F::kBits>(values, reinterpret_cast<int16_t*>(out));
+}
+
+// f(first input of a group, number of the group among those of all rows)
+template <typename X, typename F>
+void for_groups(const Linear& args, int64_t rows, const F& f) {
+  const int64_t groups = args.in_features / kGroup;
+  parallel_for((rows + kRowsPerIndex - 1) / kRowsPerIndex, [&](int64_t index) {
+    const int64_t end = std::min((index + 1) * kRowsPerIndex, rows);
+    for (int64_t row = index * kRowsPerIndex; row < end; ++row) {
+      const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
+      for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
+    }
+  });
+}
+
+// out[row][half] = x[row] . panel, over `groups`
+template <typename F, int Rows>
+void multiply(const Activations* x, int64_t groups, const char* panel, vec (&out)[Rows][2]) {
+  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
+  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
+  const Activations* const end = x + groups;
+  const Activations* x3 = x + 3 * groups;
+  for (; x < end; ++x, ++x3, panel += F::kGroupBytes) {
+    const auto group_of = [&](auto row) -> const Activations& { return row < 3 ? x[row * groups] : x3[(row - 3) * groups]; };
+    ivec dots[Rows][2];
+    unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = splat_int(group_of(row).offset); });
+    const char* words = panel + F::kWordsAt;
+#pragma GCC unroll 1
+    for (int word = 0; word < F::kWords; ++word) {
+      prefetch(words + word * kPanel * 4 + kPrefetchBytes);
+      prefetch(words + word * kPanel * 4 + kLanes * 4 + kPrefetchBytes);
+      const ivec first = load_ints(words + word * kPanel * 4), second = load_ints(words + word * kPanel * 4 + kLanes * 4);
+      unroll<F::kPairs>([&](auto pair) {
+        const ivec weights[2] = {pair_of<F::kBits, pair>(first), pair_of<F::kBits, pair>(second)};
+        unroll<Rows>([&](auto row) {
+          int32_t inputs;
+          std::memcpy(&inputs, group_of(row).values + 2 * (word * F::kPairs + pair), sizeof inputs);
+          const ivec value = splat_int(inputs);
+          dots[row][0] = add_dot(dots[row][0], value, weights[0]);
+          dots[row][1] = add_dot(dots[row][1], value, weights[1]);
+        });
+      });
+    }
+    unroll<2>([&](auto half) {
+      const vec scales = load_halves(panel + half * kLanes * sizeof(uint16_t));
+      unroll<Rows>([&](auto row) {
+        sums[row][half] = fma(to_floats(dots[row][half]) * splat(group_of(row).scale), scales, sums[row][half]);
+      });
+      if constexpr (F::kAffine) {
+        const vec minima = load_halves(panel + F::kScaleBytes + half * kLanes * sizeof(uint16_t));
+        unroll<Rows>([&](auto row) { sums[row][half] = fma(splat(group_of(row).sum), minima, sums[row][half]); });
+      }
+    });
+  }
+  unroll<Rows>([&](auto row) {
+    out[row][0] = sums[row][0];
+    out[row][1] = sums[row][1];
+  });
+}
+
+template <typename F, int Rows>
+void multiply_tile(const Linear& args, const Activations* x, int64_t row, int64_t panel) {
+  const int64_t groups = args.in_features / kGroup;
+  vec sums[Rows][2];
+  multiply<F, Rows>(x + row * groups, groups,
+                    static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, sums);
+  for (int i = 0; i < Rows; ++i) finish_row(args, row + i, panel, sums[i][0], sums[i][1]);
+}
+
+// The tile of `rows` rows, by the template made for that number.
+template <typename F, int Rows = kLoneTileRows>
+void multiply_rows(const Linear& args, const Activations* x, int64_t row, int64_t rows, int64_t panel) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return multiply_rows<F, Rows - 1>(args, x, row, rows, panel);
+  }
+  multiply_tile<F, Rows>(args, x, row, panel);
+}
+
+template <typename F>
+void multiply_narrow(const Linear& args, int64_t rows) {
+  static thread_local Scratch scratch;
+  const int64_t row_bytes = args.in_features / kGroup * sizeof(Activations);
+  auto* x = static_cast<Activations*>(scratch.get(rows * row_bytes));
+  if (args.dtype == kFloat32) {
+    for_groups<float>(args, rows, [&](const float* from, int64_t group) { quantize_group<F>(from, x[group]); });
+  } else {
+    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F>(from, x[group]); });
+  }
+  const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
+  for_blocks(rows, args.num_panels(), row_bytes,
+             [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
+               for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+                 for_row_tiles(first_row, end_row, tile_rows, [&](int64_t row, int64_t count) {
+                   multiply_rows<F>(args, x, row, count, panel);
+                 });
+               }
+             });
+}
+
+// A panel of weights as bfloat16, its inputs in kPairOrder.
+template <typename F>
+void unpack_panel(const char* panel, int64_t groups, bf16* out) {
+  for (int64_t group = 0; group < groups; ++group, panel += F::kGroupBytes) {
+    unroll<2>([&](auto half) {
+      const int64_t at = half * kLanes;
+      const vec scales = load_halves(panel + at * sizeof(uint16_t));
+      vec starts = scales * splat(-F::kZero);
+      if constexpr (F::kAffine) starts = starts + load_halves(panel + F::kScaleBytes + at * sizeof(uint16_t));
+      for (int word = 0; word < F::kWords; ++word) {
+        const ivec words = load_ints(panel + F::kWordsAt + (word * kPanel + at) * sizeof(uint32_t));
+        unroll<F::kPairs>([&](auto pair) {
+          const ivec integers = pair_of<F::kBits, pair>(words);
+          store_pairs(out + ((group * kGroup / 2 + word * F::kPairs + pair) * kPanel + at) * 2,
+                      fma(to_floats(integers & splat_int(0xffff)), scales, starts),
+                      fma(to_floats(shift_right<16>(integers)), scales, starts));
+        });
+      }
+    });
+  }
+}
+
+template <typename F>
+void multiply_wide(const Linear& args, int64_t rows) {
+  static thread_local Scratch inputs;
+  auto* x = static_cast<bf16*>(inputs.get(rows * args.in_features * sizeof(bf16)));
+  if (args.dtype == kFloat32) {
+    for_groups<float>(args, rows, [&](const float* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
+  } else {
+    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
+  }
+  const int64_t groups = args.in_features / kGroup;
+#ifdef BLOCKS
+  for_blocks(rows, args.num_panels(), args.in_features * 2, [&](int64_t first_row, int64_t end_row, int64_t panel, int64_t) {
+#else
+  parallel_for(args.num_panels(), [&](int64_t panel) {
+    int64_t first_row=0,end_row=rows;
+#endif
+    static thread_local Scratch unpacked;
+    auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
+    unpack_panel<F>(static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, groups, weights);
+    for_row_tiles(first_row, end_row, kMaxTileRows, [&](int64_t row, int64_t count) {
+      triptych::multiply_rows(args, x + row * args.in_features, args.in_features, weights, row, count, panel);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear) {
+  triptych::with_format(args.bits, args.affine, [&](auto format) {
+    using F = decltype(format);
+    if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);
+    triptych::multiply_narrow<F>(args.linear, rows);
+  });
+}

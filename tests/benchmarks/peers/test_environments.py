@@ -1,0 +1,80 @@
+"""An environment is made once, and anew when it was interrupted or its recipe has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.peers.environments import STAMP_FILE, Environment, Installer, InstallError, log_file
+from benchmarks.peers.machine import compute_cpus
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """What an installation would have run, by title."""
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
+    titles: list[str] = []
+    monkeypatch.setattr(Installer, "run", lambda self, title, command, env=None: titles.append(title))
+    return titles
+
+
+def test_an_environment_is_installed_once(commands):
+    environment = Environment("peer", ("package==1",), removed=("spoiler",))
+    assert not environment.is_installed
+    environment.install()
+    assert environment.is_installed
+    assert commands == ["peer: environment", "peer: package==1", "peer: without spoiler"]
+    environment.install()
+    assert len(commands) == 3
+
+
+def test_what_an_interrupted_installation_left_is_thrown_away(commands):
+    environment = Environment("peer", ("package==1",))
+    environment.install()
+    (environment.directory / STAMP_FILE).unlink()
+    leftover = environment.directory / "half-unpacked"
+    leftover.touch()
+    environment.install()
+    assert environment.is_installed
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("change", [{"requirements": ("package==2",)}, {"options": ("-DX=ON",)}])
+def test_a_changed_recipe_is_installed_anew(commands, change):
+    environment = Environment("peer", ("package==1",))
+    environment.install()
+    assert not dataclasses.replace(environment, **change).is_installed
+
+
+def test_a_build_that_fails_leaves_nothing_that_counts_as_installed(commands):
+    def fail(environment: Environment, installer: Installer) -> None:
+        raise InstallError("no compiler")
+
+    environment = Environment("peer", ("package==1",), build=fail)
+    with pytest.raises(InstallError, match="no compiler"):
+        environment.install()
+    assert not environment.is_installed
+
+
+def test_a_command_that_fails_is_named_with_its_log(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
+    log = log_file("peer")
+    with pytest.raises(InstallError, match=rf"^compile: status 3; log: {log}$"):
+        Installer(log).run("compile", ["sh", "-c", "echo broken; exit 3"])
+    assert "broken" in log.read_text()
+
+
+def test_one_cpu_per_physical_core(tmp_path):
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("")
+    (tmp_path / "proc/cpuinfo").write_text(
+        "".join(f"processor : {cpu}\nphysical id : 0\ncore id : {cpu % 2}\n" for cpu in range(4))
+    )
+    assert compute_cpus(tmp_path, {0, 1, 2, 3}) == (0, 1)
+    assert compute_cpus(tmp_path, {2, 3}) == (2, 3)
+    assert compute_cpus(tmp_path, {1, 3}) == (1,)

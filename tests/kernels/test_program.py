@@ -1,0 +1,105 @@
+"""Recorded programs: the same numbers as calls one by one, for every number of rows, and no silent gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import forced_isa, usable_isas
+from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.cpu.program import NotRecordable, Recording, record
+from triptych_kernels.ops import embedding, gated_linear, gather_rows, linear, rms_norm
+
+MAX_ROWS, HIDDEN, INNER, VOCAB = 20, 24, 40, 50
+
+
+@pytest.fixture(params=usable_isas() or [""], autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.param:
+        pytest.skip("no native kernels are built for this processor")
+    with forced_isa(request.param):
+        yield
+
+
+class Network:
+    """Some layers with a residual, so that buffers live for different times."""
+
+    def __init__(self, num_layers: int) -> None:
+        torch.manual_seed(1)
+        self.table = packed(VOCAB, HIDDEN)
+        self.layers = [
+            (torch.rand(HIDDEN), packed(2 * INNER, HIDDEN, gated=True), packed(HIDDEN, INNER))
+            for _ in range(num_layers)
+        ]
+
+    def __call__(self, token_ids: Tensor, chosen: Tensor) -> Tensor:
+        residual, hidden = embedding(token_ids, self.table), None
+        for norm, up, down in self.layers:
+            if hidden is None:
+                normed = rms_norm(residual, norm, 1e-5)
+            else:
+                normed, residual = rms_norm(hidden, norm, 1e-5, residual)
+            hidden = linear(gated_linear(normed, up), down)
+        return linear(gather_rows(hidden, chosen), self.table)
+
+
+def packed(out_features: int, in_features: int, gated: bool = False) -> PackedWeight:
+    weight = PackedWeight(out_features, in_features, torch.float32, gated=gated)
+    for half in ("gate", "up") if gated else (None,):
+        weight.fill_rows(0, torch.randn(out_features // (1 + gated), in_features), half)
+    return weight
+
+
+def test_a_program_computes_what_its_calls_compute_one_by_one() -> None:
+    network = Network(4)
+    token_ids, chosen = torch.zeros(MAX_ROWS, dtype=torch.int64), torch.zeros(MAX_ROWS, dtype=torch.int64)
+
+    def forward(recording: Recording) -> Tensor:
+        return network(recording.input(token_ids, count="tokens"), recording.input(chosen, count="chosen"))
+
+    program = record(forward)
+    for num_tokens, num_chosen in ((20, 20), (1, 1), (13, 2), (3, 0), (20, 7)):
+        token_ids[:num_tokens] = torch.randint(VOCAB, (num_tokens,))
+        chosen[:num_chosen] = torch.randint(num_tokens, (num_chosen,))
+        program.run({"tokens": num_tokens, "chosen": num_chosen})
+        expected = network(token_ids[:num_tokens], chosen[:num_chosen])
+        assert torch.equal(program.output[:num_chosen], expected)
+
+
+def test_buffers_that_are_not_needed_at_the_same_time_share_their_memory() -> None:
+    def num_bytes(num_layers: int) -> int:
+        network, token_ids = Network(num_layers), torch.zeros(MAX_ROWS, dtype=torch.int64)
+
+        def forward(recording: Recording) -> Tensor:
+            tokens = recording.input(token_ids, count="tokens")
+            return network(tokens, tokens)
+
+        return record(forward).num_bytes
+
+    assert num_bytes(12) == num_bytes(4)
+
+
+def test_what_torch_would_compute_by_itself_is_refused_by_name() -> None:
+    def forward(recording: Recording) -> Tensor:
+        x = recording.input(torch.zeros(4, 6), count="rows")
+        return torch.relu(rms_norm(x.view(4, 6)[:, :6], torch.ones(6), 1e-5))
+
+    with pytest.raises(NotRecordable, match="aten::relu has no native kernel"):
+        record(forward)
+
+
+def test_rows_that_nobody_counts_are_refused() -> None:
+    def forward(recording: Recording) -> Tensor:
+        return rms_norm(torch.empty(4, 6, device="meta"), torch.ones(6), 1e-5)
+
+    with pytest.raises(NotRecordable, match="rms_norm: its rows come from outside"):
+        record(forward)
+
+
+def test_tensors_without_memory_are_for_recordings_alone() -> None:
+    with pytest.raises(RuntimeError, match="gather_rows: tensors on the meta device"):
+        launch("gather_rows", torch.empty(2, device="meta"))
