@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner.input_batch import gather_input_batch
+from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.runner.request_rows import RequestRows, StepRows
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
-
-CPU = torch.device("cpu")
 
 
 def make_rows(**changes: int) -> RequestRows:
@@ -27,6 +25,17 @@ def make_rows(**changes: int) -> RequestRows:
     return RequestRows(**{**sizes, **changes}, vocab_size=100, eos_token_ids=(2,))
 
 
+def gather_input_batch(rows: RequestRows, step: StepRows) -> InputBatch:
+    max_num_seqs, max_blocks = rows.block_table.shape
+    inputs = InputBuffers(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rows.max_num_batched_tokens,
+        max_blocks=max_blocks,
+        device=torch.device("cpu"),
+    )
+    return inputs.gather(rows, step)
+
+
 def take_step(rows: RequestRows, plan: StepPlan, *sampled: int) -> StepRows:
     step = rows.apply(plan)
     rows.advance(step)
@@ -37,7 +46,7 @@ def take_step(rows: RequestRows, plan: StepPlan, *sampled: int) -> StepRows:
 def test_a_new_row_computes_its_chunk_and_samples_at_its_end():
     rows = make_rows()
     step = rows.apply(step_plan(1, new=[new_row(2, [5, 6, 7], [9])], chunks={2: 3}))
-    batch = gather_input_batch(rows, step, CPU)
+    batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [5, 6, 7]
     assert batch.positions.tolist() == [0, 1, 2]
     assert batch.attention.slot_mapping.tolist() == [36, 37, 38]
@@ -49,7 +58,7 @@ def test_a_new_row_computes_its_chunk_and_samples_at_its_end():
 def test_the_sampled_token_is_the_next_steps_input_and_crosses_into_the_new_block():
     rows = make_rows()
     take_step(rows, step_plan(1, new=[new_row(0, [5, 6, 7, 8], [9])], chunks={0: 4}), 42)
-    batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 3)])), CPU)
+    batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 3)])))
     assert batch.token_ids.tolist() == [42]
     assert batch.positions.tolist() == [4]
     assert batch.attention.slot_mapping.tolist() == [12]
@@ -62,7 +71,7 @@ def test_a_chunk_that_ends_early_samples_nothing_and_the_next_goes_on_from_there
     first = take_step(rows, step_plan(1, new=[new_row(1, range(10, 17), [4])], chunks={1: 3}))
     assert first.sampling_slots.size == 0
     step = rows.apply(step_plan(2, chunks={1: 4}, blocks=[(1, 5)]))
-    batch = gather_input_batch(rows, step, CPU)
+    batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [13, 14, 15, 16]
     assert batch.attention.slot_mapping.tolist() == [19, 20, 21, 22]
     assert batch.sampling_tokens.tolist() == [3]
@@ -76,7 +85,7 @@ def test_rows_stand_in_slot_order_whatever_the_plans_order():
         chunks={3: 2, 0: 2},
     )
     step = rows.apply(plan)
-    batch = gather_input_batch(rows, step, CPU)
+    batch = gather_input_batch(rows, step)
     assert step.slots.tolist() == [0, 2, 3]
     assert step.sampling_slots.tolist() == [2, 3]
     assert batch.token_ids.tolist() == [1, 2, 20, 30, 31]
@@ -90,14 +99,13 @@ def test_rows_stand_in_slot_order_whatever_the_plans_order():
 def test_tensors_have_the_dtypes_of_the_attention_contract():
     rows = make_rows()
     plan = step_plan(1, new=[new_row(0, [1, 2, 3, 4, 5], [2, 3]), new_row(1, [1], [4])], chunks={0: 5})
-    batch = gather_input_batch(rows, rows.apply(plan), CPU)
+    batch = gather_input_batch(rows, rows.apply(plan))
     attention = batch.attention
     assert {batch.token_ids.dtype, batch.positions.dtype, attention.slot_mapping.dtype} == {torch.int64}
     assert {attention.block_tables.dtype, attention.query_starts.dtype, attention.seq_lens.dtype} == {
         torch.int32
     }
     assert attention.block_tables.tolist() == [[2, 3], [4, 0]]
-    assert attention.block_tables.is_contiguous()
 
 
 def test_a_skipped_row_waits_and_goes_on_unchanged():
@@ -105,7 +113,7 @@ def test_a_skipped_row_waits_and_goes_on_unchanged():
     take_step(rows, step_plan(1, new=[new_row(0, [1], [1]), new_row(1, [2], [2])]), 50, 60)
     step = take_step(rows, step_plan(2, skipped=[0]), 61)
     assert step.slots.tolist() == [1]
-    batch = gather_input_batch(rows, rows.apply(step_plan(3)), CPU)
+    batch = gather_input_batch(rows, rows.apply(step_plan(3)))
     assert batch.token_ids.tolist() == [50, 61]
     assert batch.positions.tolist() == [1, 2]
 
@@ -114,7 +122,7 @@ def test_a_slot_is_reused_in_the_plan_that_frees_it_with_nothing_left_of_the_old
     rows = make_rows()
     take_step(rows, step_plan(1, new=[new_row(0, range(9), [1, 2, 3])], chunks={0: 9}), 50)
     plan = step_plan(2, removed=[0], new=[new_row(0, [7, 8], [3], generation=2)], chunks={0: 2})
-    batch = gather_input_batch(rows, take_step(rows, plan, 51) and rows.apply(step_plan(3)), CPU)
+    batch = gather_input_batch(rows, take_step(rows, plan, 51) and rows.apply(step_plan(3)))
     assert rows.generation[0] == 2
     assert rows.block_table[0].tolist() == [3, 0, 0, 0, 0]
     assert batch.token_ids.tolist() == [51]
@@ -124,7 +132,7 @@ def test_a_slot_is_reused_in_the_plan_that_frees_it_with_nothing_left_of_the_old
 def test_a_prefix_hit_starts_behind_the_cached_tokens():
     rows = make_rows()
     row = new_row(0, range(10, 16), [7, 8], computed=4)
-    batch = gather_input_batch(rows, rows.apply(step_plan(1, new=[row], chunks={0: 2})), CPU)
+    batch = gather_input_batch(rows, rows.apply(step_plan(1, new=[row], chunks={0: 2})))
     assert batch.positions.tolist() == [4, 5]
     assert batch.attention.slot_mapping.tolist() == [32, 33]
     assert batch.attention.seq_lens.tolist() == [6]
@@ -134,13 +142,13 @@ def test_a_whole_prompt_hit_recomputes_its_last_token_and_writes_nothing():
     rows = make_rows()
     row = new_row(0, range(10, 18), [7, 8], computed=7, cached=8)
     step = rows.apply(step_plan(1, new=[row]))
-    batch = gather_input_batch(rows, step, CPU)
+    batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [17]
     assert batch.attention.slot_mapping.tolist() == [-1]
     assert step.samples.tolist() == [True]
     rows.advance(step)
     rows.record(step, np.array([55]))
-    batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 9)])), CPU)
+    batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 9)])))
     assert batch.token_ids.tolist() == [55]
     assert batch.attention.slot_mapping.tolist() == [36]
 
@@ -152,7 +160,7 @@ def test_counts_advance_before_the_sampled_ids_are_known():
     second = rows.apply(step_plan(2))
     assert (second.starts.tolist(), second.samples.tolist()) == ([1], [True])
     rows.record(first, np.array([77]))
-    assert gather_input_batch(rows, second, CPU).token_ids.tolist() == [77]
+    assert gather_input_batch(rows, second).token_ids.tolist() == [77]
 
 
 def test_new_blocks_keep_their_order_within_each_slot():

@@ -13,7 +13,6 @@ import torch
 from services.worker.device import device_name, free_memory, use_threads
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import fingerprint, load_model, open_checkpoint
-from services.worker.models.base import CausalLM
 from services.worker.runner.base import Runner
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache

@@ -9,9 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from services.worker.models.base import CausalLM
-from services.worker.runner.input_batch import InputBatch
+from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.runner.recorded_forward import RecordedBackend
-from triptych.types.facts import WorkerFacts
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.ops import gather_rows
@@ -41,16 +40,17 @@ class EagerBackend:
 
 
 def create_forward_backend(
-    model: CausalLM, kv_caches: Sequence[Tensor], facts: WorkerFacts, *, enforce_eager: bool
+    model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers, *, enforce_eager: bool
 ) -> ForwardBackend:
     """The backend for this model and device.
 
     Args:
+        inputs: where every batch that it will be given stands.
         enforce_eager: call the model operation by operation, whatever could be faster.
     """
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
         try:
-            return RecordedBackend(model, kv_caches, facts)
+            return RecordedBackend(model, kv_caches, inputs)
         except NotRecordable as reason:
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.worker.models.base import CausalLM
 from services.worker.runner.forward import create_forward_backend
-from services.worker.runner.input_batch import gather_input_batch
+from services.worker.runner.input_batch import InputBuffers
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from triptych.errors import ProtocolViolation
@@ -37,8 +37,6 @@ class ModelRunner:
             enforce_eager: see `create_forward_backend`.
         """
         self._facts = facts
-        self._device = kv_caches[0].device
-        self._backend = create_forward_backend(model, kv_caches, facts, enforce_eager=enforce_eager)
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,
@@ -48,6 +46,14 @@ class ModelRunner:
             vocab_size=facts.model.vocab_size,
             eos_token_ids=facts.model.eos_token_ids,
         )
+        max_num_seqs, max_blocks = self._rows.block_table.shape
+        self._inputs = InputBuffers(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            max_blocks=max_blocks,
+            device=kv_caches[0].device,
+        )
+        self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=enforce_eager)
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
         self._last_step_id = 0
 
@@ -80,7 +86,7 @@ class ModelRunner:
                 row_errors=step.row_errors,
                 timings=StepTimings(prepare_ns=time.perf_counter_ns() - started),
             )
-        batch = gather_input_batch(self._rows, step, self._device)
+        batch = self._inputs.gather(self._rows, step)
         prepared = time.perf_counter_ns()
         logits = self._backend.forward(batch)
         forwarded = time.perf_counter_ns()

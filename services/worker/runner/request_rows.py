@@ -59,7 +59,7 @@ class RequestRows:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._num_blocks = num_blocks
         self.block_size = block_size
         self.live: Flags = np.zeros(max_num_seqs, np.bool_)
@@ -220,9 +220,9 @@ class RequestRows:
                     f"slot {slots[first]} would compute {why}: to position {ends[first]}, with {known[first]} known "
                     f"and blocks for {capacity[first]}"
                 )
-        if (num_tokens := int(query_lens.sum())) > self._max_num_batched_tokens:
+        if (num_tokens := int(query_lens.sum())) > self.max_num_batched_tokens:
             raise ProtocolViolation(
-                f"the step has {num_tokens} tokens; max_num_batched_tokens is {self._max_num_batched_tokens}"
+                f"the step has {num_tokens} tokens; max_num_batched_tokens is {self.max_num_batched_tokens}"
             )
 
     def _require_live(self, slots: NDArray[np.integer], name: str, *, distinct: bool = True) -> None:
