@@ -77,6 +77,7 @@ async def run(arguments: ServiceArguments) -> int:
         metrics.kv_blocks.set(facts.kv.num_blocks)
         metrics.weight_bytes.set(facts.weight_bytes)
         metrics.load_seconds.set(facts.load_s)
+        metrics.kernels.labels(facts.kernels).set(1)
         await server.set_ready(True)
         log.info(
             "ready",
@@ -84,6 +85,7 @@ async def run(arguments: ServiceArguments) -> int:
                 model=facts.model.name,
                 dtype=facts.model.dtype,
                 device=facts.device_name,
+                kernels=facts.kernels,
                 kv_blocks=facts.kv.num_blocks,
                 max_model_len=facts.model.max_model_len,
                 after_s=time.monotonic() - started,

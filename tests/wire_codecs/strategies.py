@@ -178,6 +178,7 @@ worker_facts = build(
     max_num_batched_tokens=u32,
     max_window=u32,
     device_name=words,
+    kernels=words,
     weight_bytes=u64,
     load_s=st.floats(allow_nan=False),
 )

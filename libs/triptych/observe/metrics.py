@@ -103,6 +103,7 @@ class WorkerMetrics:
     kv_blocks: Gauge
     weight_bytes: Gauge
     load_seconds: Gauge
+    kernels: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> WorkerMetrics:
@@ -118,6 +119,7 @@ class WorkerMetrics:
             Gauge("triptych_worker_kv_blocks", "KV blocks built.", registry=registry),
             Gauge("triptych_worker_weight_bytes", "Bytes of weights held.", registry=registry),
             Gauge("triptych_worker_load_seconds", "Process start to weights loaded.", registry=registry),
+            Gauge("triptych_worker_kernels", "1 for what computes.", ["kernels"], registry=registry),
         )
 
 

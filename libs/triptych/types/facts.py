@@ -65,6 +65,8 @@ class WorkerFacts:
     max_num_batched_tokens: int
     max_window: int
     device_name: str = ""
+    kernels: str = ""
+    """What computes, in words: the instruction set of the native kernels and how they are called, or torch."""
     weight_bytes: int = 0
     load_s: float = 0.0
 

@@ -151,6 +151,7 @@ def worker_facts_to_proto(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_window=facts.max_window,
         device_name=facts.device_name,
+        kernels=facts.kernels,
         weight_bytes=facts.weight_bytes,
         load_s=facts.load_s,
     )
@@ -174,6 +175,7 @@ def worker_facts_from_proto(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_window=message.max_window,
         device_name=message.device_name,
+        kernels=message.kernels,
         weight_bytes=message.weight_bytes,
         load_s=message.load_s,
     )

@@ -48,7 +48,7 @@ def create_runner(
     engine, device = config.engine, torch.device(config.rank.device)
     use_threads(engine.worker.num_threads)
     if device.type == "cpu":
-        _tell_kernels()
+        _warn_of_missing_kernels()
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed)
@@ -109,10 +109,8 @@ def warm_up(runner: Runner) -> None:
     runner.reset()
 
 
-def _tell_kernels() -> None:
-    if isa():
-        log.info("native kernels: %s", isa())
-    else:
+def _warn_of_missing_kernels() -> None:
+    if not isa():
         log.warning(
             "native kernels: none are built for this processor, plain torch serves, slower; "
             "`python -m triptych_kernels.cpu.build` builds them where there is g++"

@@ -19,6 +19,7 @@ def worker_facts(
     device_name: str,
     weight_bytes: int,
     load_s: float,
+    kernels: str = "",
 ) -> WorkerFacts:
     """The worker's half of the handshake; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
     engine, architecture = config.engine, config.architecture
@@ -39,6 +40,7 @@ def worker_facts(
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_window=MAX_WINDOW,
         device_name=device_name,
+        kernels=kernels,
         weight_bytes=weight_bytes,
         load_s=load_s,
     )

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 class ForwardBackend(Protocol):
     """Runs the model over one step's tokens, writing their keys and values into the cache."""
 
+    description: str
+    """What computes, in words."""
+
     def forward(self, batch: InputBatch) -> Tensor:
         """Float32 logits [num_sampling, vocab_size] of the rows that sample; work may still be in flight."""
         ...
@@ -32,6 +35,8 @@ class EagerBackend:
     def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor]) -> None:
         self._model = model
         self._kv_caches = kv_caches
+        native = kv_caches[0].device.type == "cpu" and isa()
+        self.description = f"{isa()} eager" if native else "torch"
 
     def forward(self, batch: InputBatch) -> Tensor:
         hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,7 +37,6 @@ class ModelRunner:
             kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
             enforce_eager: see `create_forward_backend`.
         """
-        self._facts = facts
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,
@@ -54,6 +54,7 @@ class ModelRunner:
             device=kv_caches[0].device,
         )
         self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=enforce_eager)
+        self._facts = replace(facts, kernels=self._backend.description)
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
         self._last_step_id = 0
 

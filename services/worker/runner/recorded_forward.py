@@ -9,6 +9,7 @@ from torch import Tensor
 from services.worker.attention.base import AttentionBatch
 from services.worker.models.base import CausalLM
 from services.worker.runner.input_batch import InputBatch, InputBuffers
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, Recording, record
 from triptych_kernels.ops import gather_rows
 
@@ -23,10 +24,7 @@ class RecordedBackend:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
         self._program = _record(model, kv_caches, inputs)
-
-    @property
-    def num_kernel_calls(self) -> int:
-        return len(self._program)
+        self.description = f"{isa()} recorded"
 
     def forward(self, batch: InputBatch) -> Tensor:
         self._program.run(

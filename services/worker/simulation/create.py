@@ -56,6 +56,7 @@ def create_simulated_runner(
         boot_id=boot_id,
         fingerprint=_fingerprint(config, word_ids),
         device_name=DEVICE,
+        kernels=DEVICE,
         weight_bytes=0,
         load_s=time.perf_counter() - started,
     )

@@ -95,7 +95,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_window", "device_name", "weight_bytes", "load_s")
+    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_window", "device_name", "weight_bytes", "load_s", "kernels")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class WorkerFacts(_message.Message):
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
     kv: KvShape
@@ -114,7 +115,8 @@ class WorkerFacts(_message.Message):
     device_name: str
     weight_bytes: int
     load_s: float
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_window: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
+    kernels: str
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_window: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization")
