@@ -31,15 +31,24 @@ struct Pack {
 template <typename T>
 void pack(const Pack& args, int64_t rows) {
   constexpr int64_t kTogether = sizeof(T) == 2 ? 2 : 1;  // inputs that stand side by side
-  const int64_t groups = args.in_features / kTogether;
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* from = static_cast<const T*>(args.rows) + row * args.in_features;
-    const Place place = place_of(args.first_row + row, args.half);
-    T* to = static_cast<T*>(args.panels) + place.panel * args.in_features * kPanel + place.lane * kTogether;
-    for (int64_t group = 0; group < groups; ++group) {
-      std::memcpy(to + group * kPanel * kTogether, from + group * kTogether, kTogether * sizeof(T));
+  constexpr int64_t kLine = 64 / sizeof(T) / kTogether;  // groups of them that a cache line of a row holds
+  const int64_t groups = args.in_features / kTogether, lanes = args.half < 0 ? kPanel : kLanes;
+  const int64_t first = args.first_row, end = first + rows;
+  // rows of one panel write into the same lines, so one thread takes them all
+  parallel_for((end - 1) / lanes - first / lanes + 1, [&](int64_t index) {
+    const int64_t panel_row = (first / lanes + index) * lanes;
+    const int64_t begin_row = std::max(panel_row, first), end_row = std::min(panel_row + lanes, end);
+    for (int64_t line = 0; line < groups; line += kLine) {
+      for (int64_t row = begin_row; row < end_row; ++row) {
+        const T* from = static_cast<const T*>(args.rows) + (row - first) * args.in_features;
+        const Place place = place_of(row, args.half);
+        T* to = static_cast<T*>(args.panels) + place.panel * args.in_features * kPanel + place.lane * kTogether;
+        for (int64_t group = line; group < std::min(line + kLine, groups); ++group) {
+          std::memcpy(to + group * kPanel * kTogether, from + group * kTogether, kTogether * sizeof(T));
+        }
+      }
     }
-  }
+  });
 }
 
 // Rows of a weight, as an embedding reads them.
