@@ -1,4 +1,8 @@
-"""Index columns: which logits to touch, entry by entry, so that nothing is as wide as the vocabulary."""
+"""Index columns: which logits to touch, entry by entry, so that nothing is as wide as the vocabulary.
+
+Entries ascend by row, so that rows can be worked on side by side; within a row they stand in any order. That is the
+caller's duty and is not checked.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
-    """Entries (row, token id) of a logits tensor, in any order."""
+    """Entries (row, token id) of a logits tensor."""
 
     rows: Tensor
-    """[n] int64, rows of the logits."""
+    """[n] int64, ascending."""
     token_ids: Tensor
     """[n] int64."""
 
@@ -22,7 +26,7 @@ class BiasColumns:
     """Entries with something to add; entries that name the same logit add up."""
 
     rows: Tensor
-    """[n] int64."""
+    """[n] int64, ascending."""
     token_ids: Tensor
     """[n] int64."""
     biases: Tensor
@@ -33,11 +37,11 @@ class BiasColumns:
 class PenaltyColumns:
     """The distinct tokens of each penalized row's prompt and output, and how hard each row is penalized.
 
-    An entry (row, token id) stands here at most once; that is the caller's duty and is not checked.
+    An entry (row, token id) stands here at most once; that, too, is not checked.
     """
 
     rows: Tensor
-    """[n] int64."""
+    """[n] int64, ascending."""
     token_ids: Tensor
     """[n] int64."""
     output_counts: Tensor

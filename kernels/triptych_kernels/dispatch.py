@@ -21,7 +21,17 @@ DEVICE_TO_IMPL = {
 meta device are those of a recording, see `cpu.program`."""
 
 NATIVE_OPS = frozenset(
-    {"embedding", "gather_rows", "paged_attention", "rms_norm", "rotary_embedding", "write_kv"}
+    {
+        "embedding",
+        "gather_rows",
+        "paged_attention",
+        "process_logits",
+        "rms_norm",
+        "rotary_embedding",
+        "sample",
+        "token_logprobs",
+        "write_kv",
+    }
 )
 """Those that `cpu` takes over where its library was built and understands the tensor's dtype."""
 

@@ -38,7 +38,14 @@ class Step:
     seq_lens: tuple[int, ...]
     implementation: ClassVar[str] = "torch"
 
-    def attend(self, rows: list[int] | None = None, impl: str | None = None) -> Tensor:
+    def attend(
+        self,
+        rows: list[int] | None = None,
+        impl: str | None = None,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
         """The result for some rows, in that order, computed in one call."""
         rows = list(range(len(self.query_lens))) if rows is None else rows
         starts = torch.tensor((0, *self.query_lens)).cumsum(0).tolist()
@@ -52,6 +59,8 @@ class Step:
             torch.tensor((0, *query_lens)).cumsum(0).int(),
             torch.tensor(seq_lens, dtype=torch.int32),
             SCALE,
+            window=window,
+            soft_cap=soft_cap,
             query_lens_list=query_lens,
             seq_lens_list=seq_lens,
             impl=impl or self.implementation,
@@ -173,40 +182,63 @@ def test_lengths_and_shapes_that_disagree_are_named() -> None:
         Step(step.query, step.kv_cache, step.block_tables, (2, 1), (99, 3)).attend()
     with pytest.raises(ValueError, match="row 0 has 0 queries"):
         Step(step.query, step.kv_cache, step.block_tables, (0, 3), (5, 3)).attend()
-    with pytest.raises(ValueError, match=r"query \[3, 3, 8\] does not fit kv_cache"):
+    with pytest.raises(
+        ValueError, match=r"query \[3, 3, 8\] with .* does not fit kv_cache \[4, 2, 2, 4, 8\]"
+    ):
         Step(step.query[:, :3], step.kv_cache, step.block_tables, (2, 1), (5, 3)).attend()
     with pytest.raises(ValueError, match="must be a contiguous"):
         Step(step.query, step.kv_cache.transpose(2, 3), step.block_tables, (2, 1), (5, 3)).attend()
-    with pytest.raises(ValueError, match=r"block_tables \[1, 3\] must be \[num_rows = 2"):
-        paged_attention(
-            step.query,
-            step.kv_cache,
-            step.block_tables[:1],
-            torch.tensor([0, 2, 3], dtype=torch.int32),
-            torch.tensor([5, 3], dtype=torch.int32),
-            SCALE,
-            query_lens_list=(2, 1),
-            seq_lens_list=(5, 3),
-        )
+    with pytest.raises(ValueError, match=r"block_tables \[1, 3\] with .* must be \[num_rows = 2"):
+        attend(step, block_tables=step.block_tables[:1])
+    with pytest.raises(ValueError, match=r"query_starts \[2\] must be one longer than seq_lens \[2\]"):
+        attend(step, query_starts=torch.tensor([0, 3], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"are \(torch.int64, torch.int32, torch.int32\); they must be"):
+        attend(step, block_tables=step.block_tables.long())
     with pytest.raises(ValueError, match="query_lens_list sums to 2, but there are 3 queries"):
-        paged_attention(
-            step.query,
-            step.kv_cache,
-            step.block_tables,
-            torch.tensor([0, 1, 2], dtype=torch.int32),
-            torch.tensor([5, 3], dtype=torch.int32),
-            SCALE,
-            query_lens_list=(1, 1),
-            seq_lens_list=(5, 3),
-        )
-    with pytest.raises(ValueError, match="query_lens_list has 2 rows, but seq_lens_list has 1"):
-        paged_attention(
-            step.query,
-            step.kv_cache,
-            step.block_tables,
-            torch.tensor([0, 2, 3], dtype=torch.int32),
-            torch.tensor([5, 3], dtype=torch.int32),
-            SCALE,
-            query_lens_list=(2, 1),
-            seq_lens_list=(5,),
-        )
+        attend(step, query_lens_list=(1, 1), seq_lens_list=(5, 3))
+    with pytest.raises(
+        ValueError, match="query_lens_list has 2 rows and seq_lens_list 1, but seq_lens has 2"
+    ):
+        attend(step, query_lens_list=(2, 1), seq_lens_list=(5,))
+    with pytest.raises(ValueError, match=r"window -1 and soft_cap 0\.0 must be 0 or positive"):
+        attend(step, window=-1)
+
+
+def attend(step: Step, **changed: object) -> Tensor:
+    """Two rows of 2 and 1 queries, 5 and 3 keys, but for what is changed."""
+    arguments = {
+        "query": step.query,
+        "kv_cache": step.kv_cache,
+        "block_tables": step.block_tables,
+        "query_starts": torch.tensor([0, 2, 3], dtype=torch.int32),
+        "seq_lens": torch.tensor([5, 3], dtype=torch.int32),
+        "scale": SCALE,
+        "impl": Step.implementation,
+    }
+    return paged_attention(**(arguments | changed))  # type: ignore[arg-type]
+
+
+def test_lengths_that_the_host_does_not_know_are_read_from_the_tensors() -> None:
+    step = build_step([(2, 5), (1, 3)])
+    assert torch.equal(attend(step), step.attend())
+    with pytest.raises(ValueError, match="row 1 has 1 queries, 99 keys and blocks for 12"):
+        attend(step, seq_lens=torch.tensor([5, 99], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "limits",
+    [{"window": 1}, {"window": 5}, {"window": 30}, {"soft_cap": 0.7}, {"window": 6, "soft_cap": 2.0}],
+)
+def test_windows_and_soft_caps_equal_the_reference(limits: dict[str, float], dtype: torch.dtype) -> None:
+    step = build_step(MIXED, dtype=dtype)
+    torch.testing.assert_close(
+        step.attend(**limits), step.attend(impl="reference", **limits), **TOLERANCE[dtype]
+    )
+
+
+def test_pages_that_a_window_has_left_behind_may_be_gone() -> None:
+    step = build_step([(1, 31), (3, 30)])
+    expected = step.attend(window=4)
+    step.block_tables[:, :6] = 0  # keys 0..23; the earliest query stands at 27
+    assert torch.equal(step.attend(window=4), expected)

@@ -84,17 +84,21 @@ def test_buffers_that_are_not_needed_at_the_same_time_share_their_memory() -> No
 
 
 def test_what_torch_would_compute_by_itself_is_refused_by_name() -> None:
+    memory, norm = torch.zeros(4, 6), torch.ones(6)
+
     def forward(recording: Recording) -> Tensor:
-        x = recording.input(torch.zeros(4, 6), count="rows")
-        return torch.relu(rms_norm(x.view(4, 6)[:, :6], torch.ones(6), 1e-5))
+        x = recording.input(memory, count="rows")
+        return torch.relu(rms_norm(x.view(2, 12).view(4, 6), norm, 1e-5))
 
     with pytest.raises(NotRecordable, match="aten::relu has no native kernel"):
         record(forward)
 
 
 def test_rows_that_nobody_counts_are_refused() -> None:
+    norm = torch.ones(6)
+
     def forward(recording: Recording) -> Tensor:
-        return rms_norm(torch.empty(4, 6, device="meta"), torch.ones(6), 1e-5)
+        return rms_norm(torch.empty(4, 6, device="meta"), norm, 1e-5)
 
     with pytest.raises(NotRecordable, match="rms_norm: its rows come from outside"):
         record(forward)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.ops import sample
 from triptych_kernels.reference.sample import gumbel, kept_tokens
-from triptych_kernels.torch import sample as torch_implementation
 
 SEEDS = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
 
@@ -30,6 +29,14 @@ RESTRICTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {"top_k": 1000},
 ]
+
+
+@pytest.fixture(params=[*usable_isas(), "plain"], autouse=True)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The native kernel for each instruction set that this processor has, and plain torch."""
+    with forced_isa("" if request.param == "plain" else request.param):
+        use_threads(2)  # of which 8 rows are enough for a row each
+        yield request.param
 
 
 def columns(num_rows: int, rows: list[dict[str, float]]) -> dict[str, Tensor]:
@@ -117,45 +124,6 @@ def test_draws_are_distributed_as_the_kept_probabilities(asked: dict[str, float]
     assert chi_square < degrees + 4.5 * math.sqrt(2 * degrees)
 
 
-@given(
-    quantized=st.lists(st.integers(-12, 12), min_size=1, max_size=40),
-    top_k=st.integers(0, 45),
-    top_p=st.floats(0.013, 1.0),
-    min_p=st.floats(0.0, 0.97),
-)
-@settings(max_examples=300, deadline=None)
-def test_kept_sets_are_those_of_the_naive_way(
-    quantized: list[int], top_k: int, top_p: float, min_p: float
-) -> None:
-    # steps of 0.37 make many equals, and no sum of probabilities that is a round number
-    logits = torch.tensor([quantized], dtype=torch.float32) * 0.37
-    top_p, min_p = (torch.tensor([value], dtype=torch.float32) for value in (top_p, min_p))
-    thresholds = torch_implementation._thresholds(
-        logits, logits.amax(-1), torch.tensor([top_k], dtype=torch.int32), top_p, min_p
-    )
-    kept = set((logits[0] >= thresholds[0]).nonzero().flatten().tolist())
-    # probabilities that meet a limit within rounding may fall to either side
-    choices = [
-        kept_tokens(logits[0].tolist(), top_k, top_p.item() * p_shift, min_p.item() * m_shift)
-        for p_shift in (1 - 1e-5, 1, 1 + 1e-5)
-        for m_shift in (1 - 1e-5, 1, 1 + 1e-5)
-    ]
-    assert kept in choices
-
-
-@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
-def test_top_p_of_a_flat_distribution_reaches_past_the_first_candidates(top_p: float) -> None:
-    logits = random_logits(2, 5000, spread=0.5)
-    limits = torch.tensor([top_p, 0.01])
-    thresholds = torch_implementation._thresholds(
-        logits, logits.amax(-1), torch.zeros(2, dtype=torch.int32), limits, torch.zeros(2)
-    )
-    for row in range(2):
-        kept = kept_tokens(logits[row].tolist(), 0, limits[row].item(), 0.0)
-        # float32 sums of 5,000 terms: the boundary may move by a token
-        assert abs(int((logits[row] >= thresholds[row]).sum()) - len(kept)) <= 1
-
-
 def test_later_filters_see_the_probabilities_that_earlier_ones_left() -> None:
     # of 0.4, 0.3, 0.2, 0.1 top_k 2 leaves 4/7 and 3/7: top_p 0.55 then keeps one, of all four it would keep two
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(300, -1)
@@ -165,39 +133,6 @@ def test_later_filters_see_the_probabilities_that_earlier_ones_left() -> None:
     assert set(sample(logits, **rows).tolist()) == {0, 1}
 
 
-def test_both_ways_to_draw_agree() -> None:
-    logits = random_logits(9, 1003)
-    kept = logits > -1.0
-    seeds, positions = torch.arange(9), torch.arange(9) * 1000
-    few = torch_implementation._draw_among_few(logits, kept, seeds, positions)
-    assert torch.equal(few, torch_implementation._draw_among_many(logits, kept, seeds, positions))
-
-
-def test_tiles_of_rows_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, asked = random_logits(11, 400, spread=0.5), columns(11, [{}])
-    whole = sample(logits, **asked)
-    monkeypatch.setattr(torch_implementation, "_TILE_COUNTERS", 300)  # three rows of 100 counters
-    assert torch.equal(sample(logits, **asked), whole)
-
-
-def test_noise_is_finite_and_exact_at_both_ends() -> None:
-    words = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
-    expected = [-math.log(-math.log((word + 0.5) / 2**32)) for word in words.tolist()]
-    torch.testing.assert_close(
-        torch_implementation._gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6
-    )
-    assert expected[-1] - expected[0] < torch_implementation._GUMBEL_SPAN
-
-
-def test_noise_of_torch_is_that_of_the_reference() -> None:
-    seed, position = -(2**63) + 17, 2**33 + 5
-    quads = torch.arange(10)
-    words = torch_implementation._words(torch.tensor([seed]), torch.tensor([position]), quads)
-    noise = torch_implementation._gumbel(torch.stack(words, dim=-1).flatten())
-    expected = torch.tensor([gumbel(seed, position, token_id) for token_id in range(40)])
-    torch.testing.assert_close(noise, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((500, 30), -torch.inf)
     logits[:, [3, 17]] = torch.tensor([0.0, 1.0])
@@ -205,14 +140,60 @@ def test_masked_tokens_are_never_drawn() -> None:
     assert set(sample(logits, **rows).tolist()) == {3, 17}
 
 
-def test_a_row_of_nan_disturbs_no_other() -> None:
-    logits, asked = random_logits(12, 77), columns(12, RESTRICTIONS)
+@pytest.mark.parametrize("place", [0, 76, 8191, 8192, 9000])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_with_a_logit_that_is_not_finite_gets_no_token_and_disturbs_no_other(
+    bad: float, place: int
+) -> None:
+    logits, asked = random_logits(20, 9001), columns(20, RESTRICTIONS)
     expected = sample(logits, **asked)
-    logits[[0, 5, 9]] = torch.nan
-    token_ids = sample(logits, **asked)
-    sound = [row for row in range(12) if row not in (0, 5, 9)]
-    assert torch.equal(token_ids[sound], expected[sound])
-    assert bool(((token_ids >= 0) & (token_ids < 77)).all())
+    logits[::5, place] = bad
+    expected[::5] = -1
+    assert torch.equal(sample(logits, **asked), expected)
+    assert torch.equal(sample(logits[:6], **pick(asked, slice(6))), expected[:6])
+
+
+def test_a_row_without_any_token_left_gets_none() -> None:
+    logits = torch.full((10, 65), -torch.inf)
+    logits[4, 64] = -3.0
+    assert sample(logits, **columns(10, RESTRICTIONS)).tolist() == [-1] * 4 + [64] + [-1] * 5
+
+
+@pytest.mark.parametrize("vocab_size", [63, 64, 65, 8191, 8192, 8193, 20_001])
+def test_greedy_finds_the_first_of_the_largest_wherever_it_stands(vocab_size: int) -> None:
+    places = [0, vocab_size // 3, vocab_size // 2, vocab_size - 2, vocab_size - 1]
+    logits = random_logits(len(places), vocab_size)
+    for row, place in enumerate(places):
+        logits[row, place:] = logits[row, place:].clamp(max=50.0)
+        logits[row, [place, vocab_size - 1]] = 50.0
+    for num_rows in (1, len(places)):
+        assert (
+            sample(logits[:num_rows], **columns(num_rows, [{"temperature": 0.0}])).tolist()
+            == places[:num_rows]
+        )
+
+
+def test_the_noise_of_a_token_is_that_of_the_reference() -> None:
+    # of two tokens the first wins as soon as its logit makes up for the difference of their noise
+    generator = torch.Generator().manual_seed(3)
+    num_rows, vocab_size = 400, 9000
+    asked = columns(num_rows, [{}])
+    asked["seeds"] = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
+    asked["positions"] = torch.randint(0, 2**40, (num_rows,), generator=generator)
+    pairs = [torch.randperm(vocab_size, generator=generator)[:2].tolist() for _ in range(num_rows)]
+    for margin, winner in ((1e-5, 0), (-1e-5, 1)):
+        logits = torch.full((num_rows, vocab_size), -torch.inf)
+        for row, pair in enumerate(pairs):
+            noise = [gumbel(int(asked["seeds"][row]), int(asked["positions"][row]), t) for t in pair]
+            logits[row, pair] = torch.tensor([noise[1] - noise[0] + margin, 0.0])
+        assert sample(logits, **asked).tolist() == [pair[winner] for pair in pairs]
+
+
+def test_logits_may_be_a_part_of_a_wider_tensor() -> None:
+    wide, asked = random_logits(12, 300), columns(12, RESTRICTIONS)
+    for part in (wide[:, 7:290], wide[:, ::2], wide.T[:12].T):
+        asked_here = pick(asked, slice(len(part)))
+        assert torch.equal(sample(part, **asked_here), sample(part.contiguous(), **asked_here))
 
 
 def test_the_logits_are_not_written() -> None:
@@ -222,9 +203,11 @@ def test_the_logits_are_not_written() -> None:
     assert torch.equal(logits, before)
 
 
-def test_shapes_that_disagree_are_named() -> None:
+def test_shapes_and_dtypes_that_disagree_are_named() -> None:
     asked = columns(2, [{}])
     with pytest.raises(ValueError, match=r"logits \[2, 5\] torch.bfloat16 must be"):
         sample(torch.zeros(2, 5, dtype=torch.bfloat16), **asked)
-    with pytest.raises(ValueError, match=r"top_p \[1\] does not fit logits \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"top_p \[1\] torch.float32 does not fit logits \[2, 5\]"):
         sample(torch.zeros(2, 5), **{**asked, "top_p": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"top_k \[2\] torch.int64 .* it must be \[num_rows\] torch.int32"):
+        sample(torch.zeros(2, 5), **{**asked, "top_k": torch.ones(2, dtype=torch.int64)})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from services.worker.sampling.columns import SamplingColumns, TokenHistory
-from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
+from triptych_kernels.cpu.library import forced_isa, isa
 
 VOCAB, EOS, NUM_SLOTS = 53, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,16 +41,23 @@ class Bench:
         self.history.num_known[slot] += len(token_ids)
 
     def sample(self, logits, slots) -> SampledTokens:
-        return self.sampler.sample(logits.clone(), np.array(slots, np.int64))
+        before = logits.clone()
+        sampled = self.sampler.sample(logits, np.array(slots, np.int64))
+        assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))
+        return sampled
 
     def sample_one(self, params, logits, **arguments) -> int:
         self.enter(0, params, **arguments)
         return int(self.sample(logits, [0]).token_ids[0])
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
+@pytest.fixture(params=["native", "plain"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """With the native kernels, and with plain torch."""
+    if request.param == "native" and not isa():
+        pytest.skip("no native kernels are built for this processor")
+    with forced_isa(isa() if request.param == "native" else ""):
+        yield Bench()
 
 
 def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -182,6 +191,17 @@ def test_a_row_with_a_bad_logit_fails_alone(bench, bad, params):
     assert sampled.token_ids.tolist() == [expected.token_ids[0], 0, expected.token_ids[2]]
     if params.logprobs is not None:
         assert sampled.logprobs.rows.tolist() == [0, 2]
+
+
+def test_a_row_fails_for_a_bad_logit_that_its_own_restrictions_would_hide(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, allowed_token_ids=(4, 5), logprobs=1))
+    bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3))
+    logits = torch.cat((peaked(4), peaked(EOS, 9)))
+    logits[0, 30] = logits[1, EOS] = torch.nan
+    sampled = bench.sample(logits, [0, 1])
+    assert sampled.failures == ((0, NOT_FINITE), (1, NOT_FINITE))
+    assert sampled.token_ids.tolist() == [0, 0]
+    assert sampled.logprobs is None
 
 
 def penalized(logits: torch.Tensor, params: SamplingParams, prompt, output) -> torch.Tensor:

@@ -190,6 +190,11 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 class _RefuseOthers(TorchDispatchMode):
     """Lets torch make views and empty tensors, and nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False spares us the import of torch's compiler, a second of start-up; nothing here is compiled."""
+        return False
+
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -11,7 +11,8 @@ from triptych_kernels.torch.write_kv import write_kv as torch_write_kv
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     if key.dtype not in DTYPES:  # float16 into a cache of another dtype
-        return torch_write_kv(key, value, kv_cache, slot_mapping)
+        torch_write_kv(key, value, kv_cache, slot_mapping)
+        return
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     launch(
         "write_kv", slot_mapping, DTYPES[key.dtype], DTYPES[kv_cache.dtype],

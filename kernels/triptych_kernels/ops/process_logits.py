@@ -11,6 +11,7 @@ from triptych_kernels.dispatch import find_impl
 
 def process_logits(
     logits: Tensor,
+    rows: Tensor,
     *,
     allowed: TokenColumns | None = None,
     banned: TokenColumns | None = None,
@@ -18,7 +19,7 @@ def process_logits(
     penalties: PenaltyColumns | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Apply, in this order, what is given:
+    """Copy some rows and apply, in this order, what is given:
 
         allowed     in the rows that it names, every other token becomes -inf; other rows are left alone
         banned      the named logits become -inf (end tokens below min_tokens)
@@ -26,20 +27,25 @@ def process_logits(
         penalties   repetition: logits > 0 are divided by it, others multiplied, for tokens of prompt or output;
                     then frequency * count and presence are subtracted for tokens of the output
 
-    Row numbers and token ids are not checked against the logits: the device is not waited for.
+    Row numbers, their order and token ids are not checked: the device is not waited for.
 
     Args:
-        logits: [num_rows, vocab_size] float32; never written.
+        logits: [any, vocab_size] float32; never written.
+        rows: [num_rows] int64, of the logits. The columns count in rows of the result: theirs are 0..num_rows - 1.
     Returns:
-        `logits` itself if nothing is given, else a new tensor.
+        [num_rows, vocab_size] float32.
     Raises:
-        ValueError: shapes disagree, or logits are not float32; names both.
+        ValueError: shapes or dtypes are others than these; names both.
     Source: penalties as in OpenAI's API (presence, frequency) and CTRL, arXiv:1909.05858 (repetition).
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
         raise ValueError(
             f"process_logits: logits {list(logits.shape)} {logits.dtype} must be "
-            "[num_rows, vocab_size] torch.float32"
+            "[any, vocab_size] torch.float32"
+        )
+    if rows.ndim != 1 or rows.dtype != torch.int64:
+        raise ValueError(
+            f"process_logits: rows {list(rows.shape)} {rows.dtype} must be [num_rows] torch.int64"
         )
     if allowed is not None:
         _check_equal("allowed", rows=allowed.rows, token_ids=allowed.token_ids)
@@ -56,14 +62,14 @@ def process_logits(
         )
         _check_equal(
             "penalties",
-            logits=logits[:, 0],
+            rows=rows,
             presence=penalties.presence,
             frequency=penalties.frequency,
             repetition=penalties.repetition,
         )
-    if allowed is None and banned is None and biases is None and penalties is None:
-        return logits
-    processed: Tensor = find_impl("process_logits", logits, impl)(logits, allowed, banned, biases, penalties)
+    processed: Tensor = find_impl("process_logits", logits, impl)(
+        logits, rows, allowed, banned, biases, penalties
+    )
     return processed
 
 

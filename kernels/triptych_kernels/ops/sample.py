@@ -7,6 +7,15 @@ from torch import Tensor
 
 from triptych_kernels.dispatch import find_impl
 
+_COLUMN_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seeds": torch.int64,
+    "positions": torch.int64,
+}
+
 
 def sample(
     logits: Tensor,
@@ -40,8 +49,7 @@ def sample(
     so a row's token does not depend on the other rows, on their order or on how the vocabulary is split.
 
     Args:
-        logits: [num_rows, vocab_size] float32. Not checked, since the device is not waited for: a row with NaN
-            or with no finite logit gets some token of the vocabulary and disturbs no other row.
+        logits: [num_rows, vocab_size] float32.
         temperature: [num_rows] float32, >= 0.
         top_k: [num_rows] int32, >= 0.
         top_p: [num_rows] float32, in (0, 1].
@@ -49,9 +57,10 @@ def sample(
         seeds: [num_rows] int64, the bits of a u64.
         positions: [num_rows] int64, of the token to be sampled, in its sequence.
     Returns:
-        [num_rows] int64.
+        [num_rows] int64; -1 where there is nothing to choose from: a logit is NaN, the largest is infinite, or
+            all are -inf.
     Raises:
-        ValueError: shapes disagree, or logits are not float32; names both.
+        ValueError: shapes or dtypes are others than these; names both.
     Source: Gumbel-max, arXiv:1411.0030; Philox, Salmon et al., SC 2011; nucleus, arXiv:1904.09751;
         min-p, arXiv:2407.01082.
     """
@@ -68,10 +77,10 @@ def sample(
         "positions": positions,
     }
     for name, column in columns.items():
-        if column.shape != logits.shape[:1]:
+        if column.shape != logits.shape[:1] or column.dtype != _COLUMN_DTYPES[name]:
             raise ValueError(
-                f"sample: {name} {list(column.shape)} does not fit logits {list(logits.shape)}; "
-                "it must be [num_rows]"
+                f"sample: {name} {list(column.shape)} {column.dtype} does not fit logits "
+                f"{list(logits.shape)}; it must be [num_rows] {_COLUMN_DTYPES[name]}"
             )
     token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
     return token_ids

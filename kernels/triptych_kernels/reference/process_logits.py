@@ -12,12 +12,13 @@ from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 
 def process_logits(
     logits: Tensor,
+    rows: Tensor,
     allowed: TokenColumns | None,
     banned: TokenColumns | None,
     biases: BiasColumns | None,
     penalties: PenaltyColumns | None,
 ) -> Tensor:
-    table = logits.tolist()
+    table = logits[rows].tolist()
     if allowed is not None:
         entries = set(zip(allowed.rows.tolist(), allowed.token_ids.tolist(), strict=True))
         for row in {row for row, _ in entries}:
@@ -37,4 +38,4 @@ def process_logits(
             if count > 0:
                 value -= penalties.frequency[row].item() * count + penalties.presence[row].item()
             table[row][token_id] = value
-    return torch.tensor(table, dtype=torch.float32).view(logits.shape)
+    return torch.tensor(table, dtype=torch.float32).view(len(rows), logits.shape[1])

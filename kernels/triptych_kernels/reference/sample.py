@@ -23,6 +23,9 @@ def sample(
     token_ids = []
     for row in range(len(logits)):
         values = [float(value) for value in logits[row]]
+        if any(math.isnan(value) for value in values) or math.isinf(max(values)):
+            token_ids.append(-1)
+            continue
         if temperature[row] == 0:
             token_ids.append(values.index(max(values)))
             continue

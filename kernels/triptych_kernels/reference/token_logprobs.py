@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     chosen_logprobs, ranks, top_ids, top_logprobs = [], [], [], []
-    for row, token_id in zip(logits.tolist(), token_ids.tolist(), strict=True):
+    for row, token_id in zip(logits[rows].tolist(), token_ids.tolist(), strict=True):
         best = max(row)
         log_total = best + math.log(math.fsum(math.exp(value - best) for value in row))
         order = sorted(range(len(row)), key=lambda t: row[t], reverse=True)[:num_top]

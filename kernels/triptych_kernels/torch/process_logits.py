@@ -10,15 +10,17 @@ from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 
 def process_logits(
     logits: Tensor,
+    rows: Tensor,
     allowed: TokenColumns | None,
     banned: TokenColumns | None,
     biases: BiasColumns | None,
     penalties: PenaltyColumns | None,
 ) -> Tensor:
-    processed = logits.clone()
+    processed = logits[rows]  # a copy
     if allowed is not None:
+        kept = processed[allowed.rows, allowed.token_ids]
         processed[allowed.rows] = -torch.inf
-        processed[allowed.rows, allowed.token_ids] = logits[allowed.rows, allowed.token_ids]
+        processed[allowed.rows, allowed.token_ids] = kept
     if banned is not None:
         processed[banned.rows, banned.token_ids] = -torch.inf
     if biases is not None:

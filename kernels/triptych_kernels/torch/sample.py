@@ -30,12 +30,14 @@ def sample(
 ) -> Tensor:
     random_rows = temperature.nonzero().flatten()
     if len(random_rows) == len(logits):
-        return _sample_random(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    token_ids = logits.argmax(dim=-1)
-    if len(random_rows) > 0:
+        token_ids = _sample_random(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    else:
+        token_ids = logits.argmax(dim=-1)
+    if 0 < len(random_rows) < len(logits):
         columns = (logits, temperature, top_k, top_p, min_p, seeds, positions)
         token_ids[random_rows] = _sample_random(*(column[random_rows] for column in columns))
-    return token_ids
+    # a maximum carries NaN along, at a tenth of the cost of looking for it in every logit
+    return token_ids.masked_fill_(~torch.isfinite(logits.amax(dim=-1)), -1)
 
 
 def _sample_random(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = logits[rows]
     # relative to the best, so that large logits cost no digits
     logits = logits - logits.amax(dim=-1, keepdim=True)
     log_total = logits.exp().sum(dim=-1, keepdim=True).log()

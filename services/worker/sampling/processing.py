@@ -1,4 +1,4 @@
-"""Gathers what a step's rows ask of their logits into the columns that `process_logits` takes."""
+"""Gathers what some of a step's rows ask of their logits into the columns that `process_logits` takes."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 I64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LogitChanges:
-    """The arguments of `process_logits` for one step; rows are those of its logits."""
+    """The arguments of `process_logits` for one step; the columns count in the rows that change."""
 
-    allowed: TokenColumns | None = None
-    banned: TokenColumns | None = None
-    biases: BiasColumns | None = None
-    penalties: PenaltyColumns | None = None
-
-    @property
-    def can_block(self) -> bool:
-        """Whether a row may be left without any token to choose."""
-        return self.allowed is not None or self.banned is not None
-
-
-NO_CHANGES = LogitChanges()
+    rows: I64
+    """[num_changed] rows of the logits, ascending."""
+    allowed: TokenColumns | None
+    banned: TokenColumns | None
+    biases: BiasColumns | None
+    penalties: PenaltyColumns | None
 
 
 def gather_changes(
     columns: SamplingColumns, history: TokenHistory, slots: I64, device: torch.device
-) -> LogitChanges:
-    """What the rows of these slots ask, [num_rows] in logits order; `NO_CHANGES` in the common case."""
+) -> LogitChanges | None:
+    """What the rows of these slots, [num_rows] in logits order, ask; None in the common case."""
     num_output = history.num_known[slots] - history.num_prompt[slots]
     below_min_tokens = num_output < columns.min_tokens[slots]
     penalized = columns.has_penalties[slots]
     restricted = columns.restricts[slots]
-    if not (below_min_tokens.any() or penalized.any() or restricted.any()):
-        return NO_CHANGES
+    changed = below_min_tokens | penalized | restricted
+    if not changed.any():
+        return None
+    rows = np.flatnonzero(changed)
+    slots, below_min_tokens = slots[rows], below_min_tokens[rows]
+    penalized, restricted = penalized[rows], restricted[rows]
     slot_of_row = slots.tolist()
     restricted_rows = np.flatnonzero(restricted).tolist()
     return LogitChanges(
+        rows=rows,
         allowed=_token_columns(
             {row: columns.slot_to_allowed_ids.get(slot_of_row[row]) for row in restricted_rows}, device
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
-from services.worker.sampling.processing import NO_CHANGES, LogitChanges, gather_changes
+from services.worker.sampling.processing import LogitChanges, gather_changes
 from triptych.types.step import LogprobColumns
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
 
 NOT_FINITE = "the model's logits hold NaN or infinity"
 NOTHING_ALLOWED = (
@@ -45,59 +47,66 @@ class Sampler:
         """Choose the next token of each slot.
 
         Args:
-            logits: [num_rows, vocab_size] float32; rows that fail are overwritten.
+            logits: [num_rows, vocab_size] float32; never written.
             slots: [num_rows], whose rows these are.
         """
         if not slots.size:
             return SampledTokens(np.empty(0, np.int64), None, ())
-        failures: dict[int, str] = {}
-        _fail_unusable(logits, NOT_FINITE, failures)
         changes = gather_changes(self._columns, self._history, slots, logits.device)
-        if changes is NO_CHANGES and not self._columns.temperature[slots].any():
-            tokens = logits.argmax(dim=-1)  # of equals the first: the rule of `ops.sample`
-        else:
-            tokens = self._sample_changed(logits, changes, slots, failures)
-        logprobs = self._gather_logprobs(logits, tokens, slots, failures)
-        token_ids = tokens.numpy(force=True)
+        temperature = self._columns.temperature[slots]
+        if changes is not None:
+            temperature[changes.rows] = 0.0  # as they are they are only looked at; greedy is the cheapest way
+        token_ids = self._choose(logits, slots, temperature)
+        failures = dict.fromkeys(_unusable(token_ids), NOT_FINITE)
+        if changes is not None:
+            token_ids[changes.rows] = self._choose_changed(logits, slots[changes.rows], changes)
+            for row in _unusable(token_ids):
+                failures.setdefault(row, NOTHING_ALLOWED)
         token_ids[list(failures)] = 0
+        logprobs = self._gather_logprobs(logits, token_ids, slots, failures)
         return SampledTokens(token_ids, logprobs, tuple(sorted(failures.items())))
 
-    def _sample_changed(
-        self, logits: Tensor, changes: LogitChanges, slots: I64, failures: dict[int, str]
-    ) -> Tensor:
+    def _choose_changed(self, logits: Tensor, slots: I64, changes: LogitChanges) -> I64:
+        """One token per changed row, whose slots these are."""
         processed = ops.process_logits(
             logits,
+            torch.from_numpy(changes.rows).to(logits.device),
             allowed=changes.allowed,
             banned=changes.banned,
             biases=changes.biases,
             penalties=changes.penalties,
         )
-        if changes.can_block:
-            _fail_unusable(processed, NOTHING_ALLOWED, failures)
+        return self._choose(processed, slots, self._columns.temperature[slots])
+
+    def _choose(self, logits: Tensor, slots: I64, temperature: F32) -> I64:
+        """One token per row, -1 where there is nothing to choose from; see `ops.sample`."""
         columns = self._columns
-        temperature, top_k, top_p, min_p, seeds, positions = (
-            torch.from_numpy(column[slots]).to(logits.device)
+        on_device = [
+            torch.from_numpy(column).to(logits.device)
             for column in (
-                columns.temperature,
-                columns.top_k,
-                columns.top_p,
-                columns.min_p,
-                columns.seed,
-                self._history.num_known,
+                temperature,
+                columns.top_k[slots],
+                columns.top_p[slots],
+                columns.min_p[slots],
+                columns.seed[slots],
+                self._history.num_known[slots],
             )
-        )
-        return ops.sample(
-            processed,
-            temperature=temperature,
+        ]
+        temperatures, top_k, top_p, min_p, seeds, positions = on_device
+        token_ids = ops.sample(
+            logits,
+            temperature=temperatures,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             seeds=seeds,
             positions=positions,
         )
+        chosen: I64 = token_ids.numpy(force=True)
+        return chosen
 
     def _gather_logprobs(
-        self, logits: Tensor, tokens: Tensor, slots: I64, failures: dict[int, str]
+        self, logits: Tensor, token_ids: I64, slots: I64, failures: Collection[int]
     ) -> LogprobColumns | None:
         """Log-probabilities before any change, for the rows that asked; None if none did."""
         num_top = self._columns.num_logprobs[slots]  # [num_rows]
@@ -107,10 +116,9 @@ class Sampler:
         if not rows.size:
             return None
         num_top = np.minimum(num_top[rows], logits.shape[1])
-        rows_on_device = torch.from_numpy(rows).to(logits.device)
-        chosen = tokens[rows_on_device]
+        chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
         chosen_logprobs, ranks, top_ids, top_logprobs = ops.token_logprobs(
-            logits[rows_on_device], chosen, int(num_top.max())
+            logits, torch.from_numpy(rows).to(logits.device), chosen, int(num_top.max())
         )
         # [rows asked, 1 + the largest num_top]: the chosen token, then the best; each row keeps its own number
         kept = np.arange(1 + top_ids.shape[1]) <= num_top[:, None]
@@ -125,17 +133,10 @@ class Sampler:
         )
 
 
-def _fail_unusable(logits: Tensor, why: str, failures: dict[int, str]) -> None:
-    """Note the rows whose largest logit is not finite, and zero them, so that what follows stays defined.
-
-    A maximum carries NaN along, at a tenth of the cost of looking for it in every logit.
-    """
-    usable = torch.isfinite(logits.amax(dim=-1)).numpy(force=True)
-    if usable.all():
-        return
-    for row in np.flatnonzero(~usable).tolist():
-        logits[row] = 0.0
-        failures.setdefault(row, why)
+def _unusable(token_ids: I64) -> list[int]:
+    """The rows that `ops.sample` made nothing of."""
+    rows: list[int] = np.flatnonzero(token_ids < 0).tolist()
+    return rows
 
 
 def _side_by_side(first: Tensor, rest: Tensor) -> NDArray[np.number]:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace triptych {
@@ -76,6 +77,25 @@ inline Best better(const Best& first, const Best& second) {
   Best best = second.logit > first.logit ? second : first;
   best.has_nan = first.has_nan || second.has_nan;
   return best;
+}
+
+// f(index, loop) for every row, where loop(count, g) calls g(0 .. count - 1) for its segments: threads share many
+// rows by row, few rows by segment.
+template <typename F>
+void for_rows(int64_t rows, const F& f) {
+  // with fewer rows a thread, the last ones would keep one thread busy and the others waiting
+  constexpr int64_t kRowsPerThread = 4;
+  if (rows >= kRowsPerThread * num_threads()) {
+    parallel_for(rows, [&](int64_t index) {
+      f(index, [](int64_t count, const auto& g) {
+        for (int64_t i = 0; i < count; ++i) g(i);
+      });
+    });
+    return;
+  }
+  for (int64_t index = 0; index < rows; ++index) {
+    f(index, [](int64_t count, const auto& g) { parallel_for(count, g); });
+  }
 }
 
 }  // namespace triptych

@@ -23,8 +23,9 @@ inline u64s multiply_low(u64s a, u64s b) { return _mm512_mul_epu32(a, b); }
 inline u64s high_half(u64s a) { return _mm512_srli_epi64(a, 32); }
 inline u64s exclusive_or(u64s a, u64s b, u64s c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 inline u64s larger_u32(u64s a, u64s b) { return _mm512_max_epu32(a, b); }
-inline bool any_low_at_least(u64s a, uint32_t bound) {
-  return _mm512_mask_cmpge_epu32_mask(0x5555, a, _mm512_set1_epi32(static_cast<int>(bound))) != 0;
+// Bit 2 * i tells of lane i.
+inline uint32_t low_at_least(u64s a, uint32_t bound) {
+  return _mm512_mask_cmpge_epu32_mask(0x5555, a, _mm512_set1_epi32(static_cast<int>(bound)));
 }
 inline void store(uint64_t* to, u64s a) { _mm512_storeu_si512(to, a); }
 
@@ -39,9 +40,9 @@ inline u64s multiply_low(u64s a, u64s b) { return _mm256_mul_epu32(a, b); }
 inline u64s high_half(u64s a) { return _mm256_srli_epi64(a, 32); }
 inline u64s exclusive_or(u64s a, u64s b, u64s c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
 inline u64s larger_u32(u64s a, u64s b) { return _mm256_max_epu32(a, b); }
-inline bool any_low_at_least(u64s a, uint32_t bound) {
+inline uint32_t low_at_least(u64s a, uint32_t bound) {
   const __m256i reaches = _mm256_cmpeq_epi32(larger_u32(a, _mm256_set1_epi32(static_cast<int>(bound))), a);
-  return (_mm256_movemask_ps(_mm256_castsi256_ps(reaches)) & 0x55) != 0;
+  return _mm256_movemask_ps(_mm256_castsi256_ps(reaches)) & 0x55;
 }
 inline void store(uint64_t* to, u64s a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
 
@@ -50,7 +51,7 @@ inline void store(uint64_t* to, u64s a) { _mm256_storeu_si256(reinterpret_cast<_
 // The noise of one row: key = seed, counter = (position, token id / 4, 0), word = token id % 4.
 class Noise {
  public:
-  static constexpr int kCounters = 16, kWords = 4;  // 64 tokens
+  static constexpr int kTokens = 64;
 
   Noise(uint64_t seed, uint64_t position) : position_(position) {
     uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
@@ -62,12 +63,12 @@ class Noise {
     }
   }
 
-  // Whether any word of the tokens 64 * block + 0..63 reaches `bound`; fills `words` if one does:
-  // words[w][c] belongs to token 64 * block + 4 * c + w.
-  bool any_at_least(uint32_t bound, int64_t block, uint32_t (&words)[kWords][kCounters]) const {
-    constexpr int kVectors = kCounters / kCounterLanes;
+  // f(token, word) for those of the tokens 0..63 after `first` whose word reaches `bound`, in some order; `first`
+  // is a multiple of 64.
+  template <typename F>
+  void for_words_at_least(uint32_t bound, int64_t first_token, const F& f) const {
     u64s c[kVectors][kWords];
-    const u64s first = add(first_numbers(), splat_u64(static_cast<uint64_t>(block) * kCounters));
+    const u64s first = add(first_numbers(), splat_u64(static_cast<uint64_t>(first_token) / kWords));
     unroll<kVectors>([&](auto v) {
       c[v][0] = splat_u64(position_ & 0xffffffffu);
       c[v][1] = splat_u64(position_ >> 32);
@@ -87,19 +88,23 @@ class Noise {
     });
     u64s best = splat_u64(0);
     unroll<kVectors * kWords>([&](auto i) { best = larger_u32(best, c[i / kWords][i % kWords]); });
-    if (!any_low_at_least(best, bound)) return false;
-    unroll<kVectors * kWords>([&](auto i) {
-      uint64_t lanes[kCounterLanes];
-      store(lanes, c[i / kWords][i % kWords]);
-      for (int lane = 0; lane < kCounterLanes; ++lane) {
-        words[i % kWords][i / kWords * kCounterLanes + lane] = static_cast<uint32_t>(lanes[lane]);
+    if (low_at_least(best, bound) == 0) return;
+    for (int v = 0; v < kVectors; ++v) {
+      for (int w = 0; w < kWords; ++w) {
+        uint32_t reaching = low_at_least(c[v][w], bound);
+        if (reaching == 0) continue;
+        uint64_t lanes[kCounterLanes];
+        store(lanes, c[v][w]);
+        for (; reaching != 0; reaching &= reaching - 1) {
+          const int lane = __builtin_ctz(reaching) / 2;
+          f(first_token + (v * kCounterLanes + lane) * kWords + w, static_cast<uint32_t>(lanes[lane]));
+        }
       }
-    });
-    return true;
+    }
   }
 
  private:
-  static constexpr int kRounds = 10;
+  static constexpr int kRounds = 10, kWords = 4, kVectors = kTokens / kWords / kCounterLanes;
   struct RoundKey {
     uint64_t low, high;
   };

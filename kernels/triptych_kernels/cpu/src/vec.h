@@ -101,6 +101,8 @@ inline int64_t compress(float* to, uint32_t lanes, vec a) {
 
 // 2^n * x; n is a whole number.
 inline vec scale_by_power(vec x, vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// The same, where n may lie below all exponents: then it is 0. NaN stays.
+inline vec scale_down(vec x, vec n) { return scale_by_power(x, n); }
 inline vec round_to_whole(vec x) {
   return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
@@ -155,9 +157,6 @@ inline vec select_lanes(vec inside, vec outside, int64_t first, int64_t end) {
   const auto below = [](int64_t lane) { return lane <= 0 ? 0u : lane >= kLanes ? 0xffffu : (1u << lane) - 1u; };
   return {_mm512_mask_blend_ps(static_cast<__mmask16>(below(end) & ~below(first)), outside.v, inside.v)};
 }
-
-// The same, where n may lie below all exponents: then it is 0. NaN stays.
-inline vec scale_down(vec x, vec n) { return scale_by_power(x, n); }
 
 #else  // AVX2 and FMA
 
@@ -222,6 +221,10 @@ inline vec scale_by_power(vec x, vec n) {
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
   return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(power))};
 }
+// The same, where n may lie below all exponents: then it is 0. NaN stays.
+inline vec scale_down(vec x, vec n) {
+  return {_mm256_and_ps(scale_by_power(x, n).v, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
+}
 inline vec round_to_whole(vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 // Lane i of the result is the sum of a[i].
@@ -257,11 +260,6 @@ inline vec select_lanes(vec inside, vec outside, int64_t first, int64_t end) {
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i chosen = _mm256_andnot_si256(_mm256_cmpgt_epi32(bound(first), lanes), _mm256_cmpgt_epi32(bound(end), lanes));
   return {_mm256_blendv_ps(outside.v, inside.v, _mm256_castsi256_ps(chosen))};
-}
-
-// The same, where n may lie below all exponents: then it is 0. NaN stays.
-inline vec scale_down(vec x, vec n) {
-  return {_mm256_and_ps(scale_by_power(x, n).v, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 
 #endif

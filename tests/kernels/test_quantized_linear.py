@@ -1,0 +1,237 @@
+"""Products with 4- and 8-bit weights: exactly the stored weights, and inputs rounded finer than bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from triptych_kernels.cpu.library import forced_isa, usable_isas
+from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.quantized_weight import (
+    BLOCK_FORMATS,
+    QuantizedFormat,
+    QuantizedWeight,
+    common_format,
+)
+from triptych_kernels.ops import embedding, gated_linear, linear
+from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+
+FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
+UNIT = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
+"""What rounding a result may change, relative to the sum of its terms' magnitudes: float32 sums, then the dtype."""
+
+
+@pytest.fixture(
+    params=usable_isas() or [pytest.param("", marks=pytest.mark.skip(reason="no native kernels"))]
+)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with forced_isa(request.param):
+        yield request.param
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Groups of very different sizes, as in real weights and activations."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return values * 4 ** torch.randn(*shape[:-1], shape[-1] // 32, generator=generator).repeat_interleave(
+        32, -1
+    )
+
+
+def blocks(values: Tensor, type: str) -> tuple[Tensor, Tensor]:
+    """What a GGUF file would hold of these weights, and what that means, by GGUF's own package."""
+    kind = GGMLQuantizationType[type]
+    data = quantize(values.numpy(), kind)
+    return torch.from_numpy(data), torch.from_numpy(dequantize(data, kind))
+
+
+def filled(
+    format: QuantizedFormat, type: str, weight: Tensor, *, bias: Tensor | None = None
+) -> tuple[QuantizedWeight, Tensor]:
+    """The weight with such blocks, and what they mean."""
+    data, meant = blocks(weight, type)
+    packed = QuantizedWeight(*weight.shape, torch.float32, format, bias=bias is not None)
+    packed.data.random_(0, 120)  # whatever is not filled would show
+    packed.fill_blocks(0, type, data)
+    if bias is not None:
+        packed.fill_bias(0, bias)
+    return packed, meant
+
+
+def allowed_error(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Of each output: half a step of each input's integer, 1/32767 of its group's largest, and the sum's rounding."""
+    magnitudes = x.double().abs()
+    steps = magnitudes.unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 32767
+    return (0.501 * steps + UNIT[out_dtype] * magnitudes) @ weight.double().abs().T
+
+
+def every_row(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    return embedding(torch.arange(weight.out_features), weight, out_dtype=dtype)
+
+
+HELD = [(type, f) for type, smallest in BLOCK_FORMATS.items() for f in FORMATS if f.holds(smallest)]
+
+
+@pytest.mark.parametrize(("type", "format"), HELD, ids=str)
+def test_stored_blocks_are_held_without_loss(isa: str, type: str, format: QuantizedFormat) -> None:
+    packed, meant = filled(format, type, random(45, 96))
+    assert torch.equal(every_row(packed), meant)
+    assert torch.equal(every_row(packed, torch.bfloat16), meant.bfloat16())
+
+
+def test_a_format_that_would_lose_something_refuses_the_blocks(isa: str) -> None:
+    packed = QuantizedWeight(32, 32, torch.float32, QuantizedFormat(8, is_affine=False))
+    data, _ = blocks(random(32, 32), "Q4_1")
+    with pytest.raises(ValueError, match="Q4_1 blocks do not fit"):
+        packed.fill_blocks(0, "Q4_1", data)
+
+
+def test_pieces_stored_in_different_forms_share_a_weight(isa: str) -> None:
+    pieces = {type: blocks(random(21, 64, seed=i), type) for i, type in enumerate(BLOCK_FORMATS)}
+    packed = QuantizedWeight(63, 64, torch.float32, common_format(BLOCK_FORMATS.values()))
+    for i, (type, (data, _)) in enumerate(pieces.items()):
+        packed.fill_blocks(21 * i, type, data)
+    assert torch.equal(every_row(packed), torch.cat([meant for _, meant in pieces.values()]))
+
+
+@pytest.mark.parametrize("x_dtype", UNIT, ids=str)
+@pytest.mark.parametrize(("type", "format"), HELD, ids=str)
+def test_products_are_as_exact_as_their_inputs_are_fine(
+    isa: str, type: str, format: QuantizedFormat, x_dtype: torch.dtype
+) -> None:
+    packed, meant = filled(format, type, random(71, 160), bias=torch.ones(71))
+    for num_rows in (1, 2, 3, 5, 6, 7, 8, 9, 13, 31):
+        x = random(num_rows, 160, seed=num_rows).to(x_dtype)
+        exact = x.double() @ meant.double().T + 1
+        for out_dtype in UNIT:
+            out = linear(x, packed, out_dtype=out_dtype)
+            assert out.dtype == out_dtype
+            assert ((out - exact).abs() <= allowed_error(x, meant, out_dtype) + UNIT[out_dtype]).all()
+
+
+def test_rounding_the_inputs_costs_less_than_bfloat16_would(isa: str) -> None:
+    packed, meant = filled(BLOCK_FORMATS["Q4_1"], "Q4_1", random(64, 576))
+    x = random(16, 576, seed=1)
+    exact = x.double() @ meant.double().T
+    error = (linear(x, packed) - exact).abs().mean()
+    bfloat16_error = (x.bfloat16().double() @ meant.double().T - exact).abs().mean()
+    float32_error = (x @ meant.T - exact).abs().mean()
+    assert float32_error < error < bfloat16_error / 20
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gate_and_up_are_multiplied(isa: str, format: QuantizedFormat, activation: str) -> None:
+    packed = QuantizedWeight(2 * 37, 64, torch.float32, format, gated=True, bias=True)
+    torch.manual_seed(0)
+    gate, up, bias = torch.randn(37, 64) / 8, torch.randn(37, 64) / 8, torch.randn(74)
+    for half, weight, values in (("gate", gate, bias[:37]), ("up", up, bias[37:])):
+        packed.fill_rows(0, weight, half=half)
+        packed.fill_bias(0, values, half=half)
+    plain = QuantizedWeight(74, 64, torch.float32, format)
+    plain.fill_rows(0, torch.cat([gate, up]))
+    for num_rows in (1, 7):
+        x = torch.randn(num_rows, 64)
+        expected = reference_gated_linear(x, every_row(plain), bias, activation)
+        out = gated_linear(x, packed, activation=activation)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_rows_result_does_not_depend_on_its_batch(isa: str, format: QuantizedFormat, wide: bool) -> None:
+    packed = QuantizedWeight(50, 96, torch.float32, format)
+    packed.fill_rows(0, random(50, 96))
+    packed.wide_rows = 1 if wide else packed.wide_rows
+    x = random(200, 96, seed=1)
+    together = linear(x, packed)
+    for first, last in ((0, 1), (0, 3), (5, 13), (60, 107), (1, 200)):
+        assert torch.equal(linear(x[first:last], packed), together[first:last])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_wide_products_are_those_of_bfloat16(isa: str, format: QuantizedFormat) -> None:
+    packed = QuantizedWeight(75, 96, torch.bfloat16, format)
+    packed.fill_rows(0, random(75, 96))
+    packed.wide_rows = 10
+    rounded = every_row(packed, torch.bfloat16).double()
+    x = random(14, 96, seed=1)
+    exact = x.bfloat16().double() @ rounded.T
+    assert (linear(x, packed) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    exact = x[:9].double() @ every_row(packed).double().T
+    error = (linear(x[:9], packed) - exact).abs()
+    assert (error <= allowed_error(x[:9], every_row(packed), torch.float32)).all()
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
+def test_weights_are_quantized_as_ggml_does(isa: str, type: str) -> None:
+    weight = random(40, 128)
+    weight[3, 32:64] = 0.0
+    packed = QuantizedWeight(40, 128, torch.float32, BLOCK_FORMATS[type])
+    packed.fill_rows(0, weight)
+    assert torch.equal(every_row(packed), blocks(weight, type)[1])
+
+
+def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
+    weight = random(40, 128) + torch.randn(40, 4).repeat_interleave(32, 1)
+    packed = QuantizedWeight(40, 128, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed.fill_rows(0, weight)
+    forms = [blocks(weight, type)[1].view(40, 4, 32) for type in ("Q4_0", "Q4_1")]
+    errors = [(form - weight.view(40, 4, 32)).square().sum(-1) for form in forms]
+    nearer = torch.where((errors[1] < errors[0])[..., None], forms[1], forms[0])
+    assert 0 < int((errors[1] < errors[0]).sum()) < 160, "both forms are seen"
+    assert torch.equal(every_row(packed).view(40, 4, 32), nearer)
+
+
+def test_inputs_without_size_and_outputs_past_the_last_are_harmless(isa: str) -> None:
+    packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed.fill_rows(0, random(5, 64))
+    x = torch.zeros(2, 64)
+    x[1] = 1e-38  # its integers would need a scale that float32 has not
+    assert torch.equal(linear(x, packed), torch.zeros(2, 5))
+    strided = torch.full((3, 80), float("nan"))
+    strided[:, :64] = 1.0
+    out = linear(strided[:, :64], packed)
+    torch.testing.assert_close(out, every_row(packed).sum(1).expand(3, 5), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_what_is_no_number_stays_none_in_its_row_alone(
+    isa: str, format: QuantizedFormat, poison: float
+) -> None:
+    packed = QuantizedWeight(33, 96, torch.float32, format)
+    packed.fill_rows(0, random(33, 96))
+    for place in range(0, 96, 7):
+        x = random(3, 96, seed=1)
+        x[1, place] = poison
+        out = linear(x, packed)
+        assert not out[1].isfinite().any()
+        assert out[[0, 2]].isfinite().all()
+
+
+def test_products_are_recorded(isa: str) -> None:
+    packed = QuantizedWeight(40, 64, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed.fill_rows(0, random(40, 64))
+    token_ids = torch.tensor([3, 39, 0, 7, 7])
+    program = record(
+        lambda recording: linear(embedding(recording.input(token_ids, count="tokens"), packed), packed)
+    )
+    program.run({"tokens": 4})
+    assert torch.equal(program.output[:4], linear(embedding(token_ids[:4], packed), packed))
+
+
+def test_a_number_of_inputs_that_no_group_divides_is_refused(isa: str) -> None:
+    with pytest.raises(ValueError, match="40 inputs"):
+        QuantizedWeight(8, 40, torch.float32, FORMATS[0])
+
+
+def test_memory_is_what_the_bits_say(isa: str) -> None:
+    sizes = [QuantizedWeight(64, 64, torch.float32, format).num_bytes for format in FORMATS]
+    assert np.array(sizes).tolist() == [64 * 64 * bits // 64 for bits in (36, 40, 68, 72)]
