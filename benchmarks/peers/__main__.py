@@ -12,9 +12,11 @@ nothing else run meanwhile.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,13 +37,16 @@ def main(argv: Sequence[str]) -> int:
         for engine in ENGINES:
             print(f"{engine.name:32} {'installed' if _is_installed(engine) else 'not installed'}")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the engine that runs ends with us
     try:
         for engine in arguments.engines:
             engine.prepare()
         return 0 if arguments.install_only else _measure(arguments)
     except (InstallError, TriptychError) as error:
         print(f"bench-peers: {error}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        print("bench-peers: interrupted; the next run resumes with what is whole", file=sys.stderr)
+    return 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -75,7 +80,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _matching_engines(name: str) -> list[Engine]:
-    found = [engine for engine in ENGINES if engine.name == name or engine.name.startswith(f"{name}-")]
+    found = [engine for engine in ENGINES if engine.name == name]
+    found = found or [engine for engine in ENGINES if engine.name.startswith(f"{name}-")]
     if not found:
         known = ", ".join(engine.name for engine in ENGINES)
         raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
@@ -107,20 +113,25 @@ def _measure(arguments: argparse.Namespace) -> int:
     setup = Setup(tuple(rows), compute_cpus(), models.vocab_size(), arguments.seed)
     samples: list[Sample] = []
     failures: list[Failure] = []
-    for result in measure_rounds(engines, setup, arguments.rounds, _show):
-        if isinstance(result, Sample):
-            samples.append(result)
-            row = next(row for row in rows if row.key == result.row)
-            _show(f"  {row.title}: {result.value:.2f} {row.unit}")
-        else:
-            failures.append(result)
-            _show(f"  failed: {result.reason}")
+    is_whole = False
+    with contextlib.suppress(KeyboardInterrupt):  # what has been measured by then is reported
+        for result in measure_rounds(engines, setup, arguments.rounds, _show):
+            if isinstance(result, Sample):
+                samples.append(result)
+                row = next(row for row in rows if row.key == result.row)
+                _show(f"  {row.title}: {result.value:.2f} {row.unit}")
+            else:
+                failures.append(result)
+                _show(f"  failed: {result.reason}")
+        is_whole = True
+    if not is_whole:
+        _show("interrupted: these are the figures so far")
     print(report.text(engines, rows, report.collect(samples), failures))
     target = arguments.json or _default_target()
     values = report.as_json(engines, rows, samples, failures, machine)
     target.write_text(json.dumps(values, indent=2) + "\n")
     _show(f"every sample: {target}")
-    return 1 if failures else 0
+    return 0 if is_whole and not failures else 1
 
 
 def _default_target() -> Path:

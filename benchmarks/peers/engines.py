@@ -26,7 +26,9 @@ TRIPTYCH_MODES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("none", "bf16", {"model.quantization": "none"}),
     ("q8", "8-bit", {"model.quantization": "q8"}),
     ("q4", "4-bit", {"model.quantization": "q4"}),
-    ("auto", "auto", {"model.quantization": "auto"}),
+    ("q8-batch-variant", "8-bit", {"model.quantization": "q8", "model.batch_invariant": "false"}),
+    ("q4-batch-variant", "4-bit", {"model.quantization": "q4", "model.batch_invariant": "false"}),
+    ("auto", "mixed", {"model.quantization": "auto"}),
 )
 """(mode, weights, options of `triptych serve`); a mode that the build refuses stands in the table as failed."""
 
@@ -60,7 +62,8 @@ class Engine:
     @property
     def name(self) -> str:
         """As `--engines` takes it."""
-        return "-".join(part.lower() for part in (self.product, self.weights, self.mode) if part)
+        parts = (self.product, self.weights, self.mode) if self.is_peer else (self.product, self.mode)
+        return "-".join(part.lower() for part in parts if part)
 
     @property
     def is_peer(self) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -127,13 +128,20 @@ class Installer:
         with self._log.open("ab") as log:
             log.write(f"$ {' '.join(words)}\n".encode())
             log.flush()
-            with ProgressLine(title, self._latest_line):
-                result = subprocess.run(
-                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False,
-                    env=None if env is None else {**os.environ, **env},
-                )  # fmt: skip
-        if result.returncode != 0:
-            raise InstallError(f"{title}: status {result.returncode}; log: {self._log}")
+            # A session of its own: interrupted, cmake would leave its compilers behind.
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=None if env is None else {**os.environ, **env},
+            )  # fmt: skip
+            try:
+                with ProgressLine(title, self._latest_line):
+                    status = process.wait()
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise
+        if status != 0:
+            raise InstallError(f"{title}: status {status}; log: {self._log}")
 
     def _latest_line(self) -> str:
         with self._log.open("rb") as log:

@@ -101,18 +101,14 @@ def ctranslate2(quantization: str) -> Path:
             name: tensor.numpy() for name, tensor in _read_weights(torch.float32).items()
         }
         np.savez(weights, **arrays)
-        result = directory / "result"  # its converter takes no directory that exists
         Installer(log_file(f"model-ctranslate2-{quantization}")).run(
             f"model as CTranslate2 {quantization}",
             [
                 CTRANSLATE2.python, ADAPTERS / "ctranslate2_convert.py",
-                resolve_model(EMBEDDED), weights, quantization, result,
+                resolve_model(EMBEDDED), weights, quantization, directory,
             ],
         )  # fmt: skip
         weights.unlink()
-        for path in result.iterdir():
-            path.rename(directory / path.name)
-        result.rmdir()
 
     CTRANSLATE2.install()
     return _built(f"ctranslate2-{quantization}", build)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triptych_kernels.cpu.library import isa, use_threads
 from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.cpu.program import Recording, record
-from triptych_kernels.cpu.quantized_weight import BLOCK_FORMATS, QuantizedFormat, QuantizedWeight
+from triptych_kernels.cpu.quantized_weight import BLOCK_FORMATS, NEVER, QuantizedFormat, QuantizedWeight
 from triptych_kernels.ops import linear
 
 FORMS: dict[str, torch.dtype | QuantizedFormat] = {
@@ -30,6 +30,7 @@ FORMS: dict[str, torch.dtype | QuantizedFormat] = {
     "Q4_1": BLOCK_FORMATS["Q4_1"],
 }
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 1024)
+WIDE_FROM = 32
 UNCACHED_BYTES = 160 << 20  # of weights read in turn; five times the last cache of a large desktop CPU
 
 
@@ -49,8 +50,12 @@ def create_weight(form: torch.dtype | QuantizedFormat, out_features: int, in_fea
     return QuantizedWeight(out_features, in_features, torch.bfloat16, form)
 
 
-def measure(weights: list[PackedWeight], num_rows: int, rounds: int) -> float:
+def measure(weights: list[PackedWeight], num_rows: int, *, wide: bool, rounds: int) -> float:
     """Seconds per product; all of them are one recorded program, so no Python is measured."""
+    weights = weights[: max(1, 512 // num_rows)]  # many rows read little and take long
+    for weight in weights:
+        if isinstance(weight, QuantizedWeight):
+            weight.wide_rows = 1 if wide else NEVER
     x = torch.randn(num_rows, weights[0].in_features).to(weights[0].dtype)
 
     def multiply_all(recording: Recording) -> Tensor:
@@ -73,34 +78,25 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     use_threads(arguments.threads)
     torch.manual_seed(0)
-    rounds, shape = arguments.rounds, (arguments.out_features, arguments.in_features)
+    shape = (arguments.out_features, arguments.in_features)
     limits = measure_limits(arguments.threads)
     peaks = {torch.float32: limits.float32, torch.bfloat16: limits.bfloat16}
-    print(
-        f"{isa()}, {arguments.threads} threads, {shape[1]} inputs, {shape[0]} outputs; limits: memory",
-        end=" ",
-    )
-    print(f"{limits.memory:.1f} GB/s, float32 {limits.float32:.0f}, bfloat16 {limits.bfloat16:.0f} GFLOP/s")
+    print(f"{isa()}, {arguments.threads} threads, {shape[1]} inputs, {shape[0]} outputs")
+    print(f"limits: {limits.memory:.1f} GB/s; {limits.float32:.0f} GFLOP/s, bfloat16 {limits.bfloat16:.0f}")
     print(f"{'weight':>9} {'rows':>5} {'us':>9} {'GB/s':>6} {'of limit':>8} {'GFLOP/s':>8} {'of limit':>8}")
     for name, form in FORMS.items():
-        first = create_weight(form, *shape)
-        num_weights = -(-UNCACHED_BYTES // first.num_bytes)
-        weights = [first, *(create_weight(form, *shape) for _ in range(num_weights - 1))]
+        num_bytes = create_weight(form, *shape).num_bytes
+        weights = [create_weight(form, *shape) for _ in range(-(-UNCACHED_BYTES // num_bytes))]
         for num_rows in ROWS:
-            wide = [False, True] if isinstance(first, QuantizedWeight) and num_rows >= 32 else [False]
-            for is_wide in wide:
-                for weight in weights:
-                    if isinstance(weight, QuantizedWeight):
-                        weight.wide_rows = 1 if is_wide else num_rows + 1
-                few = weights[: max(1, 512 // num_rows)]  # many rows read little and take long
-                seconds = measure(few, num_rows, rounds)
-                gigabytes, flops = (
-                    first.num_bytes / seconds / 1e9,
-                    2 * num_rows * shape[0] * shape[1] / seconds / 1e9,
-                )
+            is_quantized = isinstance(form, QuantizedFormat)
+            for wide in (False, True) if is_quantized and num_rows >= WIDE_FROM else (False,):
+                seconds = measure(weights, num_rows, wide=wide, rounds=arguments.rounds)
+                gigabytes = num_bytes / seconds / 1e9
+                gigaflops = 2 * num_rows * shape[0] * shape[1] / seconds / 1e9
                 print(
-                    f"{name + ' wide' * is_wide:>9} {num_rows:>5} {seconds * 1e6:>9.1f} {gigabytes:>6.1f} "
-                    f"{gigabytes / limits.memory:>8.0%} {flops:>8.1f} {flops / peaks[first.dtype]:>8.0%}"
+                    f"{name + ' wide' * wide:>9} {num_rows:>5} {seconds * 1e6:>9.1f} {gigabytes:>6.1f} "
+                    f"{gigabytes / limits.memory:>8.0%} {gigaflops:>8.1f} "
+                    f"{gigaflops / peaks[weights[0].dtype]:>8.0%}"
                 )
 
 

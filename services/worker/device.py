@@ -31,7 +31,13 @@ def resolve_config(
     """
     device = choose_device(engine.worker.device, engine.parallel.local_rank)
     native_bfloat16 = has_native_bfloat16(device, root)
-    return resolve_for_device(engine, architecture, device=str(device), native_bfloat16=native_bfloat16)
+    return resolve_for_device(
+        engine,
+        architecture,
+        device=str(device),
+        native_bfloat16=native_bfloat16,
+        native_kernels=bool(isa()),
+    )
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:

@@ -8,15 +8,24 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
 
+_GROUP_SIZE = 32  # of the native kernels
+_QUANTIZABLE_DTYPES = ("float32", "bfloat16")
+
 
 def resolve_for_device(
-    engine: EngineConfig, architecture: ModelArchitecture, *, device: str, native_bfloat16: bool
+    engine: EngineConfig,
+    architecture: ModelArchitecture,
+    *,
+    device: str,
+    native_bfloat16: bool,
+    native_kernels: bool,
 ) -> ResolvedConfig:
     """Join the operator's config, the checkpoint's architecture and what is known of the device.
 
     Args:
         device: `cpu`, `cuda:<local_rank>` or `simulated`.
         native_bfloat16: whether it multiplies bfloat16 itself.
+        native_kernels: whether the native kernels for CPUs are built and understood here.
     Raises:
         ConfigError: a max_model_len above the model's own.
         FeatureDisabled: a value that this build knows and does not serve.
@@ -29,12 +38,20 @@ def resolve_for_device(
             f"at most {own_limit}, or to 0 for the model's limit"
         )
     dtype = choose_dtype(engine.model.dtype, architecture, native_bfloat16=native_bfloat16)
+    quantization = choose_quantization(
+        engine.model.quantization,
+        architecture,
+        dtype,
+        native_kernels=native_kernels and device == "cpu",
+    )
     return ResolvedConfig(
         engine=engine,
         architecture=architecture,
         rank=RankFacts(local_rank=engine.parallel.local_rank, device=device),
         dtype=dtype,
         kv_dtype=dtype if engine.cache.dtype == "auto" else engine.cache.dtype,
+        quantization=quantization,
+        batch_invariant=choose_batch_invariance(engine),
     )
 
 
@@ -42,10 +59,9 @@ def refuse_unbuilt(engine: EngineConfig) -> None:
     """Refuse, naming key and value, what the config can say and this worker does not do.
 
     Raises:
-        FeatureDisabled: weight-only quantization or more than one worker per model.
+        FeatureDisabled: more than one worker per model.
     """
     for key, value, served in (
-        ("model.quantization", engine.model.quantization, "none"),
         ("parallel.tensor_parallel_size", engine.parallel.tensor_parallel_size, 1),
         ("parallel.pipeline_parallel_size", engine.parallel.pipeline_parallel_size, 1),
         ("parallel.rank", engine.parallel.rank, 0),
@@ -64,3 +80,47 @@ def choose_dtype(requested: str, architecture: ModelArchitecture, *, native_bflo
         return requested
     stored = "bfloat16" if architecture.is_gguf else architecture.dtype
     return "float32" if stored == "bfloat16" and not native_bfloat16 else stored
+
+
+def choose_quantization(
+    requested: str, architecture: ModelArchitecture, dtype: str, *, native_kernels: bool
+) -> str:
+    """The form of linear weights that `model.quantization` means: none, q4 or q8; `auto` is the fastest here.
+
+    Args:
+        dtype: of activations.
+        native_kernels: whether this device has those that multiply quantized weights.
+    Raises:
+        FeatureDisabled: q4 or q8 where no kernel multiplies them.
+    """
+    if requested == "none":
+        return "none"
+    obstacle = _obstacle_to_quantization(architecture, dtype, native_kernels=native_kernels)
+    if obstacle is None:
+        return "q4" if requested == "auto" else requested
+    if requested == "auto":
+        return "none"
+    raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
+
+
+def choose_batch_invariance(engine: EngineConfig) -> bool:
+    """Whether a request's numbers must not depend on its batch: what `model.batch_invariant` means."""
+    requested = engine.model.batch_invariant
+    return engine.model.quantization != "auto" if requested == "auto" else requested == "true"
+
+
+def _obstacle_to_quantization(
+    architecture: ModelArchitecture, dtype: str, *, native_kernels: bool
+) -> str | None:
+    if not native_kernels:
+        return "quantized weights are served by the native kernels for CPUs alone, which are not in use here"
+    if dtype not in _QUANTIZABLE_DTYPES:
+        return f"the kernels take {' and '.join(_QUANTIZABLE_DTYPES)}, not model.dtype = {dtype}"
+    for name, size in (
+        ("hidden_size", architecture.hidden_size),
+        ("intermediate_size", architecture.intermediate_size),
+        ("num_heads * head_dim", architecture.num_heads * architecture.head_dim),
+    ):
+        if size % _GROUP_SIZE:
+            return f"inputs are quantized in groups of {_GROUP_SIZE}, which do not divide {name} = {size}"
+    return None

@@ -140,6 +140,12 @@ def test_a_value_of_the_wrong_type_names_key_type_and_file(yaml, key, kind, tmp_
         load(yaml, tmp=tmp_path)
 
 
+@pytest.mark.parametrize("word", ["true", "false", "auto", '"true"'])
+def test_a_choice_that_yaml_takes_for_a_truth_value_is_a_choice(word, tmp_path):
+    config = load(f"model: {{batch_invariant: {word}}}", tmp=tmp_path)
+    assert config.model.batch_invariant == word.strip('"')
+
+
 # Ranges
 
 

@@ -86,9 +86,7 @@ def test_gated_products_are_those_of_the_reference(form: str, activation: str, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_in_every_batch_and_on_any_number_of_threads(
-    form: str, dtype: torch.dtype
-) -> None:
+def test_a_row_is_the_same_in_every_batch_and_on_any_number_of_threads(form: str, dtype: torch.dtype) -> None:
     if form == "plain":
         pytest.skip("torch chooses its sums by the shape")
     weight = random(130, 576, dtype=dtype)
@@ -120,7 +118,9 @@ def test_gathered_rows_are_those_asked_for(dtype: torch.dtype) -> None:
 
 def test_operands_that_do_not_fit_are_named(form: str) -> None:
     operands = pack(form, torch.ones(4, 6))
-    with pytest.raises(ValueError, match=r"linear: x \[2, 5\] torch.float32 does not fit the weight \[4, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"linear: x \[2, 5\] torch.float32 does not fit the weight \[4, 6\]"
+    ):
         linear(torch.ones(2, 5), **operands)
     with pytest.raises(ValueError, match=r"x \[2, 6\] torch.bfloat16 does not fit"):
         linear(torch.ones(2, 6, dtype=torch.bfloat16), **operands)

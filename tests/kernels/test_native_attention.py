@@ -12,7 +12,7 @@ from tests.kernels.test_paged_attention import SCALE, TOLERANCE, Step, build_ste
 from triptych_kernels import dispatch
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.paged_attention import paged_attention as native_paged_attention
-from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.program import NotRecordable, record
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.torch.paged_attention import paged_attention as torch_paged_attention
 
@@ -191,6 +191,20 @@ def test_what_no_kernel_is_made_for_is_left_to_plain_torch() -> None:
     assert dispatch.find_impl("paged_attention", half) is torch_paged_attention
     step = build_step([(1, 9)], cache_dtype=torch.float16)
     torch.testing.assert_close(step.attend(impl="cpu"), step.attend(impl="torch"), rtol=0, atol=0)
+
+
+def test_a_cache_that_no_kernel_reads_is_not_recordable() -> None:
+    step = build_step([(1, 9)], cache_dtype=torch.float16)
+    query, layout = step.query, (step.block_tables, torch.tensor([0, 1]).int(), torch.tensor([9]).int())
+    with pytest.raises(NotRecordable, match=r"no native kernel reads a cache of torch\.float16"):
+        record(
+            lambda recording: paged_attention(
+                recording.input(query, count="tokens"),
+                step.kv_cache,
+                *(recording.input(tensor, count="sequences") for tensor in layout),
+                SCALE,
+            )
+        )
 
 
 def test_without_a_build_plain_torch_serves() -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.ops import rotary_embedding
 
-# computed in float32 and rounded once; the two products may cancel, so the tolerance is absolute
-TOLERANCE = {torch.float32: {"rtol": 0.0, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6}}
+# computed in float32 and rounded once; the two products may cancel, so the tolerance is absolute. What float32 leaves
+# uncertain can turn a bfloat16 into its neighbour, up to 2^-7 away.
+TOLERANCE = {torch.float32: {"rtol": 0.0, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6}}
 
 
 @pytest.fixture(params=[*usable_isas(), "plain"], autouse=True)

@@ -62,7 +62,7 @@ def test_shapes_that_disagree_are_named() -> None:
         write_kv(key, key[:1], kv_cache, slots)
     with pytest.raises(ValueError, match=r"slot_mapping \[1\] does not fit key \[2, 1, 4\]"):
         write_kv(key, key, kv_cache, slots[:1])
-    with pytest.raises(ValueError, match="value .* torch.bfloat16 is not like key .* torch.float32"):
+    with pytest.raises(ValueError, match=r"value .* torch\.bfloat16 is not like key .* torch\.float32"):
         write_kv(key, key.bfloat16(), kv_cache, slots)
     with pytest.raises(ValueError, match="last axes of key and value must be dense"):
         write_kv(key, torch.ones(2, 1, 8)[:, :, ::2], kv_cache, slots)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.worker.device import choose_device, resolve_config, use_threads
-from services.worker.resolution import choose_dtype
+from services.worker.resolution import (
+    choose_batch_invariance,
+    choose_dtype,
+    choose_quantization,
+    resolve_for_device,
+)
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
@@ -55,8 +61,6 @@ def test_the_caches_precision_can_be_set_apart():
 @pytest.mark.parametrize(
     ("engine", "names"),
     [
-        (EngineConfig(model=ModelConfig(quantization="q4")), "model.quantization = q4"),
-        (EngineConfig(model=ModelConfig(quantization="auto")), "model.quantization = auto"),
         (EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)), "parallel.tensor_parallel_size = 2"),
         (
             EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3)),
@@ -68,6 +72,60 @@ def test_the_caches_precision_can_be_set_apart():
 def test_what_is_not_built_is_refused_by_key_and_value(engine, names):
     with pytest.raises(FeatureDisabled, match=names):
         resolve_config(engine, tiny_architecture())
+
+
+QUANTIZABLE = tiny_architecture(hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16)
+
+
+@pytest.mark.parametrize("requested", ["none", "q4", "q8", "auto"])
+def test_quantization_is_served_by_native_kernels(requested):
+    chosen = choose_quantization(requested, QUANTIZABLE, "bfloat16", native_kernels=True)
+    assert chosen == ("q4" if requested == "auto" else requested)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "native_kernels", "says"),
+    [
+        ({}, "float32", False, "native kernels"),
+        ({}, "float16", True, "not model.dtype = float16"),
+        ({"hidden_size": 72}, "float32", True, "do not divide hidden_size = 72"),
+        ({"intermediate_size": 100}, "float32", True, "do not divide intermediate_size = 100"),
+        ({"head_dim": 12}, "float32", True, r"do not divide num_heads \* head_dim = 48"),
+    ],
+)
+def test_where_nothing_multiplies_quantized_weights_they_are_refused_by_name(
+    changes, dtype, native_kernels, says
+):
+    architecture = replace(QUANTIZABLE, **changes)
+    for requested in ("q4", "q8"):
+        with pytest.raises(FeatureDisabled, match=rf"model\.quantization = {requested}.*{says}"):
+            choose_quantization(requested, architecture, dtype, native_kernels=native_kernels)
+    for requested in ("none", "auto"):
+        chosen = choose_quantization(requested, architecture, dtype, native_kernels=native_kernels)
+        assert chosen == "none"
+
+
+def test_quantized_weights_are_refused_on_accelerators():
+    engine = EngineConfig(model=ModelConfig(quantization="q4"))
+    with pytest.raises(FeatureDisabled, match=r"model\.quantization = q4"):
+        resolve_for_device(engine, QUANTIZABLE, device="cuda:0", native_bfloat16=True, native_kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "requested", "is_invariant"),
+    [
+        ("none", "auto", True),
+        ("q4", "auto", True),
+        ("auto", "auto", False),
+        ("auto", "true", True),
+        ("q8", "false", False),
+    ],
+)
+def test_only_automatic_quantization_lets_the_batch_change_numbers_unasked(
+    quantization, requested, is_invariant
+):
+    model = ModelConfig(quantization=quantization, batch_invariant=requested)
+    assert choose_batch_invariance(EngineConfig(model=model)) == is_invariant
 
 
 def test_a_context_above_the_models_own_is_refused_with_both_numbers():

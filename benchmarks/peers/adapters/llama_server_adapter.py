@@ -31,12 +31,16 @@ class LlamaServerEngine(LoadedEngine):
         self._fit(1, CONTEXT_STEP)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
-        self._fit(len(prompts), max(map(len, prompts)) + max_tokens)
+        # One more than is needed: it takes an answer that fills its slot for one that was cut short.
+        self._fit(len(prompts), max(map(len, prompts)) + max_tokens + 1)
 
         def complete(prompt: list[int]) -> int:
             answer = self._post(prompt, max_tokens)
-            if answer["tokens_evaluated"] != len(prompt) or answer["truncated"]:
-                raise RuntimeError(f"llama-server took {answer['tokens_evaluated']} of {len(prompt)} tokens")
+            if answer["truncated"] or answer["tokens_evaluated"] != len(prompt):
+                raise RuntimeError(
+                    f"llama-server: {answer['tokens_evaluated']} of {len(prompt)} prompt tokens evaluated, "
+                    f"truncated: {answer['truncated']}"
+                )
             return int(answer["tokens_predicted"])
 
         with ThreadPoolExecutor(len(prompts)) as pool:

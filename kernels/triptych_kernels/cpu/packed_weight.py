@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.launch import Argument, launch
 from triptych_kernels.cpu.library import DTYPES, isa, load
 
 Half = Literal["gate", "up"]
 _EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
-_HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
+HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
 class PackedWeight:
@@ -36,18 +36,22 @@ class PackedWeight:
         Raises:
             ValueError: a dtype or number of inputs that no kernel is made for.
         """
-        if not can_pack(in_features, dtype):
-            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
+        self._check(in_features, dtype)
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
         self.gated = gated
         self.device = torch.device("cpu")
-        lanes = _panel_size() // 2 if gated else _panel_size()
+        lanes = panel_size() // 2 if gated else panel_size()
         num_panels = -(-(out_features // 2 if gated else out_features) // lanes)
-        self.data = torch.zeros(num_panels * _panel_size() * in_features, dtype=dtype)
-        self.bias = torch.zeros(num_panels * _panel_size()) if bias else None
+        self.data = self._allocate(num_panels * panel_size())
+        self.bias = torch.zeros(num_panels * panel_size()) if bias else None
         """[panels * outputs per panel] float32, in the order of the panels."""
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What it can be multiplied with."""
+        return (self.dtype,)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,7 +69,7 @@ class PackedWeight:
         """Copy rows [n, in_features] to output `first_row` and those after it, counted within the half."""
         rows = rows.to(self.dtype).contiguous()
         launch(
-            "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, _HALVES[half]
+            "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, HALVES[half]
         )
 
     def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
@@ -73,19 +77,14 @@ class PackedWeight:
         assert self.bias is not None, "created without a bias"
         rows = torch.arange(first_row, first_row + len(values))
         if half is not None:
-            lanes = _panel_size() // 2
-            rows = rows // lanes * _panel_size() + _HALVES[half] * lanes + rows % lanes
+            lanes = panel_size() // 2
+            rows = rows // lanes * panel_size() + HALVES[half] * lanes + rows % lanes
         self.bias[rows] = values.float()
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
         """`ops.linear`, or with an activation `ops.gated_linear`."""
-        num_outputs = self.out_features if activation is None else self.out_features // 2
-        assert self.gated == (activation is not None), "a gated weight is packed for the activation"
-        out = torch.empty(len(x), num_outputs, dtype=out_dtype, device=x.device)
-        launch(
-            "linear", x, DTYPES[self.dtype], DTYPES[out_dtype], x, x.stride(0), self.data, self.bias,
-            out, num_outputs, self.in_features, self.out_features, _EPILOGUES[activation],
-        )  # fmt: skip
+        out = self._new_output(x, out_dtype, activation)
+        launch("linear", x, *self._linear_arguments(x, out, activation))
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -97,11 +96,32 @@ class PackedWeight:
         )  # fmt: skip
         return out
 
+    def _check(self, in_features: int, dtype: torch.dtype) -> None:
+        if not can_pack(in_features, dtype):
+            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
+
+    def _allocate(self, num_outputs: int) -> Tensor:
+        """Zeros for so many outputs, those that fill up the last panel included."""
+        return torch.zeros(num_outputs * self.in_features, dtype=self.dtype)
+
+    def _new_output(self, x: Tensor, dtype: torch.dtype, activation: str | None) -> Tensor:
+        assert self.gated == (activation is not None), "a gated weight is packed for the activation"
+        num_outputs = self.out_features if activation is None else self.out_features // 2
+        return torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
+
+    def _linear_arguments(self, x: Tensor, out: Tensor, activation: str | None) -> tuple[Argument, ...]:
+        """`Linear` in panel.h."""
+        return (
+            DTYPES[x.dtype], DTYPES[out.dtype], x, x.stride(0), self.data, self.bias,
+            out, out.shape[1], self.in_features, self.out_features, _EPILOGUES[activation],
+        )  # fmt: skip
+
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
     """Whether native products exist here for such a weight."""
     return bool(isa()) and dtype in DTYPES and (dtype == torch.float32 or in_features % 2 == 0)
 
 
-def _panel_size() -> int:
+def panel_size() -> int:
+    """Outputs per panel with the instruction set in use."""
     return int(load(isa()).triptych_panel_size())

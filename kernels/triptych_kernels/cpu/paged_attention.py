@@ -7,6 +7,7 @@ from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import DTYPES
+from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.torch.paged_attention import paged_attention as torch_paged_attention
 
 
@@ -23,8 +24,14 @@ def paged_attention(
     query_lens_list: tuple[int, ...] | None,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
-    """A cache that no kernel is made for (float16) is plain torch's."""
+    """A cache that no kernel is made for (float16) is plain torch's.
+
+    Raises:
+        NotRecordable: such a cache in a recording, where there are no lists.
+    """
     if kv_cache.dtype not in DTYPES:
+        if query_lens_list is None or seq_lens_list is None:
+            raise NotRecordable(f"paged_attention: no native kernel reads a cache of {kv_cache.dtype}")
         return torch_paged_attention(
             query, kv_cache, block_tables, query_starts, seq_lens, scale, window=window, soft_cap=soft_cap,
             query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,

@@ -28,7 +28,10 @@ def paged_attention(
 
     Query i of a row with query length q and sequence length n stands at position p = n - q + i and sees the keys
     0..p, or the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). What the
-    cache holds past a row's end, NaN included, and in block 0 has no influence.
+    cache holds past a row's end or before all of a row's windows, NaN included, and in block 0 has no influence.
+
+    The native kernel gives a query the same bits whatever is beside it, however its prompt is cut into chunks, and
+    by any number of threads.
 
         score = scale * query . key, then soft_cap * tanh(score / soft_cap) where that is given
 

@@ -133,16 +133,18 @@ def _attend_limited(
     for start in range(0, chunk.query_len, _MAX_CHUNK_QUERIES):
         end = min(start + _MAX_CHUNK_QUERIES, chunk.query_len)
         tokens = slice(chunk.first_token + start, chunk.first_token + end)
-        # [num_kv_heads, heads per key head, queries, seq_len]
-        scores = query[tokens].float().permute(1, 2, 0, 3) @ keys.transpose(2, 3) * scale
+        first_seen = max(num_earlier + start - window + 1, 0) if window else 0
+        some = slice(first_seen, num_earlier + end)  # keys that one of these queries sees
+        # [num_kv_heads, heads per key head, queries, keys]
+        scores = query[tokens].float().permute(1, 2, 0, 3) @ keys[:, :, some].transpose(2, 3) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        distance = positions[num_earlier + start : num_earlier + end, None] - positions
+        distance = positions[num_earlier + start : num_earlier + end, None] - positions[some]
         seen = distance >= 0
         if window:
             seen &= distance < window
         weights = scores.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
-        out[tokens] = (weights @ values).permute(2, 0, 1, 3).to(out.dtype)
+        out[tokens] = (weights @ values[:, :, some]).permute(2, 0, 1, 3).to(out.dtype)
 
 
 def _attend_chunk(

@@ -70,9 +70,19 @@ class ModelConfig:
     )
     quantization: str = value(
         "none",
-        "Weight-only quantization; none: weights in `model.dtype`.",
+        "Weight-only quantization of linear layers; none: weights in `model.dtype`. q4, q8: blocks of 4 and 8 "
+        "bits that a GGUF file holds are kept, everything else is quantized in groups of 32, the output head to "
+        "8 bits. auto: the fastest here.",
         ENGINE + WORKER,
         choices=("none", "q4", "q8", "auto"),
+    )
+    batch_invariant: str = value(
+        "auto",
+        "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
+        "many rows, as in a prefill, may be computed in bfloat16 where that is faster. auto: true, but false "
+        "with `model.quantization = auto`.",
+        WORKER,
+        choices=("auto", "true", "false"),
     )
     max_model_len: int = value(
         0,

@@ -211,6 +211,8 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 def _parse(option: Option, raw: Any, source: str) -> Any:
     """`raw` as the option's type and within its range, else ConfigError."""
+    if isinstance(raw, bool) and _show(raw) in option.limits.choices:
+        raw = _show(raw)  # yaml's own word for one of the option's
     try:
         value = _convert(option.type, raw)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from triptych.config.architecture import ModelArchitecture
@@ -20,3 +21,10 @@ class ResolvedConfig:
     """`engine.model.dtype` with `auto` resolved for this machine: float32, bfloat16, float16."""
     kv_dtype: str = "float32"
     """`engine.cache.dtype` likewise."""
+    quantization: str = "none"
+    """`engine.model.quantization` with `auto` resolved: none, q4, q8."""
+    batch_invariant: bool = True
+    """`engine.model.batch_invariant` with `auto` resolved."""
+    tensor_types: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor in the checkpoint -> form of its stored elements: quantized weights keep what they can.
+    Empty: nothing is kept."""

@@ -32,7 +32,9 @@ class VocabEmbedding(WeightedLayer):
         self.start, length = share(vocab_size, what="vocab_size", config=config)
         self.weight: LinearWeight
         if config.architecture.tie_word_embeddings:
-            self.weight, _ = create_linear_weight(length, hidden_size, config=config)
+            self.weight, _ = create_linear_weight(
+                length, hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
+            )
         else:
             self.weight = empty_parameter(length, hidden_size, config=config)
 
@@ -67,7 +69,9 @@ class LogitsHead(WeightedLayer):
         self.is_tied = tied_to is not None
         self.start, length = share(vocab_size, what="vocab_size", config=config)
         if tied_to is None:
-            self.weight, _ = create_linear_weight(length, hidden_size, config=config)
+            self.weight, _ = create_linear_weight(
+                length, hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
+            )
         else:
             self.weight = tied_to.weight
 

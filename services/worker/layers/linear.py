@@ -50,7 +50,13 @@ class PackedLinear(WeightedLayer):
         self.prefix = prefix
         self.pieces = pieces
         out_features = sum(piece.length for piece in pieces)
-        self.weight, self.bias = create_linear_weight(out_features, in_features, config=config, bias=bias)
+        self.weight, self.bias = create_linear_weight(
+            out_features,
+            in_features,
+            sources=[f"{prefix}.{piece.name}.weight" for piece in pieces],
+            config=config,
+            bias=bias,
+        )
         self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +139,12 @@ class GatedLinear(WeightedLayer):
         """Of all ranks together."""
         self.start, self.length = share(intermediate_size, what="intermediate_size", config=config)
         self.weight, self.bias = create_linear_weight(
-            2 * self.length, hidden_size, config=config, gated=True, bias=bias
+            2 * self.length,
+            hidden_size,
+            sources=[f"{prefix}.{half}_proj.weight" for half in ("gate", "up")],
+            config=config,
+            gated=True,
+            bias=bias,
         )
         self.has_bias = bias
 
@@ -172,7 +183,9 @@ class RowLinear(WeightedLayer):
         self.in_features = in_features
         """Of all ranks together."""
         self.start, length = share(in_features, what=f"inputs of {prefix}", config=config)
-        self.weight, self.bias = create_linear_weight(out_features, length, config=config, bias=bias)
+        self.weight, self.bias = create_linear_weight(
+            out_features, length, sources=[f"{prefix}.weight"], config=config, bias=bias
+        )
         self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:

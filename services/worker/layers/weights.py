@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.device import TORCH_DTYPES
+from services.worker.layers.quantization import StoredBlocks, choose_format
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, ModelError
 from triptych_kernels.cpu.packed_weight import Half, PackedWeight, can_pack
+from triptych_kernels.cpu.quantized_weight import QuantizedWeight
 
 LinearWeight = nn.Parameter | PackedWeight
 """[out_features, in_features] in the form that the device's product wants; the ops take either."""
@@ -36,14 +38,17 @@ class WeightTarget:
     """That axis."""
     start: int = 0
     """Where this rank's share begins on it."""
+    fill_blocks: Callable[[str, Tensor], object] | None = None
+    """Takes this rank's share of a tensor's rows as stored: GGML's name of the form, and [rows, bytes] uint8. None:
+    the weight is not held in blocks."""
 
     @property
     def num_elements(self) -> int:
         """Of this rank's share."""
         return math.prod(self.checkpoint_shape) // self.checkpoint_shape[self.dim] * self.length
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Hand this rank's share of `tensor` to `fill`.
+    def load(self, name: str, tensor: Tensor | StoredBlocks) -> None:
+        """Hand this rank's share of `tensor` to `fill`, or of its blocks to `fill_blocks`.
 
         Raises:
             ModelError: the tensor has another shape; names both.
@@ -53,6 +58,13 @@ class WeightTarget:
                 f"{name}: the checkpoint holds {list(tensor.shape)}, "
                 f"the model needs {list(self.checkpoint_shape)}"
             )
+        if isinstance(tensor, StoredBlocks):
+            rows, columns = self.checkpoint_shape
+            if self.fill_blocks is not None and (self.dim == 0 or self.length == columns):
+                own_rows = (self.start, self.length) if self.dim == 0 else (0, rows)
+                self.fill_blocks(tensor.type, tensor.data.narrow(0, *own_rows))
+                return
+            tensor = tensor.dequantize()
         self.fill(tensor.narrow(self.dim, self.start, self.length))
 
 
@@ -78,16 +90,29 @@ def empty_parameter(*shape: int, config: ResolvedConfig) -> nn.Parameter:
 
 
 def create_linear_weight(
-    out_features: int, in_features: int, *, config: ResolvedConfig, gated: bool = False, bias: bool = False
+    out_features: int,
+    in_features: int,
+    *,
+    sources: Sequence[str],
+    config: ResolvedConfig,
+    gated: bool = False,
+    bias: bool = False,
+    is_head: bool = False,
 ) -> tuple[LinearWeight, nn.Parameter | None]:
     """Storage for a linear layer's weight and, where that does not hold it itself, its bias.
 
-    Packed for the native product where there is one, else a plain parameter.
+    Quantized if the operator asked for it, else packed for the native product where there is one, else a plain
+    parameter.
 
     Args:
+        sources: the tensors of the checkpoint that it is made of.
         gated: the two halves of the outputs are an MLP's gate and up.
+        is_head: it computes logits.
     """
     dtype = TORCH_DTYPES[config.dtype]
+    format = choose_format(sources, is_head=is_head, config=config)
+    if format is not None:
+        return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias), None
     if config.rank.device == "cpu" and can_pack(in_features, dtype):
         return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
     weight = empty_parameter(out_features, in_features, config=config)
@@ -115,8 +140,16 @@ def linear_target(
     num_rows = weight.shape[0] if length is None else length
     on_this_rank = (num_rows, weight.shape[1])[dim]
     if isinstance(weight, PackedWeight):
+        keep = (
+            partial(weight.fill_blocks, first_row, half=half) if isinstance(weight, QuantizedWeight) else None
+        )
         return WeightTarget(
-            partial(weight.fill_rows, first_row, half=half), checkpoint_shape, on_this_rank, dim, start
+            partial(weight.fill_rows, first_row, half=half),
+            checkpoint_shape,
+            on_this_rank,
+            dim,
+            start,
+            keep,
         )
     if half == "up":
         first_row += weight.shape[0] // 2
@@ -147,7 +180,7 @@ def bias_target(
 
 def weight_bytes(model: nn.Module) -> int:
     """Memory that the weights take, tied ones counted once."""
-    packed = sum(weight.num_bytes for weight in _packed_weights(model))
+    packed = sum(weight.num_bytes for weight in packed_weights(model))
     return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -174,13 +207,13 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
                 assert name not in targets, f"two layers ask for {name}"
                 targets[name] = target
     num_elements = sum(parameter.numel() for parameter in model.parameters())
-    num_elements += sum(weight.num_elements for weight in _packed_weights(model))
+    num_elements += sum(weight.num_elements for weight in packed_weights(model))
     assert num_elements == sum(target.num_elements for target in targets.values()), "a weight has no source"
     return targets
 
 
 def load_weights(
-    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, ignored: Collection[str] = ()
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor | StoredBlocks]], *, ignored: Collection[str] = ()
 ) -> None:
     """Fill every parameter of `model` exactly once; holds one checkpoint tensor at a time.
 
@@ -214,7 +247,7 @@ def load_weights(
         )
 
 
-def _packed_weights(model: nn.Module) -> list[PackedWeight]:
+def packed_weights(model: nn.Module) -> list[PackedWeight]:
     """Each once, though layers may share it."""
     found = {
         id(value): value

@@ -43,6 +43,14 @@ class Checkpoint(ABC):
         It may be a view of the file, mapped privately: copy it to where it shall live, and drop it.
         """
 
+    def read_blocks(self, name: str) -> Tensor:
+        """The rows of a matrix as they are stored, [rows, bytes of a row] uint8, in Hugging Face's order; KeyError if
+        there is none of that name.
+
+        It may be a view of the file, as above.
+        """
+        raise NotImplementedError(f"{name}: only .gguf files hold blocks")
+
 
 class MappedFile:
     """A weight file in memory, page by page as it is touched; never written to."""

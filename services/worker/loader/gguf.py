@@ -41,10 +41,18 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = self._entries[name]
+        return dequantize(self._stored(tensor), tensor.type, dtype).view(tensor.shape)
+
+    def read_blocks(self, name: str) -> Tensor:
+        tensor = self._entries[name]
+        return self._stored(tensor).view(tensor.shape[0], -1)
+
+    def _stored(self, tensor: GgufTensor) -> Tensor:
+        """[size] uint8, rows in Hugging Face's order."""
         data = self._file.read(tensor.offset, tensor.size)
         if tensor.permuted_heads:
             data = _undo_permutation(data, num_rows=tensor.shape[0], num_heads=tensor.permuted_heads)
-        return dequantize(data, tensor.type, dtype).view(tensor.shape)
+        return data
 
 
 def _undo_permutation(data: Tensor, *, num_rows: int, num_heads: int) -> Tensor:

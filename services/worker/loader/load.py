@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.worker.device import TORCH_DTYPES
+from services.worker.layers.quantization import StoredBlocks, keeps_blocks
+from services.worker.layers.weights import packed_weights
 from services.worker.loader.base import Checkpoint
 from services.worker.loader.gguf import GgufCheckpoint
 from services.worker.loader.random import RandomCheckpoint
@@ -19,6 +24,10 @@ from services.worker.models.registry import create_model
 from triptych.config.checkpoint import GGUF_INDEX_FILE, read_architecture
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ModelError
+from triptych_kernels.cpu.crossover import allow_wide_products
+from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """(bytes read, bytes in all), as stored; called after each tensor."""
@@ -54,10 +63,21 @@ def load_model(
         FeatureDisabled: an architecture that no model is registered for.
         ModelError: a tensor is missing, left over or of another shape.
     """
+    config = replace(config, tensor_types={name: stored.type for name, stored in checkpoint.tensors.items()})
     model = create_model(config=config)
     with _one_thread():
-        model.load_weights(_stream(checkpoint, TORCH_DTYPES[config.dtype], progress))
+        model.load_weights(_stream(checkpoint, config, progress))
+    if config.dtype == "bfloat16" and not config.batch_invariant:
+        _allow_wide_products(model)
     return model
+
+
+def _allow_wide_products(model: CausalLM) -> None:
+    assert isinstance(model, nn.Module), "every model is one"
+    quantized = [weight for weight in packed_weights(model) if isinstance(weight, QuantizedWeight)]
+    num_rows = allow_wide_products(quantized)
+    if num_rows is not None:
+        log.info("quantized products of %d rows and more are computed in bfloat16, faster", num_rows)
 
 
 @contextmanager
@@ -76,13 +96,20 @@ def _one_thread() -> Iterator[None]:
 
 
 def _stream(
-    checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None
-) -> Iterator[tuple[str, Tensor]]:
+    checkpoint: Checkpoint, config: ResolvedConfig, progress: Progress | None
+) -> Iterator[tuple[str, Tensor | StoredBlocks]]:
     """Each (name, tensor) in turn; the model copies it to its device before it asks for the next."""
+    # what is quantized is rounded once, from float32
+    dtype = TORCH_DTYPES[config.dtype] if config.quantization == "none" else torch.float32
     total = sum(tensor.size for tensor in checkpoint.tensors.values())
     done = 0
     for name, stored in checkpoint.tensors.items():
-        yield name, checkpoint.read(name, dtype)
+        read = partial(checkpoint.read, name, dtype)
+        if len(stored.shape) == 2 and keeps_blocks(stored.type, config):
+            rows, columns = stored.shape
+            yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)
+        else:
+            yield name, read()
         done += stored.size
         if progress is not None:
             progress(done, total)

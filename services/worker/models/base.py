@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch
+from services.worker.layers.quantization import StoredBlocks
 from triptych.config.resolved import ResolvedConfig
 
 
@@ -40,7 +41,7 @@ class CausalLM(Protocol):
         """Float32 logits [num_rows, vocab_size] of some hidden states [num_rows, hidden_size]."""
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor | StoredBlocks]]) -> None:
         """Fill every parameter exactly once from Hugging Face-named tensors, each copied before the next is read.
 
         Raises:

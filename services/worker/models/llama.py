@@ -11,6 +11,7 @@ from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
+from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.rotary import RotaryEmbedding
 from services.worker.layers.weights import load_weights
 from triptych.config.resolved import ResolvedConfig
@@ -43,7 +44,7 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor | StoredBlocks]]) -> None:
         # older checkpoints store the rotary frequencies, and some tied ones the head a second time
         ignored = ["rotary_emb.inv_freq"]
         if self.lm_head.is_tied:

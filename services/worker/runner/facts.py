@@ -33,7 +33,7 @@ def worker_facts(
             eos_token_ids=architecture.eos_token_ids,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
-            quantization=engine.model.quantization,
+            quantization=config.quantization,
         ),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,

@@ -45,7 +45,9 @@ def create_simulated_runner(
     on_phase(Phase.LOADING, 0.0)
     simulation, architecture = engine.simulation, read_architecture(directory)
     # Like the accelerators that it stands for, and unlike many a CPU, it has native bfloat16.
-    config = resolve_for_device(engine, architecture, device=DEVICE, native_bfloat16=True)
+    config = resolve_for_device(
+        engine, architecture, device=DEVICE, native_bfloat16=True, native_kernels=False
+    )
     _check_eos(simulation, architecture)
     word_ids = read_word_ids(directory, architecture.vocab_size, architecture.eos_token_ids)
     # No memory is behind the blocks, so the operator's number stands whatever it is.

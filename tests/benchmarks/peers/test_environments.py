@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import signal
+import threading
+import time
 
 import pytest
 
 from benchmarks.peers.environments import STAMP_FILE, Environment, Installer, InstallError, log_file
 from benchmarks.peers.machine import compute_cpus
+from benchmarks.peers.process_tree import descendants, runs
 
 
 @pytest.fixture
@@ -78,3 +84,25 @@ def test_one_cpu_per_physical_core(tmp_path):
     assert compute_cpus(tmp_path, {0, 1, 2, 3}) == (0, 1)
     assert compute_cpus(tmp_path, {2, 3}) == (2, 3)
     assert compute_cpus(tmp_path, {1, 3}) == (1,)
+
+
+def test_an_interrupted_command_takes_its_children_along(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
+    log = log_file("peer")
+
+    def interrupt() -> None:
+        while "child " not in log.read_text().partition("\n")[2]:  # behind the command itself
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt, daemon=True)
+    installer = Installer(log)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        installer.run("compile", ["sh", "-c", "sleep 60 & echo child $!; wait"])
+    interrupter.join()
+    (child,) = re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)
+    deadline = time.monotonic() + 5
+    while any(runs(process) for process in descendants([int(child)])):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -100,6 +101,16 @@ def test_nothing_that_an_engine_has_started_outlives_its_round(tmp_path):
     children = re.findall(r"child (\d+)", (tmp_path / "peers/logs/fake.log").read_text())
     assert children
     assert not any(runs(process) for process in descendants(map(int, children)))
+
+
+def test_a_round_that_is_broken_off_leaves_no_process():
+    before = set(descendants([os.getpid()]))
+    results = measure_rounds([engine()], Setup((PAIR,), (0,), 100, seed=1), 1, lambda line: None)
+    assert isinstance(next(results), Sample)
+    started = set(descendants([os.getpid()])) - before
+    assert started
+    results.close()
+    assert not any(runs(process) for process in started)
 
 
 def test_the_environment_tells_threads_nothing_but_what_the_adapter_tells(monkeypatch):

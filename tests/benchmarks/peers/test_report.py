@@ -15,7 +15,7 @@ STREAMS = ROWS[0]
 
 
 def engine(product: str, weights: str, *, is_quantized: bool = False) -> Engine:
-    return Engine(product, weights, "", "none.py", lambda: "", is_quantized=is_quantized)
+    return Engine(product, weights, weights, "none.py", lambda: "", is_quantized=is_quantized)
 
 
 OURS, OURS_Q4 = engine("triptych", "bf16"), engine("triptych", "4-bit", is_quantized=True)

@@ -15,7 +15,7 @@
 
 #include "vec.h"
 
-namespace triptych {
+namespace triptych::attention {
 
 constexpr int kSpan = 256;         // keys
 constexpr int kPanel = 2 * kLanes;  // keys or elements of a head that are computed at a time
@@ -44,11 +44,31 @@ vec multiply_add(vec a, vec b, vec sum) {
   }
 }
 
-// out[row][lane] = sum over steps of a[step][row] . panel[step][lane], in units
+#if defined(__AVX512BF16__)
+// The pairs (low[i], high[i]) of vectors that were loaded from bfloat16.
+inline vec pair_up(vec low, vec high) {
+  return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low.v), 16),
+                                              _mm512_castps_si512(high.v)))};
+}
+// The pairs (low[i], high[i]) of 2 * kLanes bfloat16.
+inline void pair_up(const bf16* low, const bf16* high, vec (&out)[2]) {
+  const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                         39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  const __m512i x = _mm512_loadu_si512(low), y = _mm512_loadu_si512(high);
+  out[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, first, y));
+  out[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, second, y));
+}
+#endif
+
+// out[row][lane] += sum over steps of a[step][row] . panel[step][lane], in units
 template <typename C, int Rows, int RowStride, int StepStride>
 [[gnu::always_inline]] inline void multiply(const float* a, const float* panel, int64_t steps, vec (&out)[Rows][2]) {
   vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
+  unroll<Rows>([&](auto row) {
+    sums[row][0] = out[row][0];
+    sums[row][1] = out[row][1];
+  });
   for (int64_t step = 0; step < steps; ++step, panel += kPanel, a += StepStride) {
     const vec first = load(panel), second = load(panel + kLanes);
     unroll<Rows>([&](auto row) {
@@ -79,6 +99,7 @@ void score(const float* queries, const float* keys, int64_t units, int64_t rows,
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec products[kRows][2];
+    unroll<kRows>([&](auto row) { products[row][0] = products[row][1] = zero(); });
     multiply<C, kRows, 1, kRows>(queries, keys, units, products);
     for (int row = 0; row < kRows; ++row) {
       store(scores + row * kSpan, products[row][0] * splat(factor));
@@ -87,18 +108,22 @@ void score(const float* queries, const float* keys, int64_t units, int64_t rows,
   });
 }
 
-// out[row][0 .. kPanel - 1] = weights[row] . values; rows of out are `stride` apart.
+// out[row][0 .. kPanel - 1] += weights[row] . values; rows of out are `stride` apart.
 // `weights`: [rows][kSpan] of type C, `values`: [units][kPanel].
 template <typename C>
 void mix(const float* weights, const float* values, int64_t units, int64_t rows, float* out, int64_t stride) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec sums[kRows][2];
+    unroll<kRows>([&](auto row) {
+      sums[row][0] = load(out + row * stride);
+      sums[row][1] = load(out + row * stride + kLanes);
+    });
     multiply<C, kRows, kSpan / kPerUnit<C>, 1>(weights, values, units, sums);
-    for (int row = 0; row < kRows; ++row) {
+    unroll<kRows>([&](auto row) {
       store(out + row * stride, sums[row][0]);
       store(out + row * stride + kLanes, sums[row][1]);
-    }
+    });
   });
 }
 
@@ -115,9 +140,11 @@ struct Softmax {
 };
 
 // Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C; keys
-// outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. `weights` may be `scores`.
+// outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. A cap above 0 bounds the scores,
+// which are then given in units of it. `weights` may be `scores`.
 template <typename C>
-Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end, float cap, float* weights) {
+Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end, float cap,
+              float* weights) {
   if (cap > 0.0f) {
     for (int64_t key = first; key < end; key += kLanes) store(scores + key, splat(cap) * tanh(load(scores + key)));
   }
@@ -173,4 +200,4 @@ inline void merge(Softmax& own, float* sums, const Softmax& span, const float* s
   own = {maximum, lanes[0]};
 }
 
-}  // namespace triptych
+}  // namespace triptych::attention

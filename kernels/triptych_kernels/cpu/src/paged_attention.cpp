@@ -1,78 +1,225 @@
-// Attention over the paged cache: a first, simple kernel.
-#include <algorithm>
-#include <cmath>
-#include <vector>
+// Attention over the paged cache, for single queries, chunks of prompts and both together.
+//
+// attention_math.h says what is computed, attention_plan.h who computes it; here a thread does its part.
+#include "attention_lookahead.h"
 
-#include "kernel.h"
-#include "parallel.h"
-#include "vec.h"
-
-namespace triptych {
+namespace triptych::attention {
 namespace {
 
-struct PagedAttention {
-  int64_t dtype;                // of query and out
-  int64_t cache_dtype;
-  const void* query;            // [num_tokens, num_heads, head_dim], the last axis dense
-  int64_t query_stride;         // elements from token to token
-  int64_t query_head_stride;
-  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
-  const int32_t* block_tables;  // [rows, max_blocks]
-  int64_t block_table_stride;
-  const int32_t* query_starts;  // [rows + 1]
-  const int32_t* seq_lens;      // [rows]
-  void* out;                    // [num_tokens, num_heads, head_dim], dense
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t block_size;
-  double scale;
-  int64_t window;               // keys a query sees at most; 0: all
-  double soft_cap;              // 0: none
+// The rows of one tile on one thread.
+template <typename Q, typename T, typename C>
+class TileRows {
+ public:
+  TileRows(const PagedAttention& args, const Tile& tile, int64_t kv_head)
+      : args_(args), tile_(tile), kv_head_(kv_head), rows_(tile.num_queries * args.group()),
+        units_((args.head_dim + kPerUnit<C> - 1) / kPerUnit<C>), size_(args.padded_head_dim()),
+        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
+    static thread_local Scratch scratch;
+    const int64_t floats = rows_ * (units_ + size_ + 2) + kMaxTileRows * (2 * kSpan + size_ + 2) +
+                           kSpan * units_ + kSpan / kPerUnit<C> * size_ + size_ + 10 * kLanes;
+    float* at = static_cast<float*>(scratch.get(floats * sizeof(float)));
+    const auto take = [&](int64_t count) {
+      float* own = at;
+      at += (count + kLanes - 1) / kLanes * kLanes;
+      return own;
+    };
+    keys_ = take(kSpan * units_);
+    values_ = take(kSpan / kPerUnit<C> * size_);
+    scores_ = take(kMaxTileRows * kSpan);
+    weights_ = kPerUnit<C> == 1 ? scores_ : take(kMaxTileRows * kSpan);
+    span_sums_ = take(kMaxTileRows * size_);
+    queries_ = take(rows_ * units_ + kLanes);
+    sums_ = take(rows_ * size_);
+    zeros_ = take(size_);
+    softmax_ = reinterpret_cast<Softmax*>(take(2 * rows_));
+    std::fill(zeros_, zeros_ + size_, 0.0f);
+    std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
+  }
+
+  // All that the keys of some spans give; into `partials`, one after the other, or merged here if that is null.
+  void attend(const Piece& piece, float* partials, Lookahead<T>& lookahead) {
+    for (int64_t strip = 0; strip < num_strips_; ++strip) pack_queries(strip);
+    for (int64_t span = piece.first_span; span < piece.end_span; ++span) {
+      float* to = partials ? partials + (span - tile_.first_span) * rows_ * Plan::row_size(args_) : nullptr;
+      attend_span(span, to, lookahead);
+    }
+  }
+
+  void merge_all(const float* partials) {
+    for (int64_t span = tile_.first_span; span < tile_.end_span; ++span) {
+      for (int64_t row = 0; row < rows_; ++row, partials += Plan::row_size(args_)) {
+        const Softmax& span_softmax = *reinterpret_cast<const Softmax*>(partials);
+        merge(softmax_[row], sums_ + row * size_, span_softmax, partials + kPanel, size_);
+      }
+    }
+  }
+
+  void finish() const {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t token = tile_.first_token + row / args_.group();
+      Q* out = static_cast<Q*>(args_.out) + (token * args_.num_heads + head_of(row)) * args_.head_dim;
+      const float* sums = sums_ + row * size_;
+      const vec total = splat(softmax_[row].total);
+      int64_t d = 0;
+      for (; d + kLanes <= args_.head_dim; d += kLanes) store(out + d, load(sums + d) / total);
+      for (; d < args_.head_dim; ++d) store_one(out + d, sums[d] / softmax_[row].total);
+    }
+  }
+
+ private:
+  int64_t head_of(int64_t row) const { return kv_head_ * args_.group() + row % args_.group(); }
+
+  // Strips of nearly equal height.
+  int64_t strip_begin(int64_t strip) const { return rows_ * strip / num_strips_; }
+
+  void pack_queries(int64_t strip) {
+    const int64_t begin = strip_begin(strip), count = strip_begin(strip + 1) - begin;
+    const Q* queries[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t row = begin + std::min(lane, count - 1);
+      const int64_t token = tile_.first_token + row / args_.group();
+      queries[lane] = static_cast<const Q*>(args_.query) + token * args_.query_stride +
+                      head_of(row) * args_.query_head_stride;
+    }
+    // lanes past the last row are overwritten by the next step
+    pack_columns<C>(queries, args_.head_dim, queries_ + begin * units_, count, [](int64_t) {});
+  }
+
+  void attend_span(int64_t span, float* partials, Lookahead<T>& lookahead) {
+    const Seen seen(args_, tile_, span);
+    const SpanRows<T> rows(pages_of<T>(args_, tile_, kv_head_), span * kSpan, seen.first, seen.end,
+                           reinterpret_cast<const T*>(zeros_));
+    const auto ahead = [&](int64_t bytes) __attribute__((always_inline)) { lookahead.read(bytes); };
+    const auto pack_keys_of = [&](int64_t panel, float* to) {
+      pack_keys<C>(rows.keys + panel * kPanel, args_.head_dim, to, ahead);
+    };
+    const auto pack_values_of = [&](int64_t panel, float* to) {
+      pack_values<C>(rows.values + panel * kPanel, args_.head_dim, to, kSpan / kPerUnit<C> * kPanel, ahead);
+    };
+    if (num_strips_ == 1) {  // panels are used once, so they stay in the first-level cache
+      const auto keys = [&](int64_t panel) {
+        pack_keys_of(panel, keys_);
+        return keys_;
+      };
+      const auto mix_values = [&](int64_t first, int64_t end) {
+        for (int64_t panel = first; panel < end; ++panel) {
+          pack_values_of(panel, values_);
+          mix_panels(panel, panel + 1, values_, rows_);
+        }
+      };
+      return attend_strip(span, 0, keys, mix_values, partials);
+    }
+    for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
+      pack_keys_of(panel, keys_ + panel * kPanel * units_);
+    }
+    for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
+      pack_values_of(panel, values_ + panel * kPanel / kPerUnit<C> * kPanel);
+    }
+    for (int64_t strip = 0; strip < num_strips_; ++strip) {
+      const auto keys = [&](int64_t panel) { return keys_ + panel * kPanel * units_; };
+      const auto mix_values = [&](int64_t first, int64_t end) {
+        const int64_t count = strip_begin(strip + 1) - strip_begin(strip);
+        mix_panels(first, end, values_ + first * kPanel / kPerUnit<C> * kPanel, count);
+      };
+      attend_strip(span, strip, keys, mix_values, partials);
+    }
+  }
+
+  // Add the weighted values of some panels of keys, packed at `values`, to those of the span.
+  void mix_panels(int64_t first, int64_t end, const float* values, int64_t count) {
+    for (int64_t d = 0; d < size_; d += kPanel) {
+      mix<C>(weights_ + first * kPanel / kPerUnit<C>, values + d * kSpan / kPerUnit<C>,
+             (end - first) * kPanel / kPerUnit<C>, count, span_sums_ + d, size_);
+    }
+  }
+
+  // `keys(panel)` gives a packed panel of keys, `mix_values(first, end)` mixes some panels of values.
+  template <typename Keys, typename MixValues>
+  void attend_strip(int64_t span, int64_t strip, const Keys& keys, const MixValues& mix_values, float* partials) {
+    const int64_t begin = span * kSpan, first_row = strip_begin(strip), count = strip_begin(strip + 1) - first_row;
+    const auto position = [&](int64_t row) { return tile_.position + row / args_.group(); };
+    const auto first_seen = [&](int64_t row) { return std::max<int64_t>(args_.first_seen(position(row)) - begin, 0); };
+    const auto end_seen = [&](int64_t row) { return std::min<int64_t>(position(row) + 1 - begin, kSpan); };
+    const int64_t first = first_seen(first_row) / kPanel;
+    const int64_t end = (end_seen(first_row + count - 1) + kPanel - 1) / kPanel;
+    Softmax softmax[kMaxTileRows];
+    std::fill(softmax, softmax + count, Softmax{kUnseen, 0.0f});
+    if (first < end) {
+      const float cap = static_cast<float>(args_.soft_cap * kLog2E);
+      const float factor = static_cast<float>(cap > 0.0f ? args_.scale / args_.soft_cap : args_.scale * kLog2E);
+      for (int64_t panel = first; panel < end; ++panel) {
+        score<C>(queries_ + first_row * units_, keys(panel), units_, count, factor, scores_ + panel * kPanel);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = first_row + i;
+        if (first_seen(row) >= end_seen(row)) continue;
+        softmax[i] = weigh<C>(scores_ + i * kSpan, first * kPanel, end * kPanel, first_seen(row), end_seen(row), cap,
+                              weights_ + i * kSpan / kPerUnit<C>);
+      }
+      std::fill(span_sums_, span_sums_ + count * size_, 0.0f);
+      mix_values(first, end);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = first_row + i;
+      if (partials) {
+        float* to = partials + row * Plan::row_size(args_);
+        *reinterpret_cast<Softmax*>(to) = softmax[i];
+        std::copy_n(span_sums_ + i * size_, size_, to + kPanel);
+      } else {
+        merge(softmax_[row], sums_ + row * size_, softmax[i], span_sums_ + i * size_, size_);
+      }
+    }
+  }
+
+  static constexpr double kLog2E = 1.4426950408889634;
+
+  const PagedAttention& args_;
+  const Tile& tile_;
+  int64_t kv_head_, rows_, units_, size_, num_strips_;
+  float *keys_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
+  Softmax* softmax_;
 };
 
-template <typename Q, typename T>
-void attend(const PagedAttention& args, int64_t rows) {
-  const int64_t num_tokens = args.query_starts[rows], size = args.block_size * args.head_dim;
-  parallel_for(num_tokens * args.num_heads, [&](int64_t index) {
-    const int64_t token = index / args.num_heads, head = index % args.num_heads;
-    const int64_t kv_head = head / (args.num_heads / args.num_kv_heads);
-    const int64_t row = std::upper_bound(args.query_starts, args.query_starts + rows, token) - args.query_starts - 1;
-    const int64_t end = args.seq_lens[row] - (args.query_starts[row + 1] - token) + 1;
-    const int64_t begin = args.window ? std::max<int64_t>(end - args.window, 0) : 0;
-    const Q* query = static_cast<const Q*>(args.query) + token * args.query_stride + head * args.query_head_stride;
-    std::vector<float> scores(end - begin), sums(args.head_dim);
-    const auto vector_of = [&](int64_t key, int64_t half) {
-      const int64_t block = args.block_tables[row * args.block_table_stride + key / args.block_size];
-      return static_cast<const T*>(args.kv_cache) + ((block * 2 + half) * args.num_kv_heads + kv_head) * size +
-             key % args.block_size * args.head_dim;
-    };
-    float maximum = -INFINITY, total = 0.0f;
-    for (int64_t key = begin; key < end; ++key) {
-      const T* own = vector_of(key, 0);
-      float score = 0.0f;
-      for (int64_t d = 0; d < args.head_dim; ++d) score += to_float(query[d]) * to_float(own[d]);
-      score *= args.scale;
-      if (args.soft_cap > 0.0) score = args.soft_cap * std::tanh(score / args.soft_cap);
-      scores[key - begin] = score;
-      maximum = std::max(maximum, score);
+template <typename Q, typename T, typename C>
+void attend(const PagedAttention& args, int64_t num_sequences) {
+  const Plan plan(args, num_sequences);
+  parallel_for(plan.num_items(), [&](int64_t index) {
+    const Piece& piece = plan.piece(index);
+    const Tile& tile = plan.tile(piece);
+    Lookahead<T> lookahead(args, plan, index);
+    for (int64_t i = 0; i < plan.heads_per_item; ++i) {
+      const int64_t kv_head = plan.first_head(index) + i;
+      TileRows<Q, T, C> rows(args, tile, kv_head);
+      if (tile.num_pieces == 1) {
+        rows.attend(piece, nullptr, lookahead);
+      } else {
+        const int64_t spans = tile.end_span - tile.first_span;
+        float* partials = plan.partials + tile.partials +
+                          kv_head * spans * tile.num_queries * args.group() * Plan::row_size(args);
+        rows.attend(piece, partials, lookahead);
+        auto& unfinished = plan.unfinished[piece.tile * args.num_kv_heads + kv_head];
+        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        rows.merge_all(partials);
+      }
+      rows.finish();
     }
-    for (int64_t key = begin; key < end; ++key) {
-      const float weight = std::exp(scores[key - begin] - maximum);
-      const T* own = vector_of(key, 1);
-      total += weight;
-      for (int64_t d = 0; d < args.head_dim; ++d) sums[d] += weight * to_float(own[d]);
-    }
-    Q* out = static_cast<Q*>(args.out) + index * args.head_dim;
-    for (int64_t d = 0; d < args.head_dim; ++d) store_one(out + d, sums[d] / total);
   });
 }
 
-}  // namespace
-}  // namespace triptych
+template <typename Q, typename T>
+void attend(const PagedAttention& args, int64_t num_sequences) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(Q) == 2 && sizeof(T) == 2) return attend<Q, T, bf16>(args, num_sequences);
+#endif
+  attend<Q, T, float>(args, num_sequences);
+}
 
-TRIPTYCH_KERNEL(paged_attention, triptych::PagedAttention) {
+}  // namespace
+}  // namespace triptych::attention
+
+TRIPTYCH_KERNEL(paged_attention, triptych::attention::PagedAttention) {
   using namespace triptych;
+  using namespace triptych::attention;
   if (args.dtype == kFloat32) {
     return args.cache_dtype == kFloat32 ? attend<float, float>(args, rows) : attend<float, bf16>(args, rows);
   }

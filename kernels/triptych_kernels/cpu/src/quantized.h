@@ -97,33 +97,6 @@ inline void store_shorts(int16_t* to, ivec a) {
 inline vec load_halves(const void* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)))};
 }
-// out[2i] = first[i], out[2i + 1] = second[i]
-inline void store_pairs(bf16* out, vec first, vec second) {
-#if defined(__AVX512BF16__)
-  const __m512bh halves = _mm512_cvtne2ps_pbh(second.v, first.v);
-  __m512i bits;
-  std::memcpy(&bits, &halves, sizeof bits);
-  alignas(64) static constexpr auto kOrder = [] {
-    struct {
-      int16_t from[2 * kLanes];
-    } order{};
-    for (int i = 0; i < kLanes; ++i) {
-      order.from[2 * i] = i;
-      order.from[2 * i + 1] = kLanes + i;
-    }
-    return order;
-  }();
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), bits));
-#else
-  bf16 halves[2][kLanes];
-  store(halves[0], first);
-  store(halves[1], second);
-  for (int i = 0; i < kLanes; ++i) {
-    out[2 * i] = halves[0][i];
-    out[2 * i + 1] = halves[1][i];
-  }
-#endif
-}
 // sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] of 16-bit integers
 inline ivec add_dot(ivec sum, ivec a, ivec b) {
 #if defined(__AVX512VNNI__)
@@ -178,6 +151,34 @@ inline ivec add_dot(ivec sum, ivec a, ivec b) {
 }
 
 #endif
+
+// out[2i] = first[i], out[2i + 1] = second[i]
+inline void store_pairs(bf16* out, vec first, vec second) {
+#if defined(__AVX512BF16__)
+  const __m512bh halves = _mm512_cvtne2ps_pbh(second.v, first.v);
+  __m512i bits;
+  std::memcpy(&bits, &halves, sizeof bits);
+  alignas(64) static constexpr auto kOrder = [] {
+    struct {
+      int16_t from[2 * kLanes];
+    } order{};
+    for (int i = 0; i < kLanes; ++i) {
+      order.from[2 * i] = i;
+      order.from[2 * i + 1] = kLanes + i;
+    }
+    return order;
+  }();
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), bits));
+#else
+  bf16 halves[2][kLanes];
+  store(halves[0], first);
+  store(halves[1], second);
+  for (int i = 0; i < kLanes; ++i) {
+    out[2 * i] = halves[0][i];
+    out[2 * i + 1] = halves[1][i];
+  }
+#endif
+}
 
 // Pair `pair` of each word.
 template <int Bits, int Pair>

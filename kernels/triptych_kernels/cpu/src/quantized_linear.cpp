@@ -3,6 +3,8 @@
 // Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16. The integers of a group
 // multiply exactly; then each output is one chain of float32 sums over its groups in order, whatever the number of
 // rows, so a row's result does not depend on its batch.
+//
+// Many rows may be multiplied in bfloat16 instead: each panel is unpacked once and used for all of them.
 #include <bit>
 
 #include "quantized.h"
@@ -24,6 +26,7 @@ constexpr int kLoneTileRows = 8;  // one tile that keeps some sums in memory is 
 #else
 constexpr int kTileRows = 2, kLoneTileRows = 2;
 #endif
+constexpr int64_t kAheadBytes = 8192;  // of the weights in hand: they are so small that less is too late
 constexpr int64_t kRowsPerIndex = 8;
 constexpr float kLargestInteger = 32767.0f, kSmallestMagnitude = 1e-30f;
 
@@ -89,24 +92,32 @@ template <typename F, int Rows>
 void multiply(const Activations* x, int64_t groups, const char* panel, vec (&out)[Rows][2]) {
   vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
   unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  const Activations* const end = x + groups;
-  const Activations* x3 = x + 3 * groups;
-  for (; x < end; ++x, ++x3, panel += F::kGroupBytes) {
-    const auto group_of = [&](auto row) -> const Activations& { return row < 3 ? x[row * groups] : x3[(row - 3) * groups]; };
+  const Activations* x3 = x + 3 * groups;  // so that an address is one of two pointers and few strides
+  for (const Activations* const end = x + groups; x < end; ++x, ++x3, panel += F::kGroupBytes) {
+    const auto inputs = [&](auto row) -> const Activations& {
+      return row < 3 ? x[row * groups] : x3[(row - 3) * groups];
+    };
+    if constexpr (F::kAffine) {
+      unroll<2>([&](auto half) {
+        const vec minima = load_halves(panel + F::kScaleBytes + half * kLanes * sizeof(uint16_t));
+        unroll<Rows>([&](auto row) { sums[row][half] = fma(splat(inputs(row).sum), minima, sums[row][half]); });
+      });
+    }
     ivec dots[Rows][2];
-    unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = splat_int(group_of(row).offset); });
+    unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = splat_int(inputs(row).offset); });
     const char* words = panel + F::kWordsAt;
-#pragma GCC unroll 1
+#pragma GCC unroll 1  // the code of all tiles together stays small; this long a body gains nothing
     for (int word = 0; word < F::kWords; ++word) {
-      prefetch(words + word * kPanel * 4 + kPrefetchBytes);
-      prefetch(words + word * kPanel * 4 + kLanes * 4 + kPrefetchBytes);
-      const ivec first = load_ints(words + word * kPanel * 4), second = load_ints(words + word * kPanel * 4 + kLanes * 4);
+      const char* at = words + word * kPanel * sizeof(uint32_t);
+      prefetch(at + kAheadBytes);
+      prefetch(at + kLanes * sizeof(uint32_t) + kAheadBytes);
+      const ivec first = load_ints(at), second = load_ints(at + kLanes * sizeof(uint32_t));
       unroll<F::kPairs>([&](auto pair) {
         const ivec weights[2] = {pair_of<F::kBits, pair>(first), pair_of<F::kBits, pair>(second)};
         unroll<Rows>([&](auto row) {
-          int32_t inputs;
-          std::memcpy(&inputs, group_of(row).values + 2 * (word * F::kPairs + pair), sizeof inputs);
-          const ivec value = splat_int(inputs);
+          int32_t two;
+          std::memcpy(&two, inputs(row).values + 2 * (word * F::kPairs + pair), sizeof two);
+          const ivec value = splat_int(two);
           dots[row][0] = add_dot(dots[row][0], value, weights[0]);
           dots[row][1] = add_dot(dots[row][1], value, weights[1]);
         });
@@ -115,12 +126,8 @@ void multiply(const Activations* x, int64_t groups, const char* panel, vec (&out
     unroll<2>([&](auto half) {
       const vec scales = load_halves(panel + half * kLanes * sizeof(uint16_t));
       unroll<Rows>([&](auto row) {
-        sums[row][half] = fma(to_floats(dots[row][half]) * splat(group_of(row).scale), scales, sums[row][half]);
+        sums[row][half] = fma(to_floats(dots[row][half]) * splat(inputs(row).scale), scales, sums[row][half]);
       });
-      if constexpr (F::kAffine) {
-        const vec minima = load_halves(panel + F::kScaleBytes + half * kLanes * sizeof(uint16_t));
-        unroll<Rows>([&](auto row) { sums[row][half] = fma(splat(group_of(row).sum), minima, sums[row][half]); });
-      }
     });
   }
   unroll<Rows>([&](auto row) {
@@ -200,16 +207,11 @@ void multiply_wide(const Linear& args, int64_t rows) {
     for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
   }
   const int64_t groups = args.in_features / kGroup;
-#ifdef BLOCKS
-  for_blocks(rows, args.num_panels(), args.in_features * 2, [&](int64_t first_row, int64_t end_row, int64_t panel, int64_t) {
-#else
   parallel_for(args.num_panels(), [&](int64_t panel) {
-    int64_t first_row=0,end_row=rows;
-#endif
     static thread_local Scratch unpacked;
     auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
     unpack_panel<F>(static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, groups, weights);
-    for_row_tiles(first_row, end_row, kMaxTileRows, [&](int64_t row, int64_t count) {
+    for_row_tiles(0, rows, kMaxTileRows, [&](int64_t row, int64_t count) {
       triptych::multiply_rows(args, x + row * args.in_features, args.in_features, weights, row, count, panel);
     });
   });

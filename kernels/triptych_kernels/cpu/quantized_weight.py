@@ -1,0 +1,147 @@
+"""A linear layer's weight in 4 or 8 bits; quantized.h draws how it is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import DTYPES, isa
+from triptych_kernels.cpu.packed_weight import HALVES, Half, PackedWeight
+
+GROUP_SIZE = 32
+"""Inputs that share a scale."""
+
+NEVER = 2**62
+"""A number of rows that no product has."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """How the integers of a group become weights: `scale * q`, and in affine formats `scale * q + minimum`."""
+
+    bits: int
+    """4 or 8."""
+    is_affine: bool
+
+    @property
+    def group_bytes(self) -> int:
+        """Of one output."""
+        return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
+
+    def holds(self, other: QuantizedFormat) -> bool:
+        """Whether it can hold whatever `other` holds, without loss."""
+        # a symmetric 4-bit group is an affine one whose minimum is -8 scales
+        return self.bits >= other.bits and self.is_affine >= other.is_affine
+
+
+BLOCK_FORMATS = {
+    "Q4_0": QuantizedFormat(4, is_affine=False),
+    "Q4_1": QuantizedFormat(4, is_affine=True),
+    "Q8_0": QuantizedFormat(8, is_affine=False),
+}
+"""Forms of GGUF files whose blocks can be kept -> the smallest format that holds them."""
+_BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
+
+
+def common_format(formats: Iterable[QuantizedFormat]) -> QuantizedFormat:
+    """The smallest that holds all of these without loss."""
+    formats = list(formats)
+    return QuantizedFormat(max(f.bits for f in formats), any(f.is_affine for f in formats))
+
+
+class QuantizedWeight(PackedWeight):
+    """[out_features, in_features] of one or several projections; products take float32 and bfloat16.
+
+    Products round their inputs to 16-bit integers, group by group, which is finer than bfloat16, and multiply
+    integers exactly.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        format: QuantizedFormat,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+    ) -> None:
+        """Storage for a weight, all zero; it belongs to the instruction set in use.
+
+        Args:
+            in_features: a multiple of `GROUP_SIZE`.
+            dtype: of what is looked up in it unless told otherwise.
+            gated: the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+        Raises:
+            ValueError: a dtype or number of inputs that no kernel is made for.
+        """
+        self.format = format
+        super().__init__(out_features, in_features, dtype, gated=gated, bias=bias)
+        self.wide_rows = NEVER
+        """So many rows or more are multiplied in bfloat16, with weights rounded to it: faster for very many, and
+        their results are not those of fewer rows. Read when a product is called or recorded."""
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(DTYPES)
+
+    def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
+        """Quantize rows [n, in_features] into output `first_row` and those after it, counted within the half.
+
+        As GGML's reference quantizers round; in the affine 4-bit format each group becomes a Q4_0 or a Q4_1,
+        whichever is nearer to it.
+        """
+        rows = rows.float().contiguous()
+        launch("pack_quantized", rows, *self._format, rows, *self._place(first_row, half))
+
+    def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
+        """Keep the blocks of a GGUF file as they are.
+
+        Args:
+            type: one of `BLOCK_FORMATS`.
+            data: [n, bytes of a row] uint8.
+        Raises:
+            ValueError: this weight's format cannot hold such blocks without loss.
+        """
+        if not self.format.holds(BLOCK_FORMATS[type]):
+            raise ValueError(f"{type} blocks do not fit into {self.format}")
+        data = data.contiguous()
+        launch("pack_blocks", data, *self._format, _BLOCK_TYPES[type], data, *self._place(first_row, half))
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        out = self._new_output(x, out_dtype, activation)
+        arguments = self._linear_arguments(x, out, activation)
+        launch("quantized_linear", x, *arguments, *self._format, self.wide_rows)
+        return out
+
+    def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
+        launch(
+            "quantized_embedding", token_ids, *self._format, DTYPES[out_dtype], self.data, token_ids, out,
+            self.in_features,
+        )  # fmt: skip
+        return out
+
+    @property
+    def _format(self) -> tuple[int, int]:
+        return self.format.bits, self.format.is_affine
+
+    def _place(self, first_row: int, half: Half | None) -> tuple[Tensor, int, int, int]:
+        return self.data, self.in_features, first_row, HALVES[half]
+
+    def _check(self, in_features: int, dtype: torch.dtype) -> None:
+        if not can_quantize(in_features, dtype):
+            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be quantized")
+
+    def _allocate(self, num_outputs: int) -> Tensor:
+        num_groups = num_outputs * self.in_features // GROUP_SIZE
+        return torch.zeros(num_groups * self.format.group_bytes, dtype=torch.uint8)
+
+
+def can_quantize(in_features: int, dtype: torch.dtype) -> bool:
+    """Whether native products exist here for such a weight."""
+    return bool(isa()) and dtype in DTYPES and in_features % GROUP_SIZE == 0

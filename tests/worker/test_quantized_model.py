@@ -1,0 +1,177 @@
+"""Models with quantized weights: what a file holds in blocks is kept, everything else is rounded to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from services.worker.device import resolve_config
+from services.worker.layers.quantization import choose_format
+from services.worker.layers.weights import packed_weights
+from services.worker.loader import load_model, open_checkpoint
+from services.worker.runner.create import create_runner
+from tests.helpers.in_process import InProcessEngine
+from tests.hub.gguf_files import write_gguf
+from tests.worker.teacher_forcing import teacher_forced_logprobs
+from tests.worker.tiny import GREEDY, dense, tiny_config
+from triptych.config.checkpoint import read_architecture
+from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config.resolved import ResolvedConfig
+from triptych.hub import resolve_model
+from triptych_kernels.cpu import crossover
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.quantized_weight import BLOCK_FORMATS, NEVER, QuantizedFormat, QuantizedWeight
+
+pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """(form of the matrices) -> model directory."""
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+
+    def write(kind: str) -> Path:
+        torch.manual_seed(0)
+        path = write_gguf(tmp_path / f"{kind}.gguf", num_layers=2, quantization=GGMLQuantizationType[kind])
+        return resolve_model(str(path), progress=False)
+
+    return write
+
+
+def config_for(directory: Path, quantization: str, dtype: str = "float32", **model: str) -> ResolvedConfig:
+    engine = EngineConfig(
+        model=ModelConfig(quantization=quantization, dtype=dtype, **model),
+        cache=CacheConfig(block_size=4, num_blocks=200),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        worker=WorkerConfig(device="cpu"),
+    )
+    return resolve_config(engine, read_architecture(directory))
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q8"])
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_a_files_own_blocks_are_kept(
+    write, monkeypatch: pytest.MonkeyPatch, kind: str, quantization: str
+) -> None:
+    def fill_rows(*_: object, **__: object) -> None:
+        raise AssertionError("quantized a second time")
+
+    monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
+    directory = write(kind)
+    kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
+    assert {weight.format for weight in packed_weights(kept)} == {BLOCK_FORMATS[kind]}
+    monkeypatch.undo()
+    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
+        if hasattr(layer, "weight"):
+            assert torch.equal(dense(other.weight), dense(layer.weight)), name
+
+
+@pytest.mark.parametrize(("quantization", "bits", "largest_error"), [("q4", 4, 0.09), ("q8", 8, 0.006)])
+@pytest.mark.parametrize("kind", ["F32", "Q5_0"])
+def test_what_the_file_holds_otherwise_is_quantized_and_the_head_to_8_bits(
+    write, kind: str, quantization: str, bits: int, largest_error: float
+) -> None:
+    directory = write(kind)
+    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    rounded = load_model(config_for(directory, quantization), open_checkpoint(directory))
+    for (name, layer), other in zip(plain.named_modules(), rounded.modules(), strict=True):
+        if not isinstance(getattr(other, "weight", None), QuantizedWeight):
+            continue
+        is_head = name.endswith(("embed_tokens", "lm_head"))
+        assert other.weight.format.bits == (8 if is_head else bits)
+        exact = dense(layer.weight)
+        error = (dense(other.weight) - exact).norm() / exact.norm()
+        assert 0 < error < (0.006 if is_head else largest_error), name
+
+
+def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_nothing() -> None:
+    config = replace(tiny_config(), tensor_types={"a": "Q4_0", "b": "Q4_1", "c": "Q8_0", "d": "Q6_K"})
+
+    def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
+        format = choose_format(sources, is_head=is_head, config=replace(config, quantization=quantization))
+        return "none" if format is None else f"{format.bits}{' affine' * format.is_affine}"
+
+    assert chosen("none", "a") == "none"
+    assert chosen("q4", "a", "a") == chosen("q8", "a") == chosen("q4", "a", is_head=True) == "4"
+    assert chosen("q4", "a", "b") == chosen("q4", "a", "d") == "4 affine"
+    assert chosen("q4", "a", "c") == chosen("q4", "d", is_head=True) == chosen("q8", "d") == "8"
+    assert chosen("q4", "c", "d") == chosen("q8", "b", "d") == "8 affine"
+
+
+SEQUENCES = [[5, 9, 2, 7, 30, 11, 4, 8, 1, 2, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [40, 41, 42]]
+
+
+def logprobs(directory: Path, quantization: str, dtype: str) -> np.ndarray:
+    config = config_for(directory, quantization, dtype)
+    runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
+    return np.concatenate(teacher_forced_logprobs(runner, SEQUENCES, [4, 2, 1]))
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> None:
+    directory = write(kind)
+    exact = logprobs(directory, "none", "float32")
+    error = np.abs(logprobs(directory, "q4", "float32") - exact).mean()
+    bfloat16_error = np.abs(logprobs(directory, "none", "bfloat16") - exact).mean()
+    assert error < bfloat16_error / 10
+    assert np.abs(logprobs(directory, "q4", "bfloat16") - exact).mean() < 1.2 * bfloat16_error
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q8"])
+def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str) -> None:
+    directory = write("F32")
+    config = config_for(directory, quantization, "bfloat16")
+    runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
+    engine = InProcessEngine(runner, enable_prefix_caching=False, max_num_batched_tokens=64)
+    prompts = [[(7 * i + 3 * j) % 97 for j in range(3 + 4 * i)] for i in range(8)]
+    sampling = replace(GREEDY, max_tokens=12, ignore_eos=True)
+    together = engine.generate(prompts, sampling)
+    assert [engine.generate([prompt], sampling)[0] for prompt in prompts] == together
+
+
+@pytest.mark.parametrize(("dtype", "is_measured"), [("bfloat16", True), ("float32", False)])
+def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
+    write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
+) -> None:
+    monkeypatch.setattr(crossover, "_best_s", lambda weight, num_rows, *, wide: 0.5 if wide else 1.0)
+    directory = write("Q4_0")
+    for quantization, batch_invariant, is_wide in (
+        ("auto", "auto", is_measured),
+        ("q4", "false", is_measured),
+        ("q4", "auto", False),
+        ("auto", "true", False),
+    ):
+        config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
+        model = load_model(config, open_checkpoint(directory))
+        assert {weight.wide_rows for weight in packed_weights(model)} == {16 if is_wide else NEVER}
+
+
+@pytest.mark.parametrize(
+    ("faster_from", "found"), [(1, 16), (64, 64), (65, 128), (10_000, None)], ids=["all", "64", "65", "none"]
+)
+def test_the_crossover_is_where_wide_products_begin_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, faster_from: int, found: int | None
+) -> None:
+    def best_s(weight: QuantizedWeight, num_rows: int, *, wide: bool) -> float:
+        return float(wide == (num_rows < faster_from))
+
+    monkeypatch.setattr(crossover, "_best_s", best_s)
+    quantized = [
+        QuantizedWeight(32, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)
+    ]
+    assert crossover.allow_wide_products(quantized) == found
+    assert {weight.wide_rows for weight in quantized} == {found or NEVER}
+    assert crossover.allow_wide_products([]) is None
+
+
+def test_the_crossover_is_measured() -> None:
+    weight = QuantizedWeight(64, 64, torch.bfloat16, QuantizedFormat(8, is_affine=False), gated=True)
+    found = crossover.allow_wide_products([weight])
+    assert found in (None, 16, 32, 64, 128, 256)
+    assert weight.wide_rows == (found or NEVER)
