@@ -6,7 +6,7 @@ namespace {
 
 template <typename T>
 void multiply_all(const Linear& args, int64_t rows) {
-  for_blocks(rows, args.num_panels(), args.in_features * sizeof(T),
+  for_blocks(rows, args.in_features * sizeof(T), args.num_panels(), args.in_features * kPanel * sizeof(T),
              [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
                for (int64_t panel = first_panel; panel < end_panel; ++panel) {
                  const T* weights = static_cast<const T*>(args.weight) + panel * args.in_features * kPanel;

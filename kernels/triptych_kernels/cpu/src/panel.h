@@ -40,13 +40,18 @@ struct Linear {
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
 
-// Rows are walked in blocks that stay in the second-level cache, panels in runs that one thread takes at a time.
+// Rows are walked in blocks that stay in the second-level cache, panels in runs that one thread takes at a time:
+// f(first row, end row, first panel, end panel). Few rows wait for memory, which gives most to long runs; many
+// compute, and share their work out best in single panels.
 template <typename F>
-void for_blocks(int64_t rows, int64_t num_panels, int64_t row_bytes, const F& f) {
-  constexpr int64_t kBlockBytes = 256 << 10, kSmallRows = 8, kRun = 2;
+void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, int64_t panel_bytes, const F& f) {
+  constexpr int64_t kBlockBytes = 256 << 10, kRunBytes = 96 << 10, kFewRows = 16, kRunsPerThread = 4;
   const int64_t max_block = std::max<int64_t>(kBlockBytes / row_bytes / 12 * 12, 48);
   const int64_t num_blocks = (rows + max_block - 1) / max_block;
-  const int64_t run = rows <= kSmallRows && num_panels >= 32 ? kRun : 1;
+  int64_t run = 1;
+  if (rows <= kFewRows) {
+    run = std::clamp<int64_t>(kRunBytes / panel_bytes, 1, std::max<int64_t>(num_panels / (kRunsPerThread * num_threads()), 1));
+  }
   const int64_t num_runs = (num_panels + run - 1) / run;
   parallel_for(num_blocks * num_runs, [&](int64_t index) {
     const int64_t block = index / num_runs, first = index % num_runs * run;

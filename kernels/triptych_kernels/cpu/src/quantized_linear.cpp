@@ -165,7 +165,7 @@ void multiply_narrow(const Linear& args, int64_t rows) {
     for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F>(from, x[group]); });
   }
   const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
-  for_blocks(rows, args.num_panels(), row_bytes,
+  for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes,
              [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
                for (int64_t panel = first_panel; panel < end_panel; ++panel) {
                  for_row_tiles(first_row, end_row, tile_rows, [&](int64_t row, int64_t count) {

@@ -15,7 +15,8 @@ constexpr int kMaxTileRows = 6;
 #endif
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the weights in hand; past a panel lies the next one
 
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+// Past the caches that the rest of the worker lives in: a step reads more weights than they hold, and each once.
+inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_NTA); }
 
 // Inputs of a tile's rows, one step at a time. Every third row has a pointer of its own and the next two are reached
 // from it by one and two strides, which an instruction's address can say: twelve addresses would not fit the
