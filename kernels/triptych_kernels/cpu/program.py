@@ -133,7 +133,7 @@ class Program:
                 return tensor.data_ptr()
             buffer = buffers[tensor.untyped_storage()._cdata]
             start = base + buffer.offset if buffer.memory is None else buffer.memory.data_ptr()
-            return start + tensor.storage_offset() * tensor.itemsize
+            return start + int(tensor.storage_offset()) * tensor.itemsize
 
         for struct, call in zip(self._structs, calls, strict=True):
             words = to_words([address(a) if isinstance(a, Tensor) else a for a in call.arguments])
@@ -195,7 +195,7 @@ class _RefuseOthers(TorchDispatchMode):
         """False spares us the import of torch's compiler, a second of start-up; nothing here is compiled."""
         return False
 
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not func.is_view and func.name().partition(".")[0] not in _ALLOCATIONS:

@@ -69,10 +69,18 @@ class PackedLinear(WeightedLayer):
         for piece in self.pieces:
             name = f"{self.prefix}.{piece.name}"
             shape = (piece.out_features, self.weight.shape[1])
-            place = {"first_row": first_row, "length": piece.length, "start": piece.start}
-            targets[f"{name}.weight"] = linear_target(self.weight, shape, **place)
+            targets[f"{name}.weight"] = linear_target(
+                self.weight, shape, first_row=first_row, length=piece.length, start=piece.start
+            )
             if self.has_bias:
-                targets[f"{name}.bias"] = bias_target(self.weight, self.bias, piece.out_features, **place)
+                targets[f"{name}.bias"] = bias_target(
+                    self.weight,
+                    self.bias,
+                    piece.out_features,
+                    first_row=first_row,
+                    length=piece.length,
+                    start=piece.start,
+                )
             first_row += piece.length
         return targets
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from services.worker.device import device_name, free_memory, use_threads
 from services.worker.layers.weights import weight_bytes
@@ -54,6 +55,7 @@ def create_runner(
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed)
     model = load_model(config, checkpoint, progress=lambda done, total: on_phase(Phase.LOADING, done / total))
     load_s = time.perf_counter() - started
+    assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
     kv = plan_kv_cache(config, free_memory(device))
     kv_caches = allocate_kv_cache(kv.shape, device)
@@ -61,7 +63,7 @@ def create_runner(
         config,
         kv,
         boot_id=boot_id,
-        fingerprint=fingerprint(checkpoint, config.architecture, config.dtype, engine.model.quantization),
+        fingerprint=fingerprint(checkpoint, config.architecture, config.dtype, config.quantization),
         device_name=device_name(device),
         weight_bytes=weight_bytes(model),
         load_s=load_s,
