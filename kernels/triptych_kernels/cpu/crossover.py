@@ -10,7 +10,8 @@ import torch
 from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedWeight
 
 _ROWS = (16, 32, 64, 128, 256)
-_ROUNDS = 3  # the fastest counts: others may be at work meanwhile
+_ROUNDS = 5  # the fastest counts: others may be at work meanwhile
+_WORTHWHILE = 0.95  # of the other's time: less of a gain may be noise
 
 
 def allow_wide_products(weights: Sequence[QuantizedWeight]) -> int | None:
@@ -33,7 +34,7 @@ def _find_crossover(weight: QuantizedWeight) -> int:
     """The fewest rows of `_ROWS` from which on the wide product is the faster one."""
     crossover = NEVER
     for num_rows in reversed(_ROWS):
-        if _best_s(weight, num_rows, wide=True) >= _best_s(weight, num_rows, wide=False):
+        if _best_s(weight, num_rows, wide=True) > _WORTHWHILE * _best_s(weight, num_rows, wide=False):
             break
         crossover = num_rows
     return crossover

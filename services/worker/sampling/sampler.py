@@ -42,6 +42,17 @@ class Sampler:
     def __init__(self, columns: SamplingColumns, history: TokenHistory) -> None:
         self._columns = columns
         self._history = history
+        self._greedy = tuple(
+            np.zeros(columns.temperature.size, column.dtype)
+            for column in (
+                columns.temperature,
+                columns.top_k,
+                columns.top_p,
+                columns.min_p,
+                columns.seed,
+                history.num_known,
+            )
+        )
 
     def sample(self, logits: Tensor, slots: I64) -> SampledTokens:
         """Choose the next token of each slot.
@@ -80,19 +91,10 @@ class Sampler:
 
     def _choose(self, logits: Tensor, slots: I64, temperature: F32) -> I64:
         """One token per row, -1 where there is nothing to choose from; see `ops.sample`."""
-        columns = self._columns
-        on_device = [
+        temperatures, top_k, top_p, min_p, seeds, positions = (
             torch.from_numpy(column).to(logits.device)
-            for column in (
-                temperature,
-                columns.top_k[slots],
-                columns.top_p[slots],
-                columns.min_p[slots],
-                columns.seed[slots],
-                self._history.num_known[slots],
-            )
-        ]
-        temperatures, top_k, top_p, min_p, seeds, positions = on_device
+            for column in self._sampling_columns(slots, temperature)
+        )
         token_ids = ops.sample(
             logits,
             temperature=temperatures,
@@ -104,6 +106,20 @@ class Sampler:
         )
         chosen: I64 = token_ids.numpy(force=True)
         return chosen
+
+    def _sampling_columns(self, slots: I64, temperature: F32) -> tuple[NDArray[np.number], ...]:
+        """What `ops.sample` wants to know of each row; of greedy rows, the common case, nothing matters."""
+        if not temperature.any():
+            return tuple(column[: slots.size] for column in self._greedy)
+        columns = self._columns
+        return (
+            temperature,
+            columns.top_k[slots],
+            columns.top_p[slots],
+            columns.min_p[slots],
+            columns.seed[slots],
+            self._history.num_known[slots],
+        )
 
     def _gather_logprobs(
         self, logits: Tensor, token_ids: I64, slots: I64, failures: Collection[int]
