@@ -13,7 +13,11 @@ from protocol import Load, LoadedEngine, Ran, serve
 
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.launch import config_from_overrides, launch
+from triptych.client.request import RequestOptions
 from triptych.types.events import DeltaEvent
+from triptych.types.sampling import OutputKind
+
+_WHOLE_ANSWERS = RequestOptions(output_kind=OutputKind.FINAL_ONLY)
 
 
 class TriptychEngine(LoadedEngine):
@@ -49,7 +53,8 @@ class TriptychEngine(LoadedEngine):
 
         async def complete(prompt: list[int]) -> int:
             num_tokens = 0
-            async for event in self._client.generate(prompt, sampling):
+            # like the peers' own calls, which give an answer when it is whole
+            async for event in self._client.generate(prompt, sampling, _WHOLE_ANSWERS):
                 if isinstance(event, DeltaEvent):
                     num_tokens += len(event.token_ids)
             return num_tokens

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triptych_kernels.cpu.launch import Argument, launch
 from triptych_kernels.cpu.library import DTYPES, isa, load
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 
 Half = Literal["gate", "up"]
 _EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
@@ -102,7 +103,7 @@ class PackedWeight:
 
     def _allocate(self, num_outputs: int) -> Tensor:
         """Zeros for so many outputs, those that fill up the last panel included."""
-        return torch.zeros(num_outputs * self.in_features, dtype=self.dtype)
+        return zeros_in_huge_pages((num_outputs * self.in_features,), self.dtype)
 
     def _new_output(self, x: Tensor, dtype: torch.dtype, activation: str | None) -> Tensor:
         assert self.gated == (activation is not None), "a gated weight is packed for the activation"

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych_kernels.cpu.launch import Argument, _recorders, find_kernel, to_words
 from triptych_kernels.cpu.library import isa, load
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
 _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
@@ -120,7 +121,7 @@ class Program:
     """Calls with all addresses filled in. Owned by one thread."""
 
     def __init__(self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], output: Tensor) -> None:
-        self._memory = torch.empty(_place(list(buffers.values())) + _ALIGNMENT, dtype=torch.uint8)
+        self._memory = zeros_in_huge_pages((_place(list(buffers.values())) + _ALIGNMENT,), torch.uint8)
         # the system backs a page when a step is first that large, so room for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._kept = [a for call in calls for a in call.arguments if isinstance(a, Tensor)], dict(buffers)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import DTYPES, isa
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.packed_weight import HALVES, Half, PackedWeight
 
 GROUP_SIZE = 32
@@ -139,7 +140,7 @@ class QuantizedWeight(PackedWeight):
 
     def _allocate(self, num_outputs: int) -> Tensor:
         num_groups = num_outputs * self.in_features // GROUP_SIZE
-        return torch.zeros(num_groups * self.format.group_bytes, dtype=torch.uint8)
+        return zeros_in_huge_pages((num_groups * self.format.group_bytes,), torch.uint8)
 
 
 def can_quantize(in_features: int, dtype: torch.dtype) -> bool:

@@ -13,18 +13,21 @@ from torch import Tensor
 
 from services.worker.device import TORCH_DTYPES
 from triptych.types.facts import KvShape
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 
 
 def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[Tensor, ...]:
     """One tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], content undefined.
 
     On a CPU the system backs a page when it is first written, so blocks that no request ever held cost
-    nothing. Block 0 is zeroed: padding may be read and masked, and a stray NaN would survive the mask.
+    nothing; all of it is zero then. Block 0 is zeroed: padding may be read and masked, and a stray NaN would
+    survive the mask.
     """
     size = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    layers = tuple(
-        torch.empty(size, dtype=TORCH_DTYPES[shape.dtype], device=device) for _ in range(shape.num_layers)
-    )
+    dtype = TORCH_DTYPES[shape.dtype]
+    if device.type == "cpu":
+        return tuple(zeros_in_huge_pages(size, dtype) for _ in range(shape.num_layers))
+    layers = tuple(torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers))
     for layer in layers:
         layer[0].zero_()
     return layers

@@ -1,0 +1,65 @@
+"""Memory in huge pages, for what every step walks through: weights, keys and values, activations.
+
+With 4 kB pages a processor spends a tenth of a step looking up addresses: 135M bfloat16 weights are 66,000 pages. The
+system is asked for pages of 2 MB; where it grants none, memory is what it would have been.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_SLAB_BYTES = 64 << 20  # weights smaller than a huge page share some
+_ALIGNMENT = 64  # bytes: a cache line, and a vector
+_MAP_NORESERVE = 0x4000  # of Linux; a KV cache is reserved whole and backed when it is first written
+
+
+class _Slab:
+    """Zeros, handed out from the beginning; gone when the last tensor in it is."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel built without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Zeros of this shape; None: there is no room left."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._used + num_bytes > len(self._memory):
+            return None
+        part = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=self._used)
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return part.view(*shape)
+
+
+_slabs: list[_Slab] = []
+"""The one in use."""
+
+
+def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[shape] zeros on the CPU, aligned to a cache line; pages are taken when they are first touched.
+
+    Called by one thread at a time.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.zeros(*shape, dtype=dtype)
+    if num_bytes >= _SLAB_BYTES // 2:
+        slab = _Slab(num_bytes)
+    else:
+        taken = _slabs[0].take(shape, dtype) if _slabs else None
+        if taken is not None:
+            return taken
+        slab = _Slab(_SLAB_BYTES)
+        _slabs[:] = [slab]
+    whole = slab.take(shape, dtype)
+    assert whole is not None, "a new slab has room"
+    return whole
