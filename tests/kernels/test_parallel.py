@@ -74,19 +74,3 @@ def test_idle_threads_sleep() -> None:
     time.sleep(0.5)
     after = os.times()
     assert after.user + after.system - before.user - before.system < 0.1
-
-
-def test_threads_can_be_pinned_to_processors() -> None:
-    weight, x, expected = product()
-    allowed = sorted(os.sched_getaffinity(0))
-    done: list[set[int]] = []
-
-    def compute() -> None:
-        use_threads([allowed[-1]])
-        assert torch.equal(linear(x, weight), expected)
-        done.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=compute)  # its affinity dies with it
-    thread.start()
-    thread.join(timeout=30)
-    assert done == [{allowed[-1]}]

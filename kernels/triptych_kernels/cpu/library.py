@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -66,19 +66,12 @@ def load(isa: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library_path(isa)))
 
 
-def use_threads(cpus: Sequence[int] | int) -> None:
-    """Compute with this many threads, or with one on each of these CPUs, the calling thread on the first.
-
-    Where there is no library it does nothing.
-    """
-    if not isa():
-        return
-    function = load(isa()).triptych_set_threads
-    function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_void_p], None
-    if isinstance(cpus, int):
-        function(cpus, None)
-    else:
-        function(len(cpus), (ctypes.c_int32 * len(cpus))(*cpus))
+def use_threads(count: int) -> None:
+    """Compute with this many threads, the caller's own among them. Where there is no library it does nothing."""
+    if isa():
+        function = load(isa()).triptych_set_threads
+        function.argtypes, function.restype = [ctypes.c_int64], None
+        function(count)
 
 
 def _processor_flags() -> set[str]:

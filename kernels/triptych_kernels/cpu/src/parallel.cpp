@@ -2,7 +2,6 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,7 +14,7 @@
 namespace triptych {
 namespace {
 
-// About 40 us. The loops of a step follow each other within a tenth of it; where nothing follows, the core is
+// About 25 us. The loops of a step follow each other within a tenth of it; where nothing follows, the core is
 // wanted by somebody else.
 constexpr int kSpins = 1000;
 
@@ -52,21 +51,12 @@ class Signal {
   std::atomic<uint32_t> sleepers_{0};
 };
 
-void pin_this_thread(int32_t cpu) {
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  CPU_SET(cpu, &cpus);
-  sched_setaffinity(0, sizeof cpus, &cpus);  // refused: the system may move the thread, which is only slower
-}
-
 class Pool {
  public:
-  void resize(int64_t size, const int32_t* cpus) {
+  void resize(int64_t size) {
     std::lock_guard<std::mutex> guard(mutex_);
     stop();
     size_ = std::max<int64_t>(size, 1);
-    cpus_.assign(cpus, cpus ? cpus + size_ : cpus);
-    if (!cpus_.empty()) pin_this_thread(cpus_[0]);
   }
 
   int64_t size() const { return size_; }
@@ -114,8 +104,7 @@ class Pool {
     }
   }
 
-  void serve(int64_t thread, uint32_t seen) {
-    if (!cpus_.empty()) pin_this_thread(cpus_[thread]);
+  void serve(uint32_t seen) {
     while (true) {
       begun_.wait_while(seen);
       seen = begun_.value();
@@ -128,7 +117,7 @@ class Pool {
     is_stopping_ = false;
     const uint32_t seen = begun_.value();
     for (int64_t thread = 1; thread < size_; ++thread) {
-      threads_.emplace_back([this, thread, seen] { serve(thread, seen); });
+      threads_.emplace_back([this, seen] { serve(seen); });
     }
   }
 
@@ -141,7 +130,6 @@ class Pool {
 
   std::mutex mutex_;
   std::vector<std::thread> threads_;
-  std::vector<int32_t> cpus_;
   int64_t size_ = 1;
   std::atomic<bool> is_stopping_{false};
   Body body_ = nullptr;
@@ -167,6 +155,5 @@ void parallel_for(int64_t count, Body body, const void* context) { pool().run(co
 }  // namespace triptych
 
 extern "C" {
-void triptych_set_threads(int64_t count, const int32_t* cpus) { triptych::pool().resize(count, cpus); }
-int64_t triptych_num_threads() { return triptych::num_threads(); }
+void triptych_set_threads(int64_t count) { triptych::pool().resize(count); }
 }

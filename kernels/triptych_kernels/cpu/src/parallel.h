@@ -24,8 +24,6 @@ void parallel_for(int64_t count, const F& f) {
 }  // namespace triptych
 
 extern "C" {
-// Use `count` threads (>= 1) from the next loop on. `cpus`: [count] logical CPUs to pin the threads to, the
-// caller's own first; null: the system moves them as it likes.
-void triptych_set_threads(int64_t count, const int32_t* cpus);
-int64_t triptych_num_threads();
+// Use `count` threads (>= 1), the caller's own among them, from the next loop on.
+void triptych_set_threads(int64_t count);
 }
