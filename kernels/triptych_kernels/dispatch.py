@@ -12,13 +12,9 @@ from torch import Tensor
 from triptych_kernels.cpu.library import DTYPES, isa
 from triptych_kernels.cpu.packed_weight import PackedWeight
 
-DEVICE_TO_IMPL = {
-    "cpu": "torch",
-    "cuda": "torch",
-    "meta": "torch",
-}
-"""Plain torch serves all devices; an implementation made for one of them takes over its line here. Tensors on the
-meta device are those of a recording, see `cpu.program`."""
+DEVICES = ("cpu", "cuda", "meta")
+"""Plain torch serves all of them; `cpu` and `triton` take over the ops named below. Tensors on the meta device are
+those of a recording, see `cpu.program`."""
 
 NATIVE_OPS = frozenset(
     {
@@ -38,8 +34,16 @@ NATIVE_OPS = frozenset(
 PACKED_OPS = frozenset({"embedding", "gated_linear", "linear"})
 """Those that `cpu` has for packed weights."""
 
-IMPLS = ("cpu", "torch", "reference")
-"""Packages beside this module; all but `cpu` have one file per op, and `reference` is for tests alone."""
+TRITON_OPS = frozenset(
+    {
+        "silu_and_mul",
+    }
+)
+"""Those that `triton` takes over on CUDA devices."""
+
+IMPLS = ("cpu", "triton", "torch", "reference")
+"""Packages beside this module, one file per op in each; `torch` and `reference` have every op, and `reference` is for
+tests alone."""
 
 
 def find_impl(op: str, operand: Tensor | PackedWeight, impl: str | None = None) -> Callable[..., Any]:
@@ -52,26 +56,24 @@ def find_impl(op: str, operand: Tensor | PackedWeight, impl: str | None = None) 
     Raises:
         ValueError: no implementation is meant for this device, or none has the asked name.
     """
-    if impl is None:
-        impl = "cpu" if _is_native(op, operand) else DEVICE_TO_IMPL.get(operand.device.type)
-        if impl is None:
-            raise ValueError(
-                f"{op}: no implementation for device {operand.device.type!r}; there are "
-                f"{', '.join(sorted(DEVICE_TO_IMPL))}"
-            )
-    return _load(op, impl)
+    return _load(op, impl or _impl_for(op, operand))
 
 
-def _is_native(op: str, operand: Tensor | PackedWeight) -> bool:
+def _impl_for(op: str, operand: Tensor | PackedWeight) -> str:
     if isinstance(operand, PackedWeight):
-        return op in PACKED_OPS
-    on_cpu = operand.device.type in ("cpu", "meta")
-    return op in NATIVE_OPS and on_cpu and operand.dtype in DTYPES and bool(isa())
+        return "cpu" if op in PACKED_OPS else "torch"
+    device = operand.device.type
+    if device not in DEVICES:
+        raise ValueError(f"{op}: no implementation for device {device!r}; there are {', '.join(DEVICES)}")
+    if device == "cuda":
+        return "triton" if op in TRITON_OPS else "torch"
+    return "cpu" if op in NATIVE_OPS and operand.dtype in DTYPES and isa() else "torch"
 
 
 @cache
 def _load(op: str, impl: str) -> Callable[..., Any]:
-    known = [name for name in IMPLS if name != "cpu" or op in NATIVE_OPS | PACKED_OPS]
+    owned = {"cpu": NATIVE_OPS | PACKED_OPS, "triton": TRITON_OPS}
+    known = [name for name in IMPLS if op in owned.get(name, {op})]
     if impl not in known:
         raise ValueError(f"{op}: no implementation {impl!r}; there are {', '.join(known)}")
     function: Callable[..., Any] = getattr(import_module(f"triptych_kernels.{impl}.{op}"), op)
