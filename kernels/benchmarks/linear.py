@@ -58,9 +58,9 @@ def measure(weights: list[PackedWeight], num_rows: int, *, wide: bool, rounds: i
             weight.wide_rows = 1 if wide else NEVER
     x = torch.randn(num_rows, weights[0].in_features).to(weights[0].dtype)
 
-    def multiply_all(recording: Recording) -> Tensor:
+    def multiply_all(recording: Recording) -> list[Tensor]:
         stand_in = recording.input(x, count="rows")
-        return [linear(stand_in, weight) for weight in weights][-1]
+        return [linear(stand_in, weight) for weight in weights][-1:]
 
     program = record(multiply_all)
     return best_s(lambda: program.run({"rows": num_rows}), rounds) / len(weights)

@@ -80,7 +80,7 @@ def best_s(call: Callable[[], object], rounds: int) -> float:
 def measure_native(step: Step, rounds: int) -> float:
     """Seconds per layer; all of them are one recorded program, so no Python is measured."""
 
-    def attend_all(recording: Recording) -> Tensor:
+    def attend_all(recording: Recording) -> list[Tensor]:
         query = recording.input(step.query, count="tokens")
         block_tables, query_starts, seq_lens = (
             recording.input(tensor, count="rows")
@@ -89,7 +89,7 @@ def measure_native(step: Step, rounds: int) -> float:
         return [
             paged_attention(query, cache, block_tables, query_starts, seq_lens, HEAD_DIM**-0.5)
             for cache in step.kv_caches
-        ][-1]
+        ][-1:]
 
     program = record(attend_all)
     counts = {"tokens": len(step.query), "rows": len(step.seq_lens)}

@@ -58,8 +58,9 @@ def test_a_program_computes_what_its_calls_compute_one_by_one() -> None:
     network = Network(4)
     token_ids, chosen = torch.zeros(MAX_ROWS, dtype=torch.int64), torch.zeros(MAX_ROWS, dtype=torch.int64)
 
-    def forward(recording: Recording) -> Tensor:
-        return network(recording.input(token_ids, count="tokens"), recording.input(chosen, count="chosen"))
+    def forward(recording: Recording) -> tuple[Tensor]:
+        logits = network(recording.input(token_ids, count="tokens"), recording.input(chosen, count="chosen"))
+        return (logits,)
 
     program = record(forward)
     for num_tokens, num_chosen in ((20, 20), (1, 1), (13, 2), (3, 0), (20, 7)):
@@ -67,16 +68,32 @@ def test_a_program_computes_what_its_calls_compute_one_by_one() -> None:
         chosen[:num_chosen] = torch.randint(num_tokens, (num_chosen,))
         program.run({"tokens": num_tokens, "chosen": num_chosen})
         expected = network(token_ids[:num_tokens], chosen[:num_chosen])
-        assert torch.equal(program.output[:num_chosen], expected)
+        assert torch.equal(program.outputs[0][:num_chosen], expected)
+
+
+def test_every_output_stays_until_the_next_run() -> None:
+    memory, norm = torch.randn(4, 64), torch.ones(64)
+
+    def forward(recording: Recording) -> list[Tensor]:
+        outputs = [recording.input(memory, count="rows")]
+        for _ in range(4):
+            outputs.append(rms_norm(outputs[-1], norm, 1e-5))
+        return outputs[1:3]
+
+    program = record(forward)
+    program.run({"rows": 4})
+    first = rms_norm(memory, norm, 1e-5)
+    for output, expected in zip(program.outputs, (first, rms_norm(first, norm, 1e-5)), strict=True):
+        assert torch.equal(output, expected)
 
 
 def test_buffers_that_are_not_needed_at_the_same_time_share_their_memory() -> None:
     def num_bytes(num_layers: int) -> int:
         network, token_ids = Network(num_layers), torch.zeros(MAX_ROWS, dtype=torch.int64)
 
-        def forward(recording: Recording) -> Tensor:
+        def forward(recording: Recording) -> tuple[Tensor]:
             tokens = recording.input(token_ids, count="tokens")
-            return network(tokens, tokens)
+            return (network(tokens, tokens),)
 
         return record(forward).num_bytes
 
@@ -86,9 +103,9 @@ def test_buffers_that_are_not_needed_at_the_same_time_share_their_memory() -> No
 def test_what_torch_would_compute_by_itself_is_refused_by_name() -> None:
     memory, norm = torch.zeros(4, 6), torch.ones(6)
 
-    def forward(recording: Recording) -> Tensor:
+    def forward(recording: Recording) -> tuple[Tensor]:
         x = recording.input(memory, count="rows")
-        return torch.relu(rms_norm(x.view(2, 12).view(4, 6), norm, 1e-5))
+        return (torch.relu(rms_norm(x.view(2, 12).view(4, 6), norm, 1e-5)),)
 
     with pytest.raises(NotRecordable, match="aten::relu has no native kernel"):
         record(forward)
@@ -97,8 +114,8 @@ def test_what_torch_would_compute_by_itself_is_refused_by_name() -> None:
 def test_rows_that_nobody_counts_are_refused() -> None:
     norm = torch.ones(6)
 
-    def forward(recording: Recording) -> Tensor:
-        return rms_norm(torch.empty(4, 6, device="meta"), norm, 1e-5)
+    def forward(recording: Recording) -> tuple[Tensor]:
+        return (rms_norm(torch.empty(4, 6, device="meta"), norm, 1e-5),)
 
     with pytest.raises(NotRecordable, match="rms_norm: its rows come from outside"):
         record(forward)

@@ -31,9 +31,8 @@ def gather_input_batch(rows: RequestRows, step: StepRows) -> InputBatch:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=rows.max_num_batched_tokens,
         max_blocks=max_blocks,
-        device=torch.device("cpu"),
     )
-    return inputs.gather(rows, step)
+    return inputs.batch(inputs.gather(rows, step), torch.device("cpu"))
 
 
 def take_step(rows: RequestRows, plan: StepPlan, *sampled: int) -> StepRows:

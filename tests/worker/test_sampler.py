@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.sampling.batch import SamplingBuffers
 from services.worker.sampling.columns import SamplingColumns, TokenHistory
 from services.worker.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
 from triptych.types.sampling import SamplingParams
@@ -28,6 +29,7 @@ class Bench:
             np.zeros((NUM_SLOTS, 64), np.int32), np.zeros(NUM_SLOTS, np.int64), np.zeros(NUM_SLOTS, np.int64)
         )
         self.sampler = Sampler(self.columns, self.history)
+        self.buffers = SamplingBuffers(NUM_SLOTS)
 
     def enter(self, slot, params, prompt=(5, 6, 7), output=(), seed=1) -> None:
         assert self.columns.enter(slot, params, seed) is None
@@ -41,8 +43,10 @@ class Bench:
         self.history.num_known[slot] += len(token_ids)
 
     def sample(self, logits, slots) -> SampledTokens:
-        before = logits.clone()
-        sampled = self.sampler.sample(logits, np.array(slots, np.int64))
+        before, slots = logits.clone(), np.array(slots, np.int64)
+        self.buffers.gather(self.columns, self.history, slots)
+        chosen = self.buffers.batch(slots.size, logits.device).choose(logits)
+        sampled = self.sampler.finish(logits, chosen, slots)
         assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))
         return sampled
 

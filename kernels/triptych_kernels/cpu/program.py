@@ -111,16 +111,19 @@ class Recording:
             raise NotRecordable(f"{kernel}: its rows come from outside of the recording")
         return buffer.count
 
-    def finish(self, output: Tensor) -> Program:
-        """The program that fills `output`, which stays as it is until the next run."""
-        self._buffers[output.untyped_storage()._cdata].last = len(self._calls)
-        return Program(self._calls, self._buffers, output)
+    def finish(self, outputs: Sequence[Tensor]) -> Program:
+        """The program that fills `outputs`, which stay as they are until the next run."""
+        for output in outputs:
+            self._buffers[output.untyped_storage()._cdata].last = len(self._calls)
+        return Program(self._calls, self._buffers, outputs)
 
 
 class Program:
     """Calls with all addresses filled in. Owned by one thread."""
 
-    def __init__(self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], output: Tensor) -> None:
+    def __init__(
+        self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], outputs: Sequence[Tensor]
+    ) -> None:
         self._memory = zeros_in_huge_pages((_place(list(buffers.values())) + _ALIGNMENT,), torch.uint8)
         # the system backs a page when a step is first that large, so room for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
@@ -146,10 +149,13 @@ class Program:
         self._run = load(isa()).triptych_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._run.restype = None
-        offset = address(output) - self._memory.data_ptr()
-        flat = self._memory[offset : offset + output.nbytes].view(output.dtype)
-        self.output = flat.view(output.shape)
-        """[most rows, …], of which a run fills the first."""
+
+        def view(output: Tensor) -> Tensor:
+            offset = address(output) - self._memory.data_ptr()
+            return self._memory[offset : offset + output.nbytes].view(output.dtype).view(output.shape)
+
+        self.outputs = tuple(view(output) for output in outputs)
+        """Each [most rows, …], of which a run fills the first."""
 
     def __len__(self) -> int:
         """Number of kernel calls."""
@@ -167,7 +173,7 @@ class Program:
         self._run(self._structs, len(self._structs), self._counts)
 
 
-def record(forward: Callable[[Recording], Tensor]) -> Program:
+def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
     """Record what `forward` computes, from inputs it declares with `Recording.input`, into what it returns.
 
     Raises:
@@ -175,8 +181,8 @@ def record(forward: Callable[[Recording], Tensor]) -> Program:
     """
     recording = Recording()
     with _recording_into(recording), _RefuseOthers():
-        output = forward(recording)
-    return recording.finish(output)
+        outputs = forward(recording)
+    return recording.finish(outputs)
 
 
 @contextmanager

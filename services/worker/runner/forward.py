@@ -1,15 +1,15 @@
-"""The seam between a step's input and its logits: another way to run the model is a file and a line here."""
+"""Which way a model is run, and the plainest one; another way is a file and a line here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from services.worker.models.base import CausalLM
-from services.worker.runner.input_batch import InputBatch, InputBuffers
+from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.input_batch import InputBuffers, StepSizes
 from services.worker.runner.recorded_forward import RecordedBackend
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable
@@ -18,30 +18,23 @@ from triptych_kernels.ops import gather_rows
 log = logging.getLogger(__name__)
 
 
-class ForwardBackend(Protocol):
-    """Runs the model over one step's tokens, writing their keys and values into the cache."""
-
-    description: str
-    """What computes, in words."""
-
-    def forward(self, batch: InputBatch) -> Tensor:
-        """Float32 logits [num_sampling, vocab_size] of the rows that sample; work may still be in flight."""
-        ...
-
-
 class EagerBackend:
     """Calls the model, operation by operation."""
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor]) -> None:
+    def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        native = kv_caches[0].device.type == "cpu" and isa()
+        self._inputs = inputs
+        self._device = kv_caches[0].device
+        native = self._device.type == "cpu" and isa()
         self.description = f"{isa()} eager" if native else "torch"
 
-    def forward(self, batch: InputBatch) -> Tensor:
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        batch = self._inputs.batch(sizes, self._device)
         hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
-        return self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
+        logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
+        return StepOutput(logits, batch.sampling.choose(logits))
 
 
 def create_forward_backend(
@@ -50,7 +43,7 @@ def create_forward_backend(
     """The backend for this model and device.
 
     Args:
-        inputs: where every batch that it will be given stands.
+        inputs: where every step that it will compute stands.
         enforce_eager: call the model operation by operation, whatever could be faster.
     """
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
@@ -60,4 +53,4 @@ def create_forward_backend(
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
-    return EagerBackend(model, kv_caches)
+    return EagerBackend(model, kv_caches, inputs)

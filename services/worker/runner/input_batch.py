@@ -11,6 +11,9 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch
 from services.worker.runner.request_rows import RequestRows, StepRows
+from services.worker.sampling.batch import SamplingBatch, SamplingBuffers
+
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,23 +27,30 @@ class InputBatch:
     attention: AttentionBatch
     sampling_tokens: Tensor
     """[num_sampling] int64, the last token of each sampling row: the hidden states that become logits."""
+    sampling: SamplingBatch
 
-    @property
-    def num_sampling(self) -> int:
-        return self.sampling_tokens.shape[0]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSizes:
+    """How much of the buffers a step fills, as the host knows it."""
+
+    num_tokens: int
+    num_rows: int
+    num_sampling: int
+    query_lens: I64
+    """[num_rows]"""
+    seq_lens: I64
+    """[num_rows]"""
+    max_blocks: int
+    """Columns of the block table that hold the longest row."""
 
 
 class InputBuffers:
-    """Where steps are written before the model reads them: allocated once, as long as the longest step.
-
-    A batch on a CPU is a view of these buffers, so it holds until the next one is gathered; a recorded program
-    reads the buffers themselves.
+    """Where steps are written before the model reads them: in the host's memory, allocated once, as long as the
+    longest step. A recorded program reads them where they stand.
     """
 
-    def __init__(
-        self, *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int, device: torch.device
-    ) -> None:
-        self._device = device
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> None:
         self.token_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
@@ -48,46 +58,66 @@ class InputBuffers:
         self.query_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
         self.sampling_tokens = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self.sampling = SamplingBuffers(max_num_seqs)
+        # the same memory, without a tensor's ceremony at every step
+        self._token_ids = self.token_ids.numpy()
+        self._positions = self.positions.numpy()
+        self._slot_mapping = self.slot_mapping.numpy()
+        self._block_tables = self.block_tables.numpy()
+        self._query_starts = self.query_starts.numpy()
+        self._seq_lens = self.seq_lens.numpy()
+        self._sampling_tokens = self.sampling_tokens.numpy()
 
-    def gather(self, rows: RequestRows, step: StepRows) -> InputBatch:
-        """The tokens, positions and blocks of a step with at least one row; a loop-free pass over columns.
+    def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
+        """Fill in a step with at least one row; a loop-free pass over columns.
 
         The one reader of token ids: a backend that keeps sampled tokens on its device overrides the ids of
         single-token rows after this.
         """
         slots, query_lens, starts = step.slots, step.query_lens, step.starts
-        ends = starts + query_lens  # [num_rows] = length of keys and values
-        query_starts = np.zeros(slots.size + 1, np.int64)
+        num_rows = slots.size
+        seq_lens = starts + query_lens  # [num_rows] = length of keys and values
+        query_starts = self._query_starts[: num_rows + 1]
         np.cumsum(query_lens, out=query_starts[1:])
-        num_tokens, max_seq_len = int(query_starts[-1]), int(ends.max())
-
-        row_of_token = np.repeat(np.arange(slots.size), query_lens)  # [num_tokens]
-        positions = np.arange(num_tokens) + (starts - query_starts[:-1])[row_of_token]
-        slot_of_token = slots[row_of_token]
+        num_tokens, max_blocks = int(query_starts[-1]), -(-int(seq_lens.max()) // rows.block_size)
+        positions = self._positions[:num_tokens]
+        if num_tokens == num_rows:  # one token each
+            slot_of_token, positions[:] = slots, starts
+        else:
+            row_of_token = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
+            positions[:] = np.arange(num_tokens) + (starts - query_starts[:-1])[row_of_token]
+            slot_of_token = slots[row_of_token]
+        self._token_ids[:num_tokens] = rows.token_ids[slot_of_token, positions]
         blocks, offsets = np.divmod(positions, rows.block_size)
-        slot_mapping = rows.block_table[slot_of_token, blocks] * np.int64(rows.block_size) + offsets
+        slot_mapping = self._slot_mapping[:num_tokens]
+        slot_mapping[:] = rows.block_table[slot_of_token, blocks]
+        slot_mapping *= rows.block_size
+        slot_mapping += offsets
         slot_mapping[positions < rows.write_start[slot_of_token]] = -1
-        max_blocks = -(-max_seq_len // rows.block_size)
+        self._block_tables[:num_rows, :max_blocks] = rows.block_table[slots, :max_blocks]
+        self._seq_lens[:num_rows] = seq_lens
+        sampling_slots = step.sampling_slots
+        num_sampling = sampling_slots.size
+        self._sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
+        self.sampling.gather(rows.sampling, rows.history, sampling_slots)
+        return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
 
-        attention = AttentionBatch(
-            slot_mapping=self._write(self.slot_mapping, slot_mapping),
-            block_tables=self._write(self.block_tables, rows.block_table[slots, :max_blocks]),
-            query_starts=self._write(self.query_starts, query_starts),
-            seq_lens=self._write(self.seq_lens, ends),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=max_seq_len,
-            query_lens_list=tuple(query_lens.tolist()),
-            seq_lens_list=tuple(ends.tolist()),
-        )
+    def batch(self, sizes: StepSizes, device: torch.device) -> InputBatch:
+        """The step on a device; on a CPU these are views, which hold until the next `gather`."""
+        num_tokens, num_rows = sizes.num_tokens, sizes.num_rows
         return InputBatch(
-            token_ids=self._write(self.token_ids, rows.token_ids[slot_of_token, positions]),
-            positions=self._write(self.positions, positions),
-            attention=attention,
-            sampling_tokens=self._write(self.sampling_tokens, query_starts[1:][step.samples] - 1),
+            token_ids=self.token_ids[:num_tokens].to(device),
+            positions=self.positions[:num_tokens].to(device),
+            attention=AttentionBatch(
+                slot_mapping=self.slot_mapping[:num_tokens].to(device),
+                block_tables=self.block_tables[:num_rows, : sizes.max_blocks].to(device),
+                query_starts=self.query_starts[: num_rows + 1].to(device),
+                seq_lens=self.seq_lens[:num_rows].to(device),
+                max_query_len=int(sizes.query_lens.max()),
+                max_seq_len=int(sizes.seq_lens.max()),
+                query_lens_list=tuple(sizes.query_lens.tolist()),
+                seq_lens_list=tuple(sizes.seq_lens.tolist()),
+            ),
+            sampling_tokens=self.sampling_tokens[: sizes.num_sampling].to(device),
+            sampling=self.sampling.batch(sizes.num_sampling, device),
         )
-
-    def _write(self, buffer: Tensor, values: NDArray[np.integer]) -> Tensor:
-        """Put values at the beginning of a buffer; that part of it, on the device."""
-        part = buffer[tuple(slice(size) for size in values.shape)]
-        part.numpy()[...] = values
-        return part.to(self._device)

@@ -1,4 +1,4 @@
-"""The runner of a real model: prepare -> forward -> sample -> publish, one step at a time."""
+"""The runner of a real model: prepare -> forward and choose -> finish -> publish, one step at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
             max_blocks=max_blocks,
-            device=kv_caches[0].device,
         )
         self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=enforce_eager)
         self._facts = replace(facts, kernels=self._backend.description)
@@ -71,7 +70,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step; see `Runner.execute`.
 
-        On an asynchronous device `forward_ns` is the time to launch, and `sample_ns` holds the wait.
+        `forward_ns` holds the first choice of tokens, `sample_ns` what some requests ask beyond it. On an
+        asynchronous device the one is the time to launch, and the other holds the wait.
         """
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(
@@ -87,11 +87,11 @@ class ModelRunner:
                 row_errors=step.row_errors,
                 timings=StepTimings(prepare_ns=time.perf_counter_ns() - started),
             )
-        batch = self._inputs.gather(self._rows, step)
+        sizes = self._inputs.gather(self._rows, step)
         prepared = time.perf_counter_ns()
-        logits = self._backend.forward(batch)
+        output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
-        sampled = self._sampler.sample(logits, step.sampling_slots)
+        sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
         self._rows.advance(step)
         self._rows.record(step, sampled.token_ids)
         timings = StepTimings(

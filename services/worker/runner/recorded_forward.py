@@ -8,17 +8,19 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch
 from services.worker.models.base import CausalLM
-from services.worker.runner.input_batch import InputBatch, InputBuffers
+from services.worker.runner.backend import StepOutput
+from services.worker.runner.input_batch import InputBuffers, StepSizes
+from services.worker.sampling.batch import SamplingBatch
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, Recording, record
 from triptych_kernels.ops import gather_rows
 
 
 class RecordedBackend:
-    """Records the model at construction. Logits stay as they are until the next forward."""
+    """Records the model at construction."""
 
     def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> None:
-        """Record `model` for steps of any size that fits `inputs`, whose batches alone may then be computed.
+        """Record `model` for steps of any size that fits `inputs`.
 
         Raises:
             NotRecordable: the model computes something that no native kernel does; names it.
@@ -26,19 +28,14 @@ class RecordedBackend:
         self._program = _record(model, kv_caches, inputs)
         self.description = f"{isa()} recorded"
 
-    def forward(self, batch: InputBatch) -> Tensor:
-        self._program.run(
-            {
-                "tokens": len(batch.token_ids),
-                "rows": len(batch.attention.seq_lens),
-                "samples": batch.num_sampling,
-            }
-        )
-        return self._program.output[: batch.num_sampling]
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
+        logits, token_ids = self._program.outputs
+        return StepOutput(logits[: sizes.num_sampling], token_ids[: sizes.num_sampling])
 
 
 def _record(model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> Program:
-    def forward(recording: Recording) -> Tensor:
+    def forward(recording: Recording) -> tuple[Tensor, ...]:
         attention = AttentionBatch(
             slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),
             block_tables=recording.input(inputs.block_tables, count="rows"),
@@ -52,6 +49,16 @@ def _record(model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) 
             attention,
         )
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
-        return model.compute_logits(gather_rows(hidden, sampling_tokens))
+        logits = model.compute_logits(gather_rows(hidden, sampling_tokens))
+        columns = inputs.sampling.columns
+        sampling = SamplingBatch(
+            temperature=recording.input(columns.temperature, count="samples"),
+            top_k=recording.input(columns.top_k, count="samples"),
+            top_p=recording.input(columns.top_p, count="samples"),
+            min_p=recording.input(columns.min_p, count="samples"),
+            seeds=recording.input(columns.seeds, count="samples"),
+            positions=recording.input(columns.positions, count="samples"),
+        )
+        return logits, sampling.choose(logits)
 
     return record(forward)

@@ -48,6 +48,9 @@ class SamplingColumns:
         self._eos_token_ids = eos_token_ids
         self.temperature: F32 = np.zeros(max_num_seqs, np.float32)
         """0 is greedy."""
+        self.first_temperature: F32 = np.zeros(max_num_seqs, np.float32)
+        """Of the choice among the logits as the model made them: 0, the cheapest, for a request that chooses among
+        changed ones in the end."""
         self.top_k: I32 = np.zeros(max_num_seqs, np.int32)
         """0 is off."""
         self.top_p: F32 = np.ones(max_num_seqs, np.float32)
@@ -63,6 +66,8 @@ class SamplingColumns:
         self.has_penalties: Flags = np.zeros(max_num_seqs, np.bool_)
         self.restricts: Flags = np.zeros(max_num_seqs, np.bool_)
         """Has a logit bias or allowed ids."""
+        self.demanding: set[int] = set()
+        """Slots that ask for more than one choice among the logits as they are."""
         self.slot_to_end_ids: dict[int, I64] = {}
         """Masked below min_tokens: EOS and the request's stop ids; only where min_tokens > 0."""
         self.slot_to_counts: dict[int, TokenCounts] = {}
@@ -91,6 +96,10 @@ class SamplingColumns:
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.restricts[slot] = bool(params.logit_bias or params.allowed_token_ids)
+        changes_logits = params.has_penalties or bool(self.restricts[slot])
+        self.first_temperature[slot] = 0.0 if changes_logits else self.temperature[slot]
+        if changes_logits or params.min_tokens or params.logprobs is not None:
+            self.demanding.add(slot)
         if params.min_tokens:
             self.slot_to_end_ids[slot] = np.unique(
                 np.array((*self._eos_token_ids, *params.stop_token_ids), np.int64)
@@ -106,6 +115,7 @@ class SamplingColumns:
 
     def leave(self, slot: int) -> None:
         """Drop what a slot keeps outside the columns."""
+        self.demanding.discard(slot)
         self.slot_to_end_ids.pop(slot, None)
         self.slot_to_counts.pop(slot, None)
         self.slot_to_bias.pop(slot, None)

@@ -1,4 +1,4 @@
-"""One step's sampling: logits of the rows that sample in, token ids and log-probabilities out."""
+"""One step's sampling after the first choice: changed logits, log-probabilities, rows that failed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.sampling.batch import gather_sampling
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
 from services.worker.sampling.processing import LogitChanges, gather_changes
 from triptych.types.step import LogprobColumns
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
-F32 = NDArray[np.float32]
 
 NOT_FINITE = "the model's logits hold NaN or infinity"
 NOTHING_ALLOWED = (
@@ -42,32 +42,19 @@ class Sampler:
     def __init__(self, columns: SamplingColumns, history: TokenHistory) -> None:
         self._columns = columns
         self._history = history
-        self._greedy = tuple(
-            np.zeros(columns.temperature.size, column.dtype)
-            for column in (
-                columns.temperature,
-                columns.top_k,
-                columns.top_p,
-                columns.min_p,
-                columns.seed,
-                history.num_known,
-            )
-        )
 
-    def sample(self, logits: Tensor, slots: I64) -> SampledTokens:
-        """Choose the next token of each slot.
+    def finish(self, logits: Tensor, chosen: Tensor, slots: I64) -> SampledTokens:
+        """The next token of each slot: what was chosen, or another where the request changes its logits.
 
         Args:
             logits: [num_rows, vocab_size] float32; never written.
+            chosen: [num_rows], of the logits as they are, see `SamplingBatch.choose`.
             slots: [num_rows], whose rows these are.
         """
-        if not slots.size:
-            return SampledTokens(np.empty(0, np.int64), None, ())
+        token_ids: I64 = chosen.numpy(force=True).copy()
+        if not self._columns.demanding and (not token_ids.size or token_ids.min() >= 0):
+            return SampledTokens(token_ids, None, ())  # the common case
         changes = gather_changes(self._columns, self._history, slots, logits.device)
-        temperature = self._columns.temperature[slots]
-        if changes is not None:
-            temperature[changes.rows] = 0.0  # as they are they are only looked at; greedy is the cheapest way
-        token_ids = self._choose(logits, slots, temperature)
         failures = dict.fromkeys(_unusable(token_ids), NOT_FINITE)
         if changes is not None:
             token_ids[changes.rows] = self._choose_changed(logits, slots[changes.rows], changes)
@@ -87,39 +74,9 @@ class Sampler:
             biases=changes.biases,
             penalties=changes.penalties,
         )
-        return self._choose(processed, slots, self._columns.temperature[slots])
-
-    def _choose(self, logits: Tensor, slots: I64, temperature: F32) -> I64:
-        """One token per row, -1 where there is nothing to choose from; see `ops.sample`."""
-        temperatures, top_k, top_p, min_p, seeds, positions = (
-            torch.from_numpy(column).to(logits.device)
-            for column in self._sampling_columns(slots, temperature)
-        )
-        token_ids = ops.sample(
-            logits,
-            temperature=temperatures,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=seeds,
-            positions=positions,
-        )
-        chosen: I64 = token_ids.numpy(force=True)
+        batch = gather_sampling(self._columns, self._history, slots, logits.device)
+        chosen: I64 = batch.choose(processed).numpy(force=True)
         return chosen
-
-    def _sampling_columns(self, slots: I64, temperature: F32) -> tuple[NDArray[np.number], ...]:
-        """What `ops.sample` wants to know of each row; of greedy rows, the common case, nothing matters."""
-        if not temperature.any():
-            return tuple(column[: slots.size] for column in self._greedy)
-        columns = self._columns
-        return (
-            temperature,
-            columns.top_k[slots],
-            columns.top_p[slots],
-            columns.min_p[slots],
-            columns.seed[slots],
-            self._history.num_known[slots],
-        )
 
     def _gather_logprobs(
         self, logits: Tensor, token_ids: I64, slots: I64, failures: Collection[int]

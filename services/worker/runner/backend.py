@@ -1,0 +1,31 @@
+"""The seam between a step's input and its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from services.worker.runner.input_batch import StepSizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """Of the rows that sample, on the rank's device, until the next forward; work may still be in flight."""
+
+    logits: Tensor
+    """[num_sampling, vocab_size] float32."""
+    token_ids: Tensor
+    """[num_sampling] int64, chosen among the logits as they are; see `SamplingBatch.choose`."""
+
+
+class ForwardBackend(Protocol):
+    """Runs the model over one step's tokens, writing their keys and values into the cache, and samples."""
+
+    description: str
+    """What computes, in words."""
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        """Compute what stands in the input buffers that the backend was made for."""
+        ...
