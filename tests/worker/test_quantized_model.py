@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str) 
 def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
     write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
 ) -> None:
-    monkeypatch.setattr(crossover, "_best_s", lambda weight, num_rows, *, wide: 0.5 if wide else 1.0)
+    monkeypatch.setattr(crossover, "_best_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)
     directory = write("Q4_0")
     for quantization, batch_invariant, is_wide in (
         ("auto", "auto", is_measured),
@@ -149,29 +150,34 @@ def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
     ):
         config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
         model = load_model(config, open_checkpoint(directory))
-        assert {weight.wide_rows for weight in packed_weights(model)} == {16 if is_wide else NEVER}
+        assert {weight.wide_rows for weight in packed_weights(model)} == {64 if is_wide else NEVER}
 
 
 @pytest.mark.parametrize(
-    ("faster_from", "found"), [(1, 16), (64, 64), (65, 128), (10_000, None)], ids=["all", "64", "65", "none"]
+    ("faster_from", "found"),
+    [(1, 64), (128, 128), (129, 256), (10_000, None)],
+    ids=["all", "128", "129", "none"],
 )
 def test_the_crossover_is_where_wide_products_begin_to_be_faster(
     monkeypatch: pytest.MonkeyPatch, faster_from: int, found: int | None
 ) -> None:
-    def best_s(weight: QuantizedWeight, num_rows: int, *, wide: bool) -> float:
-        return float(wide == (num_rows < faster_from))
+    def best_s(alike: Sequence[QuantizedWeight], num_rows: int, *, wide: bool) -> float:
+        is_small = alike[0].out_features == 32
+        return float(wide == (num_rows < faster_from or not is_small))
 
     monkeypatch.setattr(crossover, "_best_s", best_s)
-    quantized = [
-        QuantizedWeight(32, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)
-    ]
-    assert crossover.allow_wide_products(quantized) == found
-    assert {weight.wide_rows for weight in quantized} == {found or NEVER}
-    assert crossover.allow_wide_products([]) is None
+    small, large = (
+        [QuantizedWeight(size, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)]
+        for size in (32, 64)
+    )
+    crossovers = crossover.allow_wide_products([*small, *large])
+    assert list(crossovers.values()) == ([found] if found else [])
+    assert {weight.wide_rows for weight in small} == {found or NEVER}
+    assert {weight.wide_rows for weight in large} == {NEVER}
 
 
 def test_the_crossover_is_measured() -> None:
     weight = QuantizedWeight(64, 64, torch.bfloat16, QuantizedFormat(8, is_affine=False), gated=True)
-    found = crossover.allow_wide_products([weight])
-    assert found in (None, 16, 32, 64, 128, 256)
-    assert weight.wide_rows == (found or NEVER)
+    (found,) = crossover.allow_wide_products([weight]).values() or [NEVER]
+    assert found in (64, 128, 256, 512, NEVER)
+    assert weight.wide_rows == found

@@ -75,9 +75,13 @@ def load_model(
 def _allow_wide_products(model: CausalLM) -> None:
     assert isinstance(model, nn.Module), "every model is one"
     quantized = [weight for weight in packed_weights(model) if isinstance(weight, QuantizedWeight)]
-    num_rows = allow_wide_products(quantized)
-    if num_rows is not None:
-        log.info("quantized products of %d rows and more are computed in bfloat16, faster", num_rows)
+    for (out_features, in_features, _, _), num_rows in allow_wide_products(quantized).items():
+        log.info(
+            "quantized products [%d, %d] of %d rows and more are computed in bfloat16, faster",
+            out_features,
+            in_features,
+            num_rows,
+        )
 
 
 @contextmanager
