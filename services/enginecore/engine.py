@@ -129,7 +129,7 @@ class EngineCore:
         except TriptychError as error:
             self._outputs.fail(session, submit.number, error)
         else:
-            self._outputs.admit(session, submit.number)
+            self._outputs.admit(session, submit.number, whole_output=submit.whole_output)
 
     def abort(self, session: int, number: int) -> None:
         """End a request that nobody waits for any more; one that has ended already is no error."""
@@ -171,7 +171,7 @@ class EngineCore:
         self._measure_step()
 
     def take_outputs(self) -> dict[int, OutputBatch]:
-        """Session to everything that happened to its requests since the last call."""
+        """Session to what happened to its requests since its last batch, where somebody waits for it."""
         return self._outputs.take()
 
     def pause(self, mode: PauseMode) -> None:

@@ -9,7 +9,10 @@ import numpy as np
 from services.enginecore.scheduler import Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
-from triptych.types.step import U32, LogprobColumns, StepResult
+from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
+
+# Tokens that nobody looks at yet wait for so many steps: each message costs both sides as much as a step's plan.
+MAX_STEPS_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -17,8 +20,11 @@ class _Gathered:
     """Of one session, since the last batch."""
 
     num_batches: int = 0
+    streaming: set[int] = field(default_factory=set)
+    """The session's requests whose tokens somebody looks at as they come; kept over batches."""
     admitted: list[int] = field(default_factory=list)
     numbers: list[U32] = field(default_factory=list)
+    """Of each step."""
     token_ids: list[U32] = field(default_factory=list)
     logprobs: list[LogprobColumns] = field(default_factory=list)
     num_tokens: int = 0
@@ -26,8 +32,10 @@ class _Gathered:
     failures: list[RequestFailure] = field(default_factory=list)
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.admitted or self.num_tokens or self.finished or self.failures)
+    def is_due(self) -> bool:
+        if self.admitted or self.finished or self.failures:
+            return True
+        return bool(self.num_tokens and self.streaming) or len(self.numbers) >= MAX_STEPS_TOGETHER
 
 
 class SessionOutputs:
@@ -45,13 +53,17 @@ class SessionOutputs:
     def close(self, session: int) -> None:
         self._gathered.pop(session, None)
 
-    def admit(self, session: int, number: int) -> None:
+    def admit(self, session: int, number: int, *, whole_output: bool = False) -> None:
+        """`whole_output`: as in `SubmitRequest`."""
         if (gathered := self._gathered.get(session)) is not None:
             gathered.admitted.append(number)
+            if not whole_output:
+                gathered.streaming.add(number)
 
     def fail(self, session: int, number: int, error: TriptychError) -> None:
         if (gathered := self._gathered.get(session)) is not None:
             gathered.failures.append(_failure(number, error))
+            gathered.streaming.discard(number)
 
     def finish(self, end: Finished) -> None:
         request = end.request
@@ -61,6 +73,7 @@ class SessionOutputs:
                     request.number, end.reason, end.stop_token_id, request.num_cached_tokens, request.timings
                 )
             )
+            gathered.streaming.discard(request.number)
 
     def add_step(self, output: StepOutput, result: StepResult) -> None:
         """Hand each session its tokens of one step."""
@@ -74,11 +87,12 @@ class SessionOutputs:
             self._add_tokens(session, output, result, np.flatnonzero(output.sessions == session))
 
     def take(self) -> dict[int, OutputBatch]:
+        """Of each session for which something is due: everything since its last batch."""
         batches = {}
         for session, gathered in self._gathered.items():
-            if not gathered.is_empty:
+            if gathered.is_due:
                 batches[session] = _to_batch(gathered)
-                self._gathered[session] = _Gathered(num_batches=gathered.num_batches + 1)
+                self._gathered[session] = _Gathered(gathered.num_batches + 1, gathered.streaming)
         return batches
 
     def _add_tokens(
@@ -100,12 +114,20 @@ class SessionOutputs:
 
 
 def _to_batch(gathered: _Gathered) -> OutputBatch:
-    """Tokens of several steps stand one after the other: a number may occur more than once."""
+    """Of several steps each request's tokens stand together; with log-probabilities its number occurs once a step."""
+    numbers, token_ids = _joined(gathered.numbers), _joined(gathered.token_ids)
+    counts = empty_u32()  # one token each
+    if len(gathered.numbers) > 1 and not gathered.logprobs:  # log-probabilities count in places of steps
+        order = np.argsort(numbers, kind="stable")
+        token_ids = token_ids[order]
+        numbers, counts = np.unique(numbers, return_counts=True)
+        counts = counts.astype(np.uint32)
     return OutputBatch(
         batch_id=gathered.num_batches + 1,
         admitted=np.array(gathered.admitted, dtype=np.uint32),
-        numbers=_joined(gathered.numbers),
-        token_ids=_joined(gathered.token_ids),
+        numbers=numbers,
+        token_counts=counts,
+        token_ids=token_ids,
         logprobs=_join_logprobs(gathered.logprobs),
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),

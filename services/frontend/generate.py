@@ -36,7 +36,7 @@ from triptych.errors import (
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.outputs import Usage
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
@@ -274,6 +274,8 @@ class Generator:
                 tenant=raw.tenant,
                 cache_salt=raw.cache_salt,
                 deadline_remaining_ms=_remaining_ms(raw, record),
+                # a stop string is looked for here, and each step behind it is computed for nothing
+                whole_output=sampling.output_kind is OutputKind.FINAL_ONLY and not sampling.stop,
             )
             engine.submit(submit, choice)
 

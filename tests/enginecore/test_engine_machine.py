@@ -93,6 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         tenant=st.sampled_from(["", "a", "b"]),
         deadline_s=st.none() | st.integers(5, 60),
+        whole_output=st.booleans(),
     )
     def submit(
         self,
@@ -105,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         tenant: str,
         deadline_s: int | None,
+        whole_output: bool,
     ) -> None:
         session = sorted(self.sessions)[choice % len(self.sessions)]
         self.num_submitted += 1
@@ -128,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
                 priority=priority,
                 tenant=tenant,
                 deadline_remaining_ms=None if deadline_s is None else 1000 * deadline_s,
+                whole_output=whole_output,
             ),
         )
 
@@ -196,7 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
             for number in batch.admitted.tolist():
                 assert (session, number) not in self.admitted, "admitted twice"
                 self.admitted.add((session, number))
-            for number, token in zip(batch.numbers.tolist(), batch.token_ids.tolist(), strict=True):
+            for number, token in zip(batch.owners.tolist(), batch.token_ids.tolist(), strict=True):
                 assert (session, number) not in self.ends, "a token after the end"
                 self.tokens[session, number].append(token)
             for end in (*batch.finished, *batch.failures):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from services.enginecore.scheduler import StepOutput
-from services.enginecore.session_outputs import SessionOutputs
+from services.enginecore.session_outputs import MAX_STEPS_TOGETHER, SessionOutputs
 from triptych.errors import QueueFull
 from triptych.types.step import LogprobColumns, StepResult
 
@@ -40,9 +42,17 @@ def entries(columns: LogprobColumns) -> dict[int, list[int]]:
     }
 
 
+def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
+    """With requests whose tokens are looked at as they come."""
+    outputs.open(session)
+    for number in numbers:
+        outputs.admit(session, number)
+    outputs.take()
+
+
 def test_one_session_gets_its_columns_with_places_of_its_own_batch() -> None:
     outputs = SessionOutputs()
-    outputs.open(1)
+    open_session(outputs, 1, 7, 8, 9)
     outputs.add_step(*step([1, 1, 1], [7, 8, 9], rows=[0, 1, 3]))  # row 2 was nobody's any more
     batch = outputs.take()[1]
     assert batch.token_ids.tolist() == [10, 11, 13]
@@ -52,8 +62,8 @@ def test_one_session_gets_its_columns_with_places_of_its_own_batch() -> None:
 
 def test_two_sessions_get_what_is_theirs() -> None:
     outputs = SessionOutputs()
-    outputs.open(1)
-    outputs.open(2)
+    open_session(outputs, 1, 7, 8)
+    open_session(outputs, 2, 1, 2)
     outputs.add_step(*step([1, 2, 1, 2], [7, 1, 8, 2], rows=[0, 1, 2, 3]))
     batches = outputs.take()
     assert batches[1].token_ids.tolist() == [10, 12]
@@ -64,7 +74,7 @@ def test_two_sessions_get_what_is_theirs() -> None:
 
 def test_two_steps_join_into_one_batch() -> None:
     outputs = SessionOutputs()
-    outputs.open(1)
+    open_session(outputs, 1, 7, 8)
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
     batch = outputs.take()[1]
@@ -83,5 +93,44 @@ def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
     assert (batch.batch_id, batch.failures[0].retry_after_ms) == (2, 1500)
     outputs.close(1)
     outputs.admit(1, 6)
+    outputs.add_step(*step([1], [7], rows=[0]))
+    assert outputs.take() == {}
+
+
+def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, 7, whole_output=True)
+    assert outputs.take()[1].admitted.tolist() == [7]
+    for _ in range(MAX_STEPS_TOGETHER - 1):
+        outputs.add_step(*step([1], [7], rows=[0]))
+        assert outputs.take() == {}
+    outputs.add_step(*step([1], [7], rows=[1]))
+    batch = outputs.take()[1]
+    assert (batch.batch_id, batch.numbers.tolist()) == (2, [7] * MAX_STEPS_TOGETHER)
+
+
+def test_each_requests_tokens_of_several_steps_stand_together_in_their_order() -> None:
+    outputs = SessionOutputs()
+    open_session(outputs, 1, 7, 8)
+    for rows in ([0, 3], [2, 0]):
+        output, result = step([1, 1], [8, 7], rows)
+        outputs.add_step(output, replace(result, logprobs=None))
+    batch = outputs.take()[1]
+    assert batch.numbers.tolist() == [7, 8]
+    assert batch.token_counts.tolist() == [2, 2]
+    assert batch.token_ids.tolist() == [13, 10, 10, 12]
+
+
+def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, 7, whole_output=True)
+    outputs.admit(1, 8)
+    outputs.take()
+    outputs.add_step(*step([1, 1], [7, 8], rows=[0, 2]))
+    assert outputs.take()[1].numbers.tolist() == [7, 8]
+    outputs.fail(1, 8, QueueFull("full", 1.5))
+    outputs.take()
     outputs.add_step(*step([1], [7], rows=[0]))
     assert outputs.take() == {}

@@ -142,7 +142,7 @@ async def test_streamed_logprobs_are_the_unstreamed_ones(door: Door) -> None:
             )
 
 
-async def test_extra_sampling_fields_reach_the_generator_in_deltas(door: Door) -> None:
+async def test_extra_sampling_fields_reach_the_generator(door: Door) -> None:
     extra = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "stop_token_ids": [3],
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
@@ -168,7 +168,7 @@ async def test_extra_sampling_fields_reach_the_generator_in_deltas(door: Door) -
         "top_p": 0.9, "temperature": 0.7,
     }  # fmt: skip
     assert {name: getattr(raw, name) for name in envelope} == envelope
-    assert (raw.deadline_s, raw.output_kind, raw.door) == (2.5, OutputKind.DELTA, "http")
+    assert (raw.deadline_s, raw.output_kind, raw.door) == (2.5, OutputKind.FINAL_ONLY, "http")
 
 
 async def test_what_has_no_bearing_on_the_answer_is_ignored_and_null_means_left_out(door: Door) -> None:

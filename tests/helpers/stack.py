@@ -194,7 +194,7 @@ class FakeFrontend:
 
     def _note(self, batch: OutputBatch) -> None:
         self.batches.append(batch)
-        for number, token in zip(batch.numbers.tolist(), batch.token_ids.tolist(), strict=True):
+        for number, token in zip(batch.owners.tolist(), batch.token_ids.tolist(), strict=True):
             assert number not in self.ends, "a token after the end"
             self.tokens.setdefault(number, []).append(token)
         for end in (*batch.finished, *batch.failures):

@@ -196,6 +196,7 @@ submits = build(
     cache_salt=words,
     deadline_remaining_ms=st.none() | u64,
     adapter=words,
+    whole_output=st.booleans(),
 )
 welcomes = build(
     EngineWelcome,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 from triptych.types.step import U32, LogprobColumns, empty_u32
 
 
@@ -72,6 +74,11 @@ class OutputBatch:
     """Rows are indices into `token_ids`."""
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+
+    @property
+    def owners(self) -> U32:
+        """[sum(token_counts)] whose each of `token_ids` is."""
+        return np.repeat(self.numbers, self.token_counts) if len(self.token_counts) else self.numbers
 
 
 @dataclass(frozen=True, slots=True)

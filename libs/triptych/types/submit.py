@@ -28,6 +28,8 @@ class SubmitRequest:
     cache_salt: str = ""
     deadline_remaining_ms: int | None = None
     adapter: str = ""
+    whole_output: bool = False
+    """Nobody looks at the tokens before the last one: those of several steps may come together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
+        whole_output=request.whole_output,
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -66,6 +67,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         cache_salt=message.cache_salt,
         deadline_remaining_ms=message.deadline_remaining_ms if has_deadline else None,
         adapter=message.adapter,
+        whole_output=message.whole_output,
     )
 
 

@@ -18,6 +18,7 @@ from services.frontend.openai.schema import (
 )
 from services.frontend.requests import RawChat, RawRequest
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.types.sampling import OutputKind
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
@@ -151,6 +152,7 @@ def _common(body: SamplingBody, request_id: str, deadline_s: float | None) -> Ra
         prompt=None,
         request_id=request_id,
         model=body.model or "",
+        output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         sampling={"stop": stop, **{name: getattr(body, name) for name in _SAMPLING_FIELDS}},
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

@@ -91,7 +91,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter")
+    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     token_ids: bytes
@@ -114,7 +115,8 @@ class Submit(_message.Message):
     cache_salt: str
     deadline_remaining_ms: int
     adapter: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    whole_output: bool
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
 
 class OutputBatch(_message.Message):
     __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received")
