@@ -42,6 +42,25 @@ def cpu_name(root: Path = ROOT) -> str:
     return next((text for key, text in _cpuinfo(root) if key == "model name"), "cpu")
 
 
+def numa_nodes(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
+    """Memory nodes whose CPUs this process may use; 1 where the kernel does not tell.
+
+    Args:
+        affinity: as in `usable_cores`.
+    """
+    allowed = os.sched_getaffinity(0) if affinity is None else affinity
+    nodes = [
+        _read(node / "cpulist") for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    ]
+    return max(1, sum(not _cpu_list(cpus).isdisjoint(allowed) for cpus in nodes))
+
+
+def huge_pages(root: Path = ROOT) -> str:
+    """What the kernel grants of transparent huge pages: `always`, `madvise`, `never`; `none` where it has none."""
+    modes = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return modes.partition("[")[2].partition("]")[0] or "none"
+
+
 def free_memory(root: Path = ROOT) -> int:
     """Bytes that this process can still take: what the machine has, within its control groups' limits."""
     return min([_available_memory(root), *_cgroup_free_memory(root)])
@@ -113,6 +132,15 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         group = PurePosixPath(path)
         for ancestor in (group, *group.parents):
             yield mount / str(ancestor).lstrip("/")
+
+
+def _cpu_list(text: str) -> set[int]:
+    """`0-3,8` -> {0, 1, 2, 3, 8}"""
+    cpus: set[int] = set()
+    for span in text.split(",") if text else ():
+        first, _, last = span.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def _read(path: Path) -> str:

@@ -104,3 +104,25 @@ def test_this_machine_answers():
     assert host.usable_cores() >= 1
     assert host.free_memory() > 0
     assert host.cpu_name()
+
+
+@pytest.mark.parametrize(("affinity", "nodes"), [(range(8), 2), ({0, 1}, 1), ({3, 6}, 1), ({1, 6}, 2)])
+def test_memory_nodes_count_where_their_cpus_are_ours(root, affinity, nodes):
+    write(root, "sys/devices/system/node/node0/cpulist", "0-1,4-5\n")
+    write(root, "sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
+    write(root, "sys/devices/system/node/node2/cpulist", "\n")  # memory without CPUs
+    assert host.numa_nodes(root, affinity) == nodes
+
+
+def test_a_machine_that_tells_of_no_nodes_has_one(root):
+    assert host.numa_nodes(root, {0}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("always [madvise] never\n", "madvise"), ("always madvise [never]", "never"), (None, "none")],
+)
+def test_huge_pages_are_what_the_kernel_has_chosen(root, text, mode):
+    if text is not None:
+        write(root, "sys/kernel/mm/transparent_hugepage/enabled", text)
+    assert host.huge_pages(root) == mode
