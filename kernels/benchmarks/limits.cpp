@@ -1,6 +1,10 @@
 // What one core can do at most: read memory, and multiply in registers. limits.py compiles and times it.
 #include "vec.h"
 
+#if defined(__AMX_BF16__)
+#include "amx_tile.h"
+#endif
+
 using namespace triptych;
 
 namespace {
@@ -32,7 +36,17 @@ extern "C" int64_t multiply_float32(int64_t turns, float* out) {
 
 // Returns the operations per turn; 0 without an instruction for it.
 extern "C" int64_t multiply_bfloat16(int64_t turns, float* out) {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+  using namespace triptych::amx;
+  const Tiles tiles(kMaxRows);  // of zeros; *out keeps what it has
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    multiply<kSums00, kInputs0, kWeights0>();
+    multiply<kSums01, kInputs0, kWeights1>();
+    multiply<kSums10, kInputs1, kWeights0>();
+    multiply<kSums11, kInputs1, kWeights1>();
+  }
+  return 2 * kMaxRows * kPanel * kStep + 0 * static_cast<int64_t>(*out);
+#elif defined(__AVX512BF16__)
   vec sums[kChains];
   unroll<kChains>([&](auto i) { sums[i] = splat(*out + i); });
   __m512bh factor;

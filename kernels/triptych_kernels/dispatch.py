@@ -23,6 +23,7 @@ NATIVE_OPS = frozenset(
         "paged_attention",
         "process_logits",
         "rms_norm",
+        "rotary_and_write_kv",
         "rotary_embedding",
         "sample",
         "token_logprobs",
@@ -31,12 +32,24 @@ NATIVE_OPS = frozenset(
 )
 """Those that `cpu` takes over where its library was built and understands the tensor's dtype."""
 
-PACKED_OPS = frozenset({"embedding", "gated_linear", "linear"})
+PACKED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
 """Those that `cpu` has for packed weights."""
 
 TRITON_OPS = frozenset(
     {
+        "copy_blocks",
+        "embedding",
+        "fused_moe",
+        "gated_linear",
+        "paged_attention",
+        "process_logits",
+        "rms_norm",
+        "rotary_and_write_kv",
+        "rotary_embedding",
+        "sample",
         "silu_and_mul",
+        "token_logprobs",
+        "write_kv",
     }
 )
 """Those that `triton` takes over on CUDA devices."""

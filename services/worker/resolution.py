@@ -9,7 +9,7 @@ from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
 
 _GROUP_SIZE = 32  # of the native kernels
-_QUANTIZABLE_DTYPES = ("float32", "bfloat16")
+_NATIVE_DTYPES = ("float32", "bfloat16")
 
 
 def resolve_for_device(
@@ -49,7 +49,7 @@ def resolve_for_device(
         architecture=architecture,
         rank=RankFacts(local_rank=engine.parallel.local_rank, device=device),
         dtype=dtype,
-        kv_dtype=dtype if engine.cache.dtype == "auto" else engine.cache.dtype,
+        kv_dtype=choose_kv_dtype(engine.cache.dtype, dtype, device=device, native_kernels=native_kernels),
         quantization=quantization,
         batch_invariant=choose_batch_invariance(engine),
     )
@@ -80,6 +80,35 @@ def choose_dtype(requested: str, architecture: ModelArchitecture, *, native_bflo
         return requested
     stored = "bfloat16" if architecture.is_gguf else architecture.dtype
     return "float32" if stored == "bfloat16" and not native_bfloat16 else stored
+
+
+def choose_kv_dtype(requested: str, dtype: str, *, device: str, native_kernels: bool) -> str:
+    """The precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
+
+    Args:
+        dtype: of activations.
+        device: as `resolve_for_device` takes it.
+        native_kernels: whether the native kernels for CPUs are in use there.
+    Raises:
+        FeatureDisabled: int8 on a CPU where no kernel reads it: plain torch would first spell it out, so it would
+            cost time instead of saving it.
+    """
+    if requested == "auto":
+        return dtype
+    if requested == "int8" and device == "cpu":
+        advice = f"set it to auto, which is {dtype} here"
+        if not native_kernels:
+            raise FeatureDisabled(
+                "cache.dtype = int8",
+                "on CPUs it is read by the native kernels alone, which are not built for this processor; "
+                f"build them with `python -m triptych_kernels.cpu.build`, or {advice}",
+            )
+        if dtype not in _NATIVE_DTYPES:
+            raise FeatureDisabled(
+                "cache.dtype = int8",
+                f"the native kernels take {' and '.join(_NATIVE_DTYPES)}, not model.dtype = {dtype}; {advice}",
+            )
+    return requested
 
 
 def choose_quantization(
@@ -114,8 +143,8 @@ def _obstacle_to_quantization(
 ) -> str | None:
     if not native_kernels:
         return "quantized weights are served by the native kernels for CPUs alone, which are not in use here"
-    if dtype not in _QUANTIZABLE_DTYPES:
-        return f"the kernels take {' and '.join(_QUANTIZABLE_DTYPES)}, not model.dtype = {dtype}"
+    if dtype not in _NATIVE_DTYPES:
+        return f"the kernels take {' and '.join(_NATIVE_DTYPES)}, not model.dtype = {dtype}"
     for name, size in (
         ("hidden_size", architecture.hidden_size),
         ("intermediate_size", architecture.intermediate_size),

@@ -43,9 +43,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_equals_reference(step: Step, tolerance: dict[str, float], **limits: float) -> None:
     """The reference is slow; plain torch in float64, which test_paged_attention holds against it, is not."""
-    exact = Step(
-        step.query.double(), step.kv_cache.double(), step.block_tables, step.query_lens, step.seq_lens
-    ).attend(impl="torch", **limits)  # type: ignore[arg-type]
+    exact = step.in_float64().attend(impl="torch", **limits)  # type: ignore[arg-type]
     out = step.attend(impl="cpu", **limits)  # type: ignore[arg-type]
     assert out.dtype == step.query.dtype
     torch.testing.assert_close(out.double(), exact, **tolerance)
@@ -128,9 +126,7 @@ def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
 
 def test_bfloat16_is_as_close_to_the_truth_as_plain_torch() -> None:
     step = build_step([(64, 400), (1, 900)], head_dim=64, block_size=16, dtype=torch.bfloat16)
-    exact = Step(
-        step.query.double(), step.kv_cache.double(), step.block_tables, step.query_lens, step.seq_lens
-    ).attend(impl="torch")
+    exact = step.in_float64().attend(impl="torch")
     own, plain = (
         (step.attend(impl=impl).double() - exact).square().mean().sqrt() for impl in ("cpu", "torch")
     )
@@ -165,13 +161,15 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
     block_tables = torch.zeros(20, step.block_tables.shape[1] + 3, dtype=torch.int32)
     query_starts, seq_lens = (torch.zeros(size, dtype=torch.int32) for size in (21, 20))
     program = record(
-        lambda recording: paged_attention(
-            recording.input(query, count="tokens"),
-            step.kv_cache,
-            recording.input(block_tables, count="sequences"),
-            recording.input(query_starts, count="sequences"),
-            recording.input(seq_lens, count="sequences"),
-            SCALE,
+        lambda recording: (
+            paged_attention(
+                recording.input(query, count="tokens"),
+                step.kv_cache,
+                recording.input(block_tables, count="sequences"),
+                recording.input(query_starts, count="sequences"),
+                recording.input(seq_lens, count="sequences"),
+                SCALE,
+            ),
         )
     )
     for rows in ([8, 0, 3], [2], [7, 6, 5, 8]):
@@ -182,7 +180,7 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
         query_starts[: len(rows) + 1] = torch.tensor([0, *lens]).cumsum(0)
         seq_lens[: len(rows)] = torch.tensor([step.seq_lens[row] for row in rows])
         program.run({"tokens": sum(lens), "sequences": len(rows)})
-        assert torch.equal(program.output[: sum(lens)], step.attend(rows, impl="cpu"))
+        assert torch.equal(program.outputs[0][: sum(lens)], step.attend(rows, impl="cpu"))
 
 
 def test_what_no_kernel_is_made_for_is_left_to_plain_torch() -> None:
@@ -198,11 +196,13 @@ def test_a_cache_that_no_kernel_reads_is_not_recordable() -> None:
     query, layout = step.query, (step.block_tables, torch.tensor([0, 1]).int(), torch.tensor([9]).int())
     with pytest.raises(NotRecordable, match=r"no native kernel reads a cache of torch\.float16"):
         record(
-            lambda recording: paged_attention(
-                recording.input(query, count="tokens"),
-                step.kv_cache,
-                *(recording.input(tensor, count="sequences") for tensor in layout),
-                SCALE,
+            lambda recording: (
+                paged_attention(
+                    recording.input(query, count="tokens"),
+                    step.kv_cache,
+                    *(recording.input(tensor, count="sequences") for tensor in layout),
+                    SCALE,
+                ),
             )
         )
 

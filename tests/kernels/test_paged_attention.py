@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.ops import paged_attention
+from triptych_kernels.kv_scales import LARGEST_ELEMENT
+from triptych_kernels.ops import paged_attention, write_kv
 from triptych_kernels.torch import paged_attention as torch_implementation
 
 SCALE = 0.3
@@ -36,7 +37,15 @@ class Step:
     block_tables: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    kv_scales: Tensor | None = None
     implementation: ClassVar[str] = "torch"
+
+    def in_float64(self) -> Step:
+        """The same with all that stands in the cache spelt out: what it means."""
+        cache = self.kv_cache.double()
+        if self.kv_scales is not None:
+            cache = cache * self.kv_scales.double()[..., None]
+        return Step(self.query.double(), cache, self.block_tables, self.query_lens, self.seq_lens)
 
     def attend(
         self,
@@ -59,6 +68,7 @@ class Step:
             torch.tensor((0, *query_lens)).cumsum(0).int(),
             torch.tensor(seq_lens, dtype=torch.int32),
             SCALE,
+            kv_scales=self.kv_scales,
             window=window,
             soft_cap=soft_cap,
             query_lens_list=query_lens,
@@ -77,22 +87,33 @@ def build_step(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
 ) -> Step:
-    """Rows of (query_len, seq_len) over shuffled blocks; block 0 and every position past a row's end are NaN."""
+    """Rows of (query_len, seq_len) over shuffled blocks; block 0 and every position past a row's end are NaN, in a
+    cache of 8 bits by their scales."""
     torch.manual_seed(0)
     query_lens, seq_lens = zip(*rows, strict=True)
     num_blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
     block_ids = iter((torch.randperm(sum(num_blocks_of)) + 1).tolist())
-    kv_cache = torch.full(
-        (sum(num_blocks_of) + 1, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=cache_dtype or dtype
-    )
+    kv_cache = torch.full((sum(num_blocks_of) + 1, 2, num_kv_heads, block_size, head_dim), torch.nan)
     block_tables = torch.zeros(len(rows), max(num_blocks_of) + 1, dtype=torch.int32)
     for row, (num_blocks, seq_len) in enumerate(zip(num_blocks_of, seq_lens, strict=True)):
         for index in range(num_blocks):
             block_tables[row, index] = block_id = next(block_ids)
             used = min(block_size, seq_len - index * block_size)
-            kv_cache[block_id, :, :, :used] = torch.randn(2, num_kv_heads, used, head_dim).to(kv_cache.dtype)
+            kv_cache[block_id, :, :, :used] = torch.randn(2, num_kv_heads, used, head_dim)
     query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
-    return Step(query, kv_cache, block_tables, query_lens, seq_lens)
+    cache, scales = stored(kv_cache, cache_dtype or dtype)
+    return Step(query, cache, block_tables, query_lens, seq_lens, scales)
+
+
+def stored(kv_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A cache in another precision, and its scales if it then has any."""
+    if dtype not in LARGEST_ELEMENT:
+        return kv_cache.to(dtype), None
+    cache, scales = torch.empty_like(kv_cache, dtype=dtype), torch.empty(kv_cache.shape[:4])
+    num_slots = kv_cache.shape[0] * kv_cache.shape[3]
+    key, value = kv_cache.permute(1, 0, 3, 2, 4).reshape(2, num_slots, *kv_cache.shape[2::2])
+    write_kv(key, value, cache, torch.arange(num_slots), kv_scales=scales, impl="torch")
+    return cache, scales
 
 
 DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 16), (1, 17), (1, 17), (1, 40)]

@@ -56,12 +56,13 @@ def entries(directory: Path) -> list[Entry]:
     return [Entry(**entry) for entry in document["entries"]]
 
 
-def make_runner(directory: Path, dtype: str, quantization: str = "none") -> Runner:
+def make_runner(directory: Path, dtype: str, quantization: str = "none", cache_dtype: str = "auto") -> Runner:
     config = load_config(
         env={},
         flags={
             "model.dtype": dtype,
             "model.quantization": quantization,
+            "cache.dtype": cache_dtype,
             "model.max_model_len": str(MAX_MODEL_LEN),
             "cache.num_blocks": "640",
             "scheduler.max_num_seqs": str(NUM_NEW_TOKENS),
@@ -169,10 +170,19 @@ def test_three_prompts_live_and_bfloat16_is_as_near_as_transformers_own(
     theirs = np.abs(_all_logprobs(reference.to(torch.bfloat16), prompts) - exact).mean()
     del reference
     assert theirs > 0, "transformers' bfloat16 equals its float32: the comparison says nothing"
-    for quantization in ("none", "q4", "auto"):
-        runner = make_runner(directory, "bfloat16", quantization)
+    for quantization, cache_dtype in (
+        ("none", "auto"),
+        ("q4", "auto"),
+        ("auto", "auto"),
+        ("none", "int8"),
+        ("q4", "int8"),
+    ):
+        runner = make_runner(directory, "bfloat16", quantization, cache_dtype)
         ours = np.abs(_runner_logprobs(runner, prompts) - exact).mean()
-        print(f"mean |d logprob|, {quantization}: ours {ours:.5f}, transformers' bfloat16 {theirs:.5f}")
+        print(
+            f"mean |d logprob|, {quantization}, cache {cache_dtype}: ours {ours:.5f}, "
+            f"transformers' bfloat16 {theirs:.5f}"
+        )
         assert ours <= 1.2 * theirs
 
 

@@ -12,6 +12,7 @@ from services.worker.device import choose_device, resolve_config, use_threads
 from services.worker.resolution import (
     choose_batch_invariance,
     choose_dtype,
+    choose_kv_dtype,
     choose_quantization,
     resolve_for_device,
 )
@@ -72,6 +73,26 @@ def test_the_caches_precision_can_be_set_apart():
 def test_what_is_not_built_is_refused_by_key_and_value(engine, names):
     with pytest.raises(FeatureDisabled, match=names):
         resolve_config(engine, tiny_architecture())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native_kernels", "says"),
+    [
+        ("bfloat16", False, r"native kernels alone.*build them .* or set it to auto, which is bfloat16 here"),
+        ("float16", True, r"take float32 and bfloat16, not model\.dtype = float16"),
+    ],
+)
+def test_a_cache_of_8_bits_is_refused_on_a_cpu_where_no_kernel_reads_it(dtype, native_kernels, says):
+    with pytest.raises(FeatureDisabled, match=rf"cache\.dtype = int8.*{says}"):
+        choose_kv_dtype("int8", dtype, device="cpu", native_kernels=native_kernels)
+    assert choose_kv_dtype("auto", dtype, device="cpu", native_kernels=native_kernels) == dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "native_kernels"), [("cpu", True), ("cuda:0", False), ("simulated", False)]
+)
+def test_a_cache_of_8_bits_is_served_elsewhere(device, native_kernels):
+    assert choose_kv_dtype("int8", "bfloat16", device=device, native_kernels=native_kernels) == "int8"
 
 
 QUANTIZABLE = tiny_architecture(hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.models.llama import LlamaForCausalLM
 from services.worker.models.registry import create_model
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
@@ -120,7 +120,7 @@ class Sequences:
         for row, count in enumerate(num_blocks):
             self.block_tables[row, :count] = torch.tensor([next(blocks) for _ in range(count)])
         shape = (sum(num_blocks) + 1, 2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
-        self.kv_caches = [torch.full(shape, torch.nan) for _ in range(architecture.num_layers)]
+        self.kv_caches = [KvCache(torch.full(shape, torch.nan)) for _ in range(architecture.num_layers)]
 
     def step(self, row_to_count: dict[int, int]) -> dict[int, Tensor]:
         """Compute the next tokens of some rows; row -> logits [count, vocab_size]."""
@@ -198,7 +198,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own() -> None:
     model = create_model(config=replace(tiny_config(architecture), dtype="bfloat16"))
     model.load_weights(checkpoint(oracle, architecture))
     sequences = Sequences(model, architecture, (40, 33))
-    sequences.kv_caches = [cache.bfloat16() for cache in sequences.kv_caches]
+    sequences.kv_caches = [KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches]
     logits = sequences.run(CUTS["whole prompts"])
     ours, theirs = [], []
     oracle.load_state_dict(rounded)  # float32 arithmetic on the weights that both have
@@ -215,7 +215,7 @@ def test_a_cached_prefix_is_read_and_not_written() -> None:
     oracle, model = loaded_pair()
     sequences = Sequences(model, tiny_architecture(), (11,))
     sequences.step({0: 8})
-    before = [cache.clone() for cache in sequences.kv_caches]
+    before = [cache.blocks.clone() for cache in sequences.kv_caches]
     # the next sequence shares the two full blocks and computes the rest
     follower = Sequences(model, tiny_architecture(), (11,))
     follower.kv_caches, follower.num_computed = sequences.kv_caches, [8]
@@ -226,7 +226,7 @@ def test_a_cached_prefix_is_read_and_not_written() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     shared = sequences.block_tables[0, :2].long()
     for cache, old in zip(sequences.kv_caches, before, strict=True):
-        assert torch.equal(cache[shared], old[shared])
+        assert torch.equal(cache.blocks[shared], old[shared])
 
 
 def test_tied_head_and_rotary_frequencies_in_a_checkpoint_are_ignored() -> None:

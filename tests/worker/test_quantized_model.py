@@ -44,10 +44,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def config_for(directory: Path, quantization: str, dtype: str = "float32", **model: str) -> ResolvedConfig:
+def config_for(
+    directory: Path, quantization: str, dtype: str = "float32", cache_dtype: str = "auto", **model: str
+) -> ResolvedConfig:
     engine = EngineConfig(
         model=ModelConfig(quantization=quantization, dtype=dtype, **model),
-        cache=CacheConfig(block_size=4, num_blocks=200),
+        cache=CacheConfig(block_size=4, num_blocks=200, dtype=cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(device="cpu"),
     )
@@ -106,12 +108,19 @@ def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_n
 
 
 SEQUENCES = [[5, 9, 2, 7, 30, 11, 4, 8, 1, 2, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [40, 41, 42]]
+LONG_SEQUENCES = [[(7 * i + 5 * j * j) % 97 for j in range(50)] for i in range(4)]
 
 
-def logprobs(directory: Path, quantization: str, dtype: str) -> np.ndarray:
-    config = config_for(directory, quantization, dtype)
+def logprobs(
+    directory: Path,
+    quantization: str,
+    dtype: str,
+    cache_dtype: str = "auto",
+    sequences: Sequence[Sequence[int]] = SEQUENCES,
+) -> np.ndarray:
+    config = config_for(directory, quantization, dtype, cache_dtype)
     runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
-    return np.concatenate(teacher_forced_logprobs(runner, SEQUENCES, [4, 2, 1]))
+    return np.concatenate(teacher_forced_logprobs(runner, sequences, [4, 2, 1, 20][: len(sequences)]))
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
@@ -124,10 +133,24 @@ def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> N
     assert np.abs(logprobs(directory, "q4", "bfloat16") - exact).mean() < 1.2 * bfloat16_error
 
 
-@pytest.mark.parametrize("quantization", ["q4", "q8"])
-def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str) -> None:
+@pytest.mark.parametrize("quantization", ["none", "q4"])
+def test_a_cache_of_8_bits_is_about_as_far_from_the_truth_as_bfloat16(write, quantization: str) -> None:
+    directory = write("Q4_0")
+    exact = logprobs(directory, "none", "float32", sequences=LONG_SEQUENCES)
+
+    def error(quantization: str, dtype: str, cache_dtype: str) -> float:
+        found = logprobs(directory, quantization, dtype, cache_dtype, LONG_SEQUENCES)
+        return float(np.abs(found - exact).mean())
+
+    bfloat16_error = error("none", "bfloat16", "auto")
+    assert 0 < error(quantization, "float32", "int8") < 2 * bfloat16_error
+    assert error(quantization, "bfloat16", "int8") < 2 * bfloat16_error
+
+
+@pytest.mark.parametrize(("quantization", "cache_dtype"), [("q4", "auto"), ("q8", "auto"), ("q4", "int8")])
+def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str, cache_dtype: str) -> None:
     directory = write("F32")
-    config = config_for(directory, quantization, "bfloat16")
+    config = config_for(directory, quantization, "bfloat16", cache_dtype)
     runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
     engine = InProcessEngine(runner, enable_prefix_caching=False, max_num_batched_tokens=64)
     prompts = [[(7 * i + 3 * j) % 97 for j in range(3 + 4 * i)] for i in range(8)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.device import resolve_config
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.kv_plan import plan_kv_cache
@@ -95,7 +95,7 @@ def runner_for(model: nn.Module, config: ResolvedConfig) -> ModelRunner:
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     kv_caches = allocate_kv_cache(kv.shape, torch.device("cpu"))
     for layer in kv_caches:
-        layer[1:] = float("nan")
+        (layer.blocks if layer.scales is None else layer.scales)[1:] = float("nan")
     return ModelRunner(model=model, kv_caches=kv_caches, facts=tiny_facts(config, kv.max_model_len, kv.shape))
 
 
@@ -178,9 +178,9 @@ class EchoModel(nn.Module):
         self.num_logit_rows = 0
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
     ) -> Tensor:
-        cache = kv_caches[0][:, :, 0, :, 0]  # [num_blocks, 2, block_size]: token ids, then positions
+        cache = kv_caches[0].blocks[:, :, 0, :, 0]  # [num_blocks, 2, block_size]: token ids, then positions
         block_size = cache.shape[2]
         written = batch.slot_mapping >= 0
         slots = batch.slot_mapping[written]

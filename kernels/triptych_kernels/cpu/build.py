@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,15 +24,23 @@ DIGEST = LIBRARIES / "DIGEST"
 """What the libraries were made from; there once all of them are."""
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 ISA_FLAGS = {
-    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-"""Widest first."""
+"""Widest first. A compiler that does not know one's flags leaves it out."""
 # GCC 12 takes the undefined upper parts in its own AVX-512 headers for uninitialized variables.
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", *_WARNINGS)
 _TIMEOUT_S = 300.0
+
+AMX_EMULATED = "amx_emulated"
+"""For tests, by `forced_isa`: products as on AMX, their tiles in C++, on any processor with AVX-512."""
+_EMULATED_SOURCES = ("linear.cpp", "parallel.cpp", "quantized_linear.cpp", "quantized_weight.cpp")
+_EMULATED_FLAGS = (*_AVX512, "-DTRIPTYCH_AMX_EMULATED", "-O1")  # it compiles in half the time
 
 
 def library_path(isa: str) -> Path:
@@ -47,14 +56,18 @@ def main() -> None:
         print("native kernels: no g++ found, so plain torch serves, slower (on Debian: apt-get install g++)")
         return
     sources = sorted(SOURCES.glob("*.cpp"))
-    digest = _digest(compiler, sources)
+    digest = _digest(compiler, sources, ISA_FLAGS)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
         return
-    print(f"native kernels: compiling {len(sources)} files for {', '.join(ISA_FLAGS)} …", flush=True)
+    isas = {isa: flags for isa, flags in ISA_FLAGS.items() if _knows(compiler, flags)}
+    print(f"native kernels: compiling {len(sources)} files for {', '.join(isas)} …", flush=True)
     LIBRARIES.mkdir(exist_ok=True)
     DIGEST.unlink(missing_ok=True)
+    for isa in ISA_FLAGS.keys() - isas.keys():
+        print(f"native kernels: not for {isa}, which this g++ does not know")
+        library_path(isa).unlink(missing_ok=True)
     try:
-        _build(compiler, sources)
+        _build(compiler, sources, isas)
     except subprocess.CalledProcessError as error:
         print(f"native kernels: {' '.join(error.cmd)} failed:\n{error.stderr}", file=sys.stderr)
         print("native kernels: not built, so plain torch serves, slower", file=sys.stderr)
@@ -62,38 +75,64 @@ def main() -> None:
     DIGEST.write_text(digest)
 
 
-def _build(compiler: str, sources: list[Path]) -> None:
-    """Compile every source for every instruction set, as many at a time as there are cores, then link.
+def build_emulated() -> None:
+    """Build what `AMX_EMULATED` names, unless it is up to date: products and quantized weights, no other kernels.
 
+    Raises:
+        FileNotFoundError: there is no g++.
+        subprocess.CalledProcessError: it refuses.
+    """
+    sources = [SOURCES / name for name in _EMULATED_SOURCES]
+    libraries = {AMX_EMULATED: _EMULATED_FLAGS}
+    digest = _digest("g++", sources, libraries)
+    stamp = LIBRARIES / f"DIGEST_{AMX_EMULATED}"
+    if stamp.is_file() and stamp.read_text() == digest:
+        return
+    LIBRARIES.mkdir(exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    _build("g++", sources, libraries)
+    stamp.write_text(digest)
+
+
+def _build(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Sequence[str]]) -> None:
+    """Compile every source for every library, as many at a time as there are cores, then link.
+
+    Args:
+        libraries: flags by the name of the instruction set.
     Raises:
         subprocess.CalledProcessError: the compiler refuses.
     """
     with TemporaryDirectory(dir=LIBRARIES) as scratch:
         objects = {
-            (isa, source): Path(scratch, f"{source.stem}-{isa}.o") for isa in ISA_FLAGS for source in sources
+            (isa, source): Path(scratch, f"{source.stem}-{isa}.o") for isa in libraries for source in sources
         }
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             commands = [
-                [compiler, *_FLAGS, *ISA_FLAGS[isa], "-c", str(source), "-o", str(target)]
+                [compiler, *_FLAGS, *libraries[isa], "-c", str(source), "-o", str(target)]
                 for (isa, source), target in objects.items()
             ]
             list(compilers.map(_run, commands))  # the list raises what a compiler met
-        for isa in ISA_FLAGS:
+        for isa in libraries:
             unfinished = Path(scratch, f"{isa}.so")
             parts = [str(objects[isa, source]) for source in sources]
             _run([compiler, "-shared", "-pthread", *parts, "-o", str(unfinished)])
             unfinished.replace(library_path(isa))  # whoever has the old one loaded keeps it
 
 
+def _knows(compiler: str, flags: Sequence[str]) -> bool:
+    command = [compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S).returncode == 0
+
+
 def _run(command: list[str]) -> None:
     subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
 
 
-def _digest(compiler: str, sources: list[Path]) -> str:
+def _digest(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Sequence[str]]) -> str:
     version = subprocess.run(
         [compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     ).stdout
-    content = [version, repr(_FLAGS), repr(ISA_FLAGS)]
+    content = [version, repr(_FLAGS), repr(libraries)]
     content += [path.name + path.read_text() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
     return hashlib.sha256("\0".join(content).encode()).hexdigest()
 

@@ -11,17 +11,23 @@ from pathlib import Path
 
 import torch
 
-from triptych_kernels.cpu.build import DIGEST, ISA_FLAGS, library_path
+from triptych_kernels.cpu.amx import request_permission
+from triptych_kernels.cpu.build import DIGEST, library_path
 
 _CPUINFO = Path("/proc/cpuinfo")
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AMX = {"amx_tile", "amx_bf16"}
 _NEEDED_FLAGS = {
-    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "amx": _AVX512_BF16 | _AMX,
+    "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What the kernels compute with, as their arguments name it: `DType` in kernel.h."""
+KV_DTYPES = DTYPES | {torch.int8: 2}
+"""What they read and write in a KV cache."""
 
 _forced: list[str] = []
 
@@ -45,11 +51,23 @@ def forced_isa(isa: str) -> Iterator[None]:
 
 @cache
 def usable_isas() -> tuple[str, ...]:
-    """Those built that this processor understands, widest first."""
+    """Those built that this processor understands and the system lets us use, widest first."""
     if platform.machine() != "x86_64" or not DIGEST.is_file():
         return ()
     flags = _processor_flags()
-    return tuple(isa for isa in ISA_FLAGS if flags >= _NEEDED_FLAGS[isa])
+    return tuple(
+        isa
+        for isa, needed in _NEEDED_FLAGS.items()
+        if flags >= needed and library_path(isa).is_file() and not (needed & _AMX and amx_refusal())
+    )
+
+
+@cache
+def amx_refusal() -> str:
+    """Why this process cannot use the AMX that its processor has; empty: it can, or there is none."""
+    if not _processor_flags() >= _AMX:
+        return ""
+    return request_permission()
 
 
 def _widest() -> str:

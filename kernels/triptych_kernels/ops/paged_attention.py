@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.dispatch import find_impl
+from triptych_kernels.kv_scales import check_kv_scales
 
 
 def paged_attention(
@@ -18,6 +19,7 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
+    kv_scales: Tensor | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
     query_lens_list: tuple[int, ...] | None = None,
@@ -31,9 +33,13 @@ def paged_attention(
     cache holds past a row's end or before all of a row's windows, NaN included, and in block 0 has no influence.
 
     The native kernel gives a query the same bits whatever is beside it, however its prompt is cut into chunks, and
-    by any number of threads.
+    by any number of threads. The Triton kernels give it the same bits whatever is beside it.
 
         score = scale * query . key, then soft_cap * tanh(score / soft_cap) where that is given
+        out = sum over keys of softmax(scores) * value
+
+    In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and a value likewise; a scale of NaN
+    makes NaN of all that see its key.
 
     Args:
         query: [num_tokens, num_heads, head_dim], a view of something larger if need be, the last axis dense; the
@@ -44,11 +50,14 @@ def paged_attention(
         query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, keys per row.
         scale: multiplies query · key.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them: required
+            where kv_cache is int8 or float8_e4m3fn, else None.
         window: keys that a query sees at most, its own included; 0: all.
         soft_cap: no score exceeds it in size; 0: scores are as they are.
         query_lens_list: [num_rows] differences of query_starts, each >= 1, where the host knows them; None: they
             are read from the tensor.
-        seq_lens_list: seq_lens, likewise.
+        seq_lens_list: seq_lens, likewise. For a step of single queries that a CUDA graph records, upper bounds
+            for all its replays.
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
     Raises:
@@ -69,6 +78,7 @@ def paged_attention(
             f"{list(kv_cache.shape)}; it must be [num_tokens, a multiple of num_kv_heads, head_dim], the last "
             "axis dense"
         )
+    check_kv_scales("paged_attention", kv_cache, kv_scales)
     _check_layout(block_tables, query_starts, seq_lens)
     if window < 0 or soft_cap < 0.0:
         raise ValueError(f"paged_attention: window {window} and soft_cap {soft_cap} must be 0 or positive")
@@ -90,6 +100,7 @@ def paged_attention(
         query_starts,
         seq_lens,
         scale,
+        kv_scales=kv_scales,
         window=window,
         soft_cap=soft_cap,
         query_lens_list=query_lens_list,

@@ -28,27 +28,36 @@ def rotary_embedding(
         ValueError: shapes, dtypes or strides disagree; names both.
     Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
     """
-    if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
-        raise ValueError(
-            f"rotary_embedding: query {list(query.shape)} and key {list(key.shape)} must be "
-            "[num_tokens, heads, head_dim] with equal num_tokens and head_dim"
-        )
-    if key.dtype != query.dtype or query.stride(2) != 1 or key.stride(2) != 1:
-        raise ValueError(
-            f"rotary_embedding: query {query.dtype} with strides {query.stride()} and key {key.dtype} with "
-            f"{key.stride()} must be of one dtype, their last axes dense"
-        )
-    if positions.shape != query.shape[:1]:
-        raise ValueError(
-            f"rotary_embedding: positions {list(positions.shape)} do not fit "
-            f"query {list(query.shape)}; they must be [num_tokens]"
-        )
-    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
-        raise ValueError(
-            f"rotary_embedding: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
-            f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even"
-        )
+    check_rotary("rotary_embedding", query, key, positions, cos_sin_cache)
     rotated: tuple[Tensor, Tensor] = find_impl("rotary_embedding", query, impl)(
         query, key, positions, cos_sin_cache
     )
     return rotated
+
+
+def check_rotary(op: str, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """What `rotary_embedding`, and what is fused with it, asks of shapes, dtypes and strides.
+
+    Raises:
+        ValueError: they disagree; names both.
+    """
+    if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
+        raise ValueError(
+            f"{op}: query {list(query.shape)} and key {list(key.shape)} must be "
+            "[num_tokens, heads, head_dim] with equal num_tokens and head_dim"
+        )
+    if key.dtype != query.dtype or query.stride(2) != 1 or key.stride(2) != 1:
+        raise ValueError(
+            f"{op}: query {query.dtype} with strides {query.stride()} and key {key.dtype} with "
+            f"{key.stride()} must be of one dtype, their last axes dense"
+        )
+    if positions.shape != query.shape[:1]:
+        raise ValueError(
+            f"{op}: positions {list(positions.shape)} do not fit "
+            f"query {list(query.shape)}; they must be [num_tokens]"
+        )
+    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
+        raise ValueError(
+            f"{op}: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
+            f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even"
+        )

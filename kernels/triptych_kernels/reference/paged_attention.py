@@ -14,6 +14,7 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
+    kv_scales: Tensor | None,
     window: int,
     soft_cap: float,
     query_lens_list: tuple[int, ...],
@@ -33,10 +34,16 @@ def paged_attention(
             ]
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
-                keys = torch.stack([kv_cache[block, 0, kv_head, offset] for block, offset in slots]).double()
-                values = torch.stack(
-                    [kv_cache[block, 1, kv_head, offset] for block, offset in slots]
-                ).double()
+                keys, values = (
+                    torch.stack([kv_cache[block, half, kv_head, offset].double() for block, offset in slots])
+                    for half in (0, 1)
+                )
+                if kv_scales is not None:
+                    key_scales, value_scales = (
+                        torch.stack([kv_scales[block, half, kv_head, offset] for block, offset in slots])
+                        for half in (0, 1)
+                    )
+                    keys, values = keys * key_scales[:, None], values * value_scales[:, None]
                 scores = keys @ query[token, head].double() * scale
                 if soft_cap:
                     scores = soft_cap * torch.tanh(scores / soft_cap)

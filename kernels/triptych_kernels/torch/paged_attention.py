@@ -67,6 +67,7 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     *,
+    kv_scales: Tensor | None,
     window: int,
     soft_cap: float,
     query_lens_list: tuple[int, ...],
@@ -75,6 +76,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     page_bytes = kv_cache[0].nbytes
+    pages = _Pages(kv_cache, kv_scales, block_tables)
     plan = _plan(query_lens_list, seq_lens_list, block_size, max(_TILE_BYTES // page_bytes, 1), query.device)
     # the query heads that share a key head stand together
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -85,20 +87,18 @@ def paged_attention(
             zip(starts, query_lens_list, seq_lens_list, strict=False)
         ):
             chunk = _Chunk(row, start, query_len, seq_len)
-            _attend_limited(chunk, query, kv_cache, block_tables, scale, window, soft_cap, out)
+            _attend_limited(chunk, query, pages, scale, window, soft_cap, out)
         return out.view(num_tokens, num_heads, head_dim)
     for tile in plan.decode_tiles:
-        _attend_decodes(tile, query, kv_cache, block_tables, scale, out)
+        _attend_decodes(tile, query, pages, scale, out)
     for chunk in plan.chunks:
-        _attend_chunk(chunk, query, kv_cache, block_tables, scale, out)
+        _attend_chunk(chunk, query, pages, scale, out)
     return out.view(num_tokens, num_heads, head_dim)
 
 
-def _attend_decodes(
-    tile: _DecodeTile, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
-) -> None:
+def _attend_decodes(tile: _DecodeTile, query: Tensor, pages: _Pages, scale: float, out: Tensor) -> None:
     # [2, num_rows, num_kv_heads, max_len, head_dim]
-    keys_values = _gather_pages(kv_cache, block_tables[tile.rows], tile.max_len).to(query.dtype)
+    keys_values = pages.gather(tile.rows, tile.max_len, query.dtype)
     mask = None
     if tile.seen is not None:
         # a masked weight is 0, but 0 * NaN is NaN: what is not the row's own must be a number
@@ -114,8 +114,7 @@ def _attend_decodes(
 def _attend_limited(
     chunk: _Chunk,
     query: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
+    pages: _Pages,
     scale: float,
     window: int,
     soft_cap: float,
@@ -123,11 +122,8 @@ def _attend_limited(
 ) -> None:
     """What scaled_dot_product_attention cannot express, spelt out in float32."""
     # [num_kv_heads, 1, seq_len, head_dim] each
-    keys, values = (
-        _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len)
-        .float()
-        .transpose(1, 2)
-    )
+    rows = slice(chunk.row, chunk.row + 1)
+    keys, values = pages.gather(rows, chunk.seq_len, torch.float32).transpose(1, 2)
     positions = torch.arange(chunk.seq_len, device=query.device)
     num_earlier = chunk.seq_len - chunk.query_len
     for start in range(0, chunk.query_len, _MAX_CHUNK_QUERIES):
@@ -147,12 +143,8 @@ def _attend_limited(
         out[tokens] = (weights @ values[:, :, some]).permute(2, 0, 1, 3).to(out.dtype)
 
 
-def _attend_chunk(
-    chunk: _Chunk, query: Tensor, kv_cache: Tensor, block_tables: Tensor, scale: float, out: Tensor
-) -> None:
-    keys_values = _gather_pages(kv_cache, block_tables[chunk.row : chunk.row + 1], chunk.seq_len).to(
-        query.dtype
-    )
+def _attend_chunk(chunk: _Chunk, query: Tensor, pages: _Pages, scale: float, out: Tensor) -> None:
+    keys_values = pages.gather(slice(chunk.row, chunk.row + 1), chunk.seq_len, query.dtype)
     # [num_kv_heads, heads per key head, seq_len, head_dim]: a view, repeated by a stride of 0
     keys, values = keys_values.transpose(1, 2).expand(-1, -1, query.shape[2], -1, -1)
     num_earlier = chunk.seq_len - chunk.query_len  # keys that every query sees
@@ -176,22 +168,38 @@ def _attend_chunk(
         out[tokens] = attended.permute(2, 0, 1, 3)
 
 
-def _gather_pages(kv_cache: Tensor, block_tables: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` keys and values of some rows, [2, num_rows, num_kv_heads, num_keys, head_dim].
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pages:
+    """The cache, and where in it each row's keys and values stand."""
 
-    One index_select of whole pages, already in the order that attention wants.
-    """
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_pages = -(-num_keys // block_size)
-    block_ids = block_tables[:, :num_pages].long()  # [num_rows, num_pages]
-    halves = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
-    pages = (
-        block_ids[None, :, None, :] * (2 * num_kv_heads) + halves
-    )  # [2, num_rows, num_kv_heads, num_pages]
-    gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, pages.flatten())
-    return gathered.view(2, len(block_ids), num_kv_heads, num_pages * block_size, head_dim)[
-        :, :, :, :num_keys
-    ]
+    kv_cache: Tensor
+    kv_scales: Tensor | None
+    block_tables: Tensor
+
+    def gather(self, rows: Tensor | slice, num_keys: int, dtype: torch.dtype) -> Tensor:
+        """The first `num_keys` keys and values of some rows, [2, num_rows, num_kv_heads, num_keys, head_dim]."""
+        _, _, num_kv_heads, block_size, _ = self.kv_cache.shape
+        num_pages = -(-num_keys // block_size)
+        block_ids = self.block_tables[rows, :num_pages].long()  # [num_rows, num_pages]
+        halves = torch.arange(2 * num_kv_heads, device=self.kv_cache.device).view(2, 1, num_kv_heads, 1)
+        # [2, num_rows, num_kv_heads, num_pages], the order that attention wants
+        pages = block_ids[None, :, None, :] * (2 * num_kv_heads) + halves
+        gathered = _select_pages(self.kv_cache, pages, num_keys)
+        if self.kv_scales is None:
+            return gathered.to(dtype)
+        scales = _select_pages(self.kv_scales[..., None], pages, num_keys)
+        # scaled_dot_product_attention makes 0 of a row whose only score is NaN, but not of values that are
+        scales[1] += 0.0 * scales[0]
+        # in float32 first: neither a scale nor an element is to be rounded by itself
+        return (gathered.float() * scales).to(dtype)
+
+
+def _select_pages(cache: Tensor, pages: Tensor, num_keys: int) -> Tensor:
+    """[*pages.shape[:3], num_keys, size] of a cache [num_blocks, 2, num_kv_heads, block_size, size]: one index_select
+    of whole pages."""
+    block_size, size = cache.shape[3:]
+    gathered = cache.view(-1, block_size * size).index_select(0, pages.flatten())
+    return gathered.view(*pages.shape[:3], -1, size)[:, :, :, :num_keys]
 
 
 @lru_cache(maxsize=2)  # every layer of a step asks the same

@@ -20,7 +20,7 @@ class ResolvedConfig:
     dtype: str = "float32"
     """`engine.model.dtype` with `auto` resolved for this machine: float32, bfloat16, float16."""
     kv_dtype: str = "float32"
-    """`engine.cache.dtype` likewise."""
+    """`engine.cache.dtype` with `auto` resolved: int8, or one of `dtype`'s."""
     quantization: str = "none"
     """`engine.model.quantization` with `auto` resolved: none, q4, q8."""
     batch_invariant: bool = True

@@ -1,10 +1,25 @@
-"""What attention must know of one step: whose the tokens are, and where their keys and values stand."""
+"""What attention works on: a layer's keys and values, and whose the tokens of one step are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvCache:
+    """One layer's paged keys and values. Models hand it on; the attention layer alone looks inside."""
+
+    blocks: Tensor
+    """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous."""
+    scales: Tensor | None = None
+    """[num_blocks, 2, num_kv_heads, block_size] float32, where the blocks hold 8 bits: docs/adr/0007."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,11 +1,12 @@
-"""Attention over the paged cache: write this step's keys and values, then attend."""
+"""Attention over the paged cache: rotate, write this step's keys and values, then attend."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch
-from triptych_kernels.ops import paged_attention, write_kv
+from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.layers.rotary import RotaryEmbedding
+from triptych_kernels.ops import paged_attention, rotary_and_write_kv
 
 
 class Attention(nn.Module):
@@ -16,20 +17,37 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: AttentionBatch
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryEmbedding,
+        positions: Tensor,
+        kv_cache: KvCache,
+        batch: AttentionBatch,
     ) -> Tensor:
-        """Rotated query [num_tokens, num_heads, head_dim], key, value -> [num_tokens, num_heads * head_dim].
+        """Query [num_tokens, num_heads, head_dim], key, value as projected -> [num_tokens, num_heads * head_dim].
 
         All writes of a step come before any read, so rows may share blocks that one of them fills in this step.
         """
-        write_kv(key, value, kv_cache, batch.slot_mapping)
+        query = rotary_and_write_kv(
+            query,
+            key,
+            value,
+            positions,
+            rotary.cos_sin_cache,
+            kv_cache.blocks,
+            batch.slot_mapping,
+            kv_scales=kv_cache.scales,
+        )
         attended = paged_attention(
             query,
-            kv_cache,
+            kv_cache.blocks,
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
             self.scale,
+            kv_scales=kv_cache.scales,
             query_lens_list=batch.query_lens_list,
             seq_lens_list=batch.seq_lens_list,
         )

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from triptych.config.architecture import RopeParameters
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import FeatureDisabled
-from triptych_kernels.ops import rotary_embedding
 
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
 class RotaryEmbedding(nn.Module):
-    """One table for all layers of a model, as long as the longest sequence that this worker admits."""
+    """One table for all layers of a model, as long as the longest sequence that this worker admits; `Attention`
+    rotates by it."""
 
     def __init__(self, head_dim: int, rope: RopeParameters, *, config: ResolvedConfig) -> None:
         super().__init__()
@@ -25,10 +25,6 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", table.to(config.rank.device), persistent=False)
         self.cos_sin_cache: Tensor
         """[max_positions, head_dim] float32."""
-
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query and key, [num_tokens, heads, head_dim], to their positions, [num_tokens]."""
-        return rotary_embedding(query, key, positions, self.cos_sin_cache)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeParameters) -> Tensor:

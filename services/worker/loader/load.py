@@ -33,18 +33,21 @@ Progress = Callable[[int, int], None]
 """(bytes read, bytes in all), as stored; called after each tensor."""
 
 
-def open_checkpoint(directory: Path, *, format: str = "auto", seed: int = 0) -> Checkpoint:
+def open_checkpoint(
+    directory: Path, *, format: str = "auto", seed: int = 0, device: torch.device | None = None
+) -> Checkpoint:
     """The weights of a model directory, in whichever form they stand there.
 
     Args:
         directory: from `triptych.hub.resolve_model`.
         format: `load.format`: auto, safetensors, gguf, or random, which reads config.json alone.
         seed: `model.seed`, for random weights.
+        device: draws random weights; None: the CPU.
     Raises:
         ModelError: there are none, or a file is missing, cut short or not understood.
     """
     if format == "random":
-        return RandomCheckpoint(read_architecture(directory), seed)
+        return RandomCheckpoint(read_architecture(directory), seed, device)
     is_gguf = (directory / GGUF_INDEX_FILE).is_file()
     if format not in ("auto", "gguf" if is_gguf else "safetensors"):
         raise ModelError(

@@ -8,64 +8,60 @@ import math
 import torch
 from torch import Tensor
 
+from services.worker.layers.weights import find_weight_targets
 from services.worker.loader.base import Checkpoint, StoredTensor
+from services.worker.models.registry import create_model
 from triptych.config.architecture import ModelArchitecture
-from triptych.errors import ModelError
+from triptych.config.fields import EngineConfig, ModelConfig
+from triptych.config.resolved import ResolvedConfig
+from triptych.types.facts import RankFacts
 
-_LLAMA_SHAPED = ("LlamaForCausalLM", "MistralForCausalLM")
 _STANDARD_DEVIATION = 0.02  # what Llama is initialised with: activations neither vanish nor overflow
 
 
 class RandomCheckpoint(Checkpoint):
-    """A Llama-shaped model; each tensor depends on the seed and its own name alone."""
+    """Of any architecture that a model is registered for: the model says which tensors it needs.
 
-    def __init__(self, architecture: ModelArchitecture, seed: int) -> None:
-        """Raises ModelError for an architecture whose tensors are not known here."""
-        if architecture.name not in _LLAMA_SHAPED:
-            raise ModelError(
-                f"load.format: random: {architecture.name} is not supported, only {', '.join(_LLAMA_SHAPED)}"
-            )
+    A tensor depends on the seed, its own name and the kind of device that draws it: processors and CUDA devices have
+    generators of their own.
+    """
+
+    def __init__(self, architecture: ModelArchitecture, seed: int, device: torch.device | None = None) -> None:
+        """Raises FeatureDisabled for an architecture that no model is registered for.
+
+        Args:
+            device: draws the tensors, which stay there; None: the CPU, far slower at it than a GPU.
+        """
         self._seed = seed
-        # The seed is part of the type, so that models of two seeds have two fingerprints.
+        self._device = device or torch.device("cpu")
+        # Seed and device are part of the type, so that models of other weights have other fingerprints.
+        kind = f"random:{seed}" if self._device.type == "cpu" else f"random:{seed}:{self._device.type}"
         self.tensors = {
-            name: StoredTensor(shape, f"random:{seed}", 4 * math.prod(shape))
-            for name, shape in _llama_shapes(architecture).items()
+            name: StoredTensor(shape, kind, 4 * math.prod(shape))
+            for name, shape in _checkpoint_shapes(architecture).items()
         }
         self.file_name_to_size: dict[str, int] = {}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """As in `Checkpoint`, but on the device of this one."""
         shape = self.tensors[name].shape
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype)
+            return torch.ones(shape, dtype=dtype, device=self._device)
         seed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "little", signed=True))
-        return torch.empty(shape).normal_(0.0, _STANDARD_DEVIATION, generator=generator).to(dtype)
+        generator = torch.Generator(self._device)
+        generator.manual_seed(int.from_bytes(seed[:8], "little", signed=True))
+        drawn = torch.empty(shape, device=self._device)
+        return drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator).to(dtype)
 
 
-def _llama_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in Hugging Face's layout."""
-    hidden, inner = architecture.hidden_size, architecture.intermediate_size
-    query_size = architecture.num_heads * architecture.head_dim
-    kv_size = architecture.num_kv_heads * architecture.head_dim
-    projections = {
-        "self_attn.q_proj": (query_size, hidden, architecture.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, architecture.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, architecture.attention_bias),
-        "self_attn.o_proj": (hidden, query_size, architecture.attention_bias),
-        "mlp.gate_proj": (inner, hidden, architecture.mlp_bias),
-        "mlp.up_proj": (inner, hidden, architecture.mlp_bias),
-        "mlp.down_proj": (hidden, inner, architecture.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (architecture.vocab_size, hidden)}
-    for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        for name, (rows, columns, has_bias) in projections.items():
-            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not architecture.tie_word_embeddings:
-        shapes["lm_head.weight"] = (architecture.vocab_size, hidden)
-    return shapes
+def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor, in Hugging Face's layout, asked of a model without storage."""
+    config = ResolvedConfig(
+        # the table of rotary positions is no weight, so the shortest will do
+        engine=EngineConfig(model=ModelConfig(max_model_len=1)),
+        architecture=architecture,
+        rank=RankFacts(device="meta"),
+    )
+    model = create_model(config=config)
+    assert isinstance(model, torch.nn.Module), "the contract of CausalLM"
+    return {name: target.checkpoint_shape for name, target in find_weight_targets(model).items()}

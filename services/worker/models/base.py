@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.layers.quantization import StoredBlocks
 from triptych.config.resolved import ResolvedConfig
 
@@ -26,14 +26,14 @@ class CausalLM(Protocol):
         ...
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a step's tokens, writing their keys and values.
 
         Args:
             token_ids: [num_tokens] int64.
             positions: [num_tokens] int64, of each token in its sequence.
-            kv_caches: one per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+            kv_caches: one per layer, handed to its attention.
         """
         ...
 

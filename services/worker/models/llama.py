@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
@@ -35,7 +35,7 @@ class LlamaForCausalLM(nn.Module):
         )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
     ) -> Tensor:
         hidden: Tensor = self.model(token_ids, positions, kv_caches, batch)
         return hidden
@@ -71,7 +71,7 @@ class LlamaModel(nn.Module):
         )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
     ) -> Tensor:
         residual: Tensor = self.embed_tokens(token_ids)  # [num_tokens, hidden_size] float32
         hidden: Tensor | None = None
@@ -101,7 +101,7 @@ class LlamaLayer(nn.Module):
         residual: Tensor,
         rotary: RotaryEmbedding,
         positions: Tensor,
-        kv_cache: Tensor,
+        kv_cache: KvCache,
         batch: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output, not yet added, and the residual; `hidden` is the layer before's, None in the first."""
@@ -144,12 +144,12 @@ class LlamaAttention(nn.Module):
         hidden: Tensor,
         rotary: RotaryEmbedding,
         positions: Tensor,
-        kv_cache: Tensor,
+        kv_cache: KvCache,
         batch: AttentionBatch,
     ) -> Tensor:
         query, key, value = self.qkv_proj.split_heads(self.qkv_proj(hidden))
-        query, key = rotary(query, key, positions)
-        out: Tensor = self.o_proj(self.attention(query, key, value, kv_cache, batch))
+        attended = self.attention(query, key, value, rotary, positions, kv_cache, batch)
+        out: Tensor = self.o_proj(attended)
         return out
 
 

@@ -23,7 +23,7 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import Phase
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
-from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.library import amx_refusal, isa
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,9 @@ def create_runner(
         _warn_of_missing_kernels()
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
-    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed)
+    checkpoint = open_checkpoint(
+        directory, format=engine.load.format, seed=engine.model.seed, device=device
+    )
     model = load_model(config, checkpoint, progress=lambda done, total: on_phase(Phase.LOADING, done / total))
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
@@ -116,4 +118,10 @@ def _warn_of_missing_kernels() -> None:
         log.warning(
             "native kernels: none are built for this processor, plain torch serves, slower; "
             "`python -m triptych_kernels.cpu.build` builds them where there is g++"
+        )
+    elif amx_refusal():
+        log.warning(
+            "native kernels: the processor has AMX, but the system keeps it from this process (%s); %s serves",
+            amx_refusal(),
+            isa(),
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
 from services.worker.runner.input_batch import InputBuffers, StepSizes
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 class EagerBackend:
     """Calls the model, operation by operation."""
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> None:
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
         self._model = model
         self._kv_caches = kv_caches
         self._inputs = inputs
@@ -38,7 +37,7 @@ class EagerBackend:
 
 
 def create_forward_backend(
-    model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers, *, enforce_eager: bool
+    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
 ) -> ForwardBackend:
     """The backend for this model and device.
 

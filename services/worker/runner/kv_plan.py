@@ -10,7 +10,8 @@ from triptych.types.facts import KvShape
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
 _MIB = 1 << 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SCALE_BYTES = {"int8": 4}  # of each key and each value, where elements have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,10 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int) -> KvPlan:
         ConfigError: the operator's blocks do not fit, or not even one block does.
     """
     cache, architecture = config.engine.cache, config.architecture
-    itemsize = _DTYPE_BYTES[config.kv_dtype]
-    token_bytes = architecture.num_layers * 2 * architecture.num_kv_heads * architecture.head_dim * itemsize
+    vector_bytes = architecture.head_dim * _DTYPE_BYTES[config.kv_dtype] + _SCALE_BYTES.get(
+        config.kv_dtype, 0
+    )
+    token_bytes = architecture.num_layers * 2 * architecture.num_kv_heads * vector_bytes
     block_bytes = token_bytes * cache.block_size
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.forward import create_forward_backend
 from services.worker.runner.input_batch import InputBuffers
@@ -27,7 +27,7 @@ class ModelRunner:
         self,
         *,
         model: CausalLM,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Sequence[KvCache],
         facts: WorkerFacts,
         enforce_eager: bool = False,
     ) -> None:

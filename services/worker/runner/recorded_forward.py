@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
 from services.worker.runner.input_batch import InputBuffers, StepSizes
@@ -19,7 +19,7 @@ from triptych_kernels.ops import gather_rows
 class RecordedBackend:
     """Records the model at construction."""
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> None:
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
         """Record `model` for steps of any size that fits `inputs`.
 
         Raises:
@@ -34,7 +34,7 @@ class RecordedBackend:
         return StepOutput(logits[: sizes.num_sampling], token_ids[: sizes.num_sampling])
 
 
-def _record(model: CausalLM, kv_caches: Sequence[Tensor], inputs: InputBuffers) -> Program:
+def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:
     def forward(recording: Recording) -> tuple[Tensor, ...]:
         attention = AttentionBatch(
             slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),

@@ -1,20 +1,12 @@
 // What attention will read next, asked for in time.
 #pragma once
 
-#include "attention_pack.h"
-#include "attention_plan.h"
+#include "attention_pages.h"
 
 namespace triptych::attention {
 
 // An instruction that the compiler may not take for nothing: GCC drops calls of functions that only prefetch.
 inline void prefetch_line(const char* address) { asm volatile("prefetcht0 %0" : : "m"(*address)); }
-
-template <typename T>
-Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
-  const int64_t head = args.block_size * args.head_dim, half = args.num_kv_heads * head;
-  return {static_cast<const T*>(args.kv_cache) + kv_head * head,
-          args.block_tables + tile.sequence * args.block_table_stride, 2 * half, half, args.block_size, args.head_dim};
-}
 
 // Asks memory for what a thread will read, in the order in which it reads it: pages lie anywhere, so the processor
 // cannot guess the next one.
@@ -49,9 +41,29 @@ class Lookahead {
   void open_span(int64_t span) {
     const Seen seen(args_, plan_.tile(*piece_), span);
     span_ = span;
-    first_key_ = key_ = span * kSpan + seen.first;
+    first_key_ = span * kSpan + seen.first;
     end_key_ = span * kSpan + seen.end;
-    half_ = 0;
+    pages_ = pages_of<T>(args_, plan_.tile(*piece_), head_);
+    open_half(0);
+    if constexpr (std::is_same_v<T, int8_t>) read_scales();
+  }
+
+  // Keys, then values.
+  void open_half(int64_t half) {
+    half_ = half;
+    key_ = first_key_;
+    block_ = first_key_ / args_.block_size;
+    offset_ = first_key_ - block_ * args_.block_size;
+  }
+
+  // Scales are read all at once where a span begins.
+  void read_scales() const {
+    const Pages<float> scales = scales_of(args_, plan_.tile(*piece_), head_);
+    scales.for_pages(first_key_, end_key_, [&](int64_t, int64_t count, const float* from) {
+      for (const float* half : {from, from + scales.values}) {
+        for (int64_t i = 0; i < count; i += 64 / sizeof(float)) prefetch_line(reinterpret_cast<const char*>(half + i));
+      }
+    });
   }
 
   // The next page; false if there is none.
@@ -60,20 +72,21 @@ class Lookahead {
       left_ = 0;
       return false;
     }
-    const Pages<T> pages = pages_of<T>(args_, plan_.tile(*piece_), head_);
-    const int64_t block = key_ / args_.block_size, offset = key_ - block * args_.block_size;
-    const int64_t count = std::min(end_key_ - key_, args_.block_size - offset);
-    const T* from = pages.first + pages.blocks[block] * pages.stride + half_ * pages.values + offset * args_.head_dim;
-    at_ = reinterpret_cast<const char*>(from);
-    end_ = reinterpret_cast<const char*>(from + count * args_.head_dim);
+    const int64_t count = std::min(end_key_ - key_, pages_.block_size - offset_);
+    const T* from = pages_.first + pages_.blocks[block_++] * pages_.stride + half_ * pages_.values;
+    at_ = reinterpret_cast<const char*>(from + offset_ * pages_.head_dim);
+    end_ = at_ + count * pages_.head_dim * static_cast<int64_t>(sizeof(T));
     key_ += count;
+    offset_ = 0;
     if (key_ < end_key_) return true;
     // panels are filled up with zeros, which are read but stand nowhere in memory
     const int64_t first_panel = first_key_ / kPanel, end_panel = (end_key_ + kPanel - 1) / kPanel;
     const int64_t num_zeros = (end_panel - first_panel) * kPanel - (end_key_ - first_key_);
     left_ -= num_zeros * args_.head_dim * static_cast<int64_t>(sizeof(T));
-    key_ = first_key_;
-    if (++half_ < 2) return true;
+    if (half_ == 0) {
+      open_half(1);
+      return true;
+    }
     if (span_ + 1 < piece_->end_span) {
       open_span(span_ + 1);
     } else if (head_ + 1 < plan_.first_head(index_) + plan_.heads_per_item) {
@@ -88,7 +101,8 @@ class Lookahead {
   const PagedAttention& args_;
   const Plan& plan_;
   const Piece* piece_ = nullptr;
-  int64_t index_, head_, span_, half_, key_, first_key_, end_key_;
+  Pages<T> pages_ = {};
+  int64_t index_, head_, span_, half_, key_, first_key_, end_key_, block_, offset_;
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t left_ = 0;  // bytes that are still to be asked for
 };

@@ -6,14 +6,21 @@
 // a row does not see weigh exactly 0, which changes no sum. So a row's result depends on its query and its keys
 // alone: not on the rows beside it, the cut of its prompt into chunks, or the number of threads.
 //
-// With bfloat16 queries and keys, and an instruction for them, two neighbours are multiplied at once and weights are
-// rounded to bfloat16; otherwise all is float32. Both are spelt in units of four bytes: a pair, or a float.
+// The type C that products are computed in is
+//
+//   int16_t   over a cache of int8: queries and weights are rounded to 15 bits and a sign, sums of products are exact
+//             integers, and scales are multiplied in afterwards (attention_int8.h)
+//   bf16      where queries and keys are, and there is an instruction: weights are rounded to bfloat16
+//   float     otherwise
+//
+// Operands are spelt in units of four bytes: a float, or a pair that is multiplied at once.
 #pragma once
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
-#include "vec.h"
+#include "ivec.h"
 
 namespace triptych::attention {
 
@@ -24,16 +31,25 @@ constexpr int kMaxTileRows = 12;   // 24 sums, two vectors of a panel and a row'
 #else
 constexpr int kMaxTileRows = 6;
 #endif
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Products = true;
+#else
+constexpr bool kHasBf16Products = false;
+#endif
 constexpr float kUnseen = -1e30f;  // score of a key that a row does not see; its difference to any other is finite
 
 template <typename C>
 constexpr int kPerUnit = sizeof(float) / sizeof(C);  // elements of type C
+template <typename C>
+constexpr bool kIsInt = std::is_same_v<C, int16_t>;
 
-// sum + a . b, unit by unit
+// sum + a . b, unit by unit; for int16_t the bits of the sum are those of an integer
 template <typename C>
 vec multiply_add(vec a, vec b, vec sum) {
   if constexpr (kPerUnit<C> == 1) {
     return fma(a, b, sum);
+  } else if constexpr (kIsInt<C>) {
+    return as_vec(add_dot(bits_of(sum), bits_of(a), bits_of(b)));
   } else {
 #if defined(__AVX512BF16__)
     __m512bh x, y;
@@ -92,18 +108,22 @@ void with_rows(int64_t rows, const F& f) {
   f(std::integral_constant<int, Rows>{});
 }
 
-// scores[row][0 .. kPanel - 1] = factor * query[row] . keys; rows of scores are kSpan apart.
-// `queries`: [units][rows], `keys`: [units][kPanel].
+// scores[row][0 .. kPanel - 1] = factors[row] * query[row] . keys, for int16_t times key_scales[0 .. kPanel - 1];
+// rows of scores are kSpan apart. `queries`: [units][rows], `keys`: [units][kPanel].
 template <typename C>
-void score(const float* queries, const float* keys, int64_t units, int64_t rows, float factor, float* scores) {
+void score(const float* queries, const float* keys, int64_t units, int64_t rows, const float* factors,
+           const float* key_scales, float* scores) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec products[kRows][2];
     unroll<kRows>([&](auto row) { products[row][0] = products[row][1] = zero(); });
     multiply<C, kRows, 1, kRows>(queries, keys, units, products);
     for (int row = 0; row < kRows; ++row) {
-      store(scores + row * kSpan, products[row][0] * splat(factor));
-      store(scores + row * kSpan + kLanes, products[row][1] * splat(factor));
+      for (int half = 0; half < 2; ++half) {
+        vec product = products[row][half];
+        if constexpr (kIsInt<C>) product = to_floats(bits_of(product)) * load(key_scales + half * kLanes);
+        store(scores + row * kSpan + half * kLanes, product * splat(factors[row]));
+      }
     }
   });
 }
@@ -139,9 +159,9 @@ struct Softmax {
   float maximum, total;  // total 0: no key was seen
 };
 
-// Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C; keys
-// outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. A cap above 0 bounds the scores,
-// which are then given in units of it. `weights` may be `scores`.
+// Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C, float or
+// bf16; keys outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. A cap above 0 bounds the
+// scores, which are then given in units of it. `weights` may be `scores`.
 template <typename C>
 Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end, float cap,
               float* weights) {

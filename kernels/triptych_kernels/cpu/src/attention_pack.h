@@ -1,55 +1,9 @@
 // Queries, keys and values from where they stand to the order in which attention multiplies them.
 #pragma once
 
-#include <algorithm>
-
-#include "attention_math.h"
+#include "attention_int8.h"
 
 namespace triptych::attention {
-
-// The keys and values of one sequence and key head, in pages.
-template <typename T>
-struct Pages {
-  const T* first;         // keys of the head in block 0: [block_size, head_dim]
-  const int32_t* blocks;  // of the sequence
-  int64_t stride;         // elements from block to block
-  int64_t values;         // elements from a key to its value
-  int64_t block_size, head_dim;
-
-  // f(first key, number of keys, address of the first) for each page that [begin, end) touches
-  template <typename F>
-  void for_pages(int64_t begin, int64_t end, const F& f) const {
-    for (int64_t key = begin; key < end;) {
-      const int64_t block = key / block_size, offset = key - block * block_size;
-      const int64_t count = std::min(end - key, block_size - offset);
-      f(key, count, first + blocks[block] * stride + offset * head_dim);
-      key += count;
-    }
-  }
-};
-
-// Addresses of the keys of a span and of their values; of those that nobody sees, of zeros.
-template <typename T>
-struct SpanRows {
-  const T* keys[kSpan];
-  const T* values[kSpan];
-
-  // Keys [first, end) of the span at `begin` are somebody's; all of the panels they touch are filled in.
-  SpanRows(const Pages<T>& pages, int64_t begin, int64_t first, int64_t end, const T* zeros) {
-    const auto fill = [&](int64_t from, int64_t to) {
-      std::fill(keys + from, keys + to, zeros);
-      std::fill(values + from, values + to, zeros);
-    };
-    fill(first / kPanel * kPanel, first);
-    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const T* from) {
-      for (int64_t i = key - begin; count > 0; ++i, --count, from += pages.head_dim) {
-        keys[i] = from;
-        values[i] = from + pages.values;
-      }
-    });
-    fill(end, (end + kPanel - 1) / kPanel * kPanel);
-  }
-};
 
 // A vector of a row's units, from element `first` on.
 template <typename C, typename T>
@@ -92,8 +46,13 @@ void pack_columns(const T* const* rows, int64_t size, float* to, int64_t stride,
 // One panel of keys: to[unit][kPanel]
 template <typename C, typename T, typename Ahead>
 void pack_keys(const T* const* keys, int64_t head_dim, float* to, const Ahead& ahead) {
-  pack_columns<C>(keys, head_dim, to, kPanel, ahead);
-  pack_columns<C>(keys + kLanes, head_dim, to + kLanes, kPanel, ahead);
+  if constexpr (kIsInt<C>) {
+    pack_columns_of_bytes(keys, head_dim, to, ahead);
+    pack_columns_of_bytes(keys + kLanes, head_dim, to + kLanes, ahead);
+  } else {
+    pack_columns<C>(keys, head_dim, to, kPanel, ahead);
+    pack_columns<C>(keys + kLanes, head_dim, to + kLanes, kPanel, ahead);
+  }
 }
 
 // Two vectors of a row as a panel holds it, from its element `first` on; past the row's end zeros.
@@ -113,8 +72,16 @@ void pack_values(const T* const* values, int64_t head_dim, float* to, int64_t st
     ahead(kPerUnit<C> * head_dim * sizeof(T));
     for (int64_t first = 0; first < head_dim; first += kPanel) {
       vec own[2], next[2];
+      ivec pairs[2];
       float* part = to + first / kPanel * stride;
-      if constexpr (kPerUnit<C> == 1) {
+      if constexpr (kIsInt<C>) {
+        if (first + kPanel <= head_dim) {
+          pair_up_bytes(values[key] + first, values[key + 1] + first, pairs);
+        } else {
+          pair_up_last_bytes(values[key], values[key + 1], first, head_dim, pairs);
+        }
+        unroll<2>([&](auto half) { own[half] = as_vec(pairs[half]); });
+      } else if constexpr (kPerUnit<C> == 1) {
         load_panel(values[key], first, head_dim, own);
       } else if (first + kPanel <= head_dim) {
         pair_up(values[key] + first, values[key + 1] + first, own);

@@ -22,6 +22,7 @@ struct PagedAttention {
   int64_t query_stride;         // elements from token to token
   int64_t query_head_stride;
   const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  const float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
   const int32_t* block_tables;  // [rows, max_blocks]
   int64_t block_table_stride;
   const int32_t* query_starts;  // [rows + 1]

@@ -13,7 +13,7 @@
 namespace triptych {
 
 // Element types as the arguments name them.
-enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
 // Memory that a kernel needs while it runs, kept from call to call; one per place of use and calling thread.
 class Scratch {

@@ -1,20 +1,17 @@
 // Products with packed float32 and bfloat16 weights, float32 sums.
-#include "tile.h"
+#include "block.h"
 
 namespace triptych {
 namespace {
 
 template <typename T>
 void multiply_all(const Linear& args, int64_t rows) {
-  for_blocks(rows, args.in_features * sizeof(T), args.num_panels(), args.in_features * kPanel * sizeof(T),
-             [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
-               for (int64_t panel = first_panel; panel < end_panel; ++panel) {
-                 const T* weights = static_cast<const T*>(args.weight) + panel * args.in_features * kPanel;
-                 for_row_tiles(first_row, end_row, kMaxTileRows, [&](int64_t row, int64_t count) {
-                   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-                   multiply_rows(args, x, args.x_stride, weights, row, count, panel);
-                 });
-               }
+  const T* const x = static_cast<const T*>(args.x);
+  const T* const weights = static_cast<const T*>(args.weight);
+  const int64_t panel_size = args.in_features * kPanel;
+  for_blocks(rows, args.in_features * sizeof(T), args.num_panels(), panel_size * sizeof(T), kBlockRows<T>,
+             [&](const Block& block) {
+               multiply_block(args, x, args.x_stride, weights + block.first_panel * panel_size, block);
              });
 }
 

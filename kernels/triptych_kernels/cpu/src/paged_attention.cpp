@@ -2,6 +2,7 @@
 //
 // attention_math.h says what is computed, attention_plan.h who computes it; here a thread does its part.
 #include "attention_lookahead.h"
+#include "attention_pack.h"
 
 namespace triptych::attention {
 namespace {
@@ -12,11 +13,11 @@ class TileRows {
  public:
   TileRows(const PagedAttention& args, const Tile& tile, int64_t kv_head)
       : args_(args), tile_(tile), kv_head_(kv_head), rows_(tile.num_queries * args.group()),
-        units_((args.head_dim + kPerUnit<C> - 1) / kPerUnit<C>), size_(args.padded_head_dim()),
-        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
+        units_(num_units<C>(args.head_dim)), size_(args.padded_head_dim()),
+        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows), cap_(args.soft_cap * kLog2E) {
     static thread_local Scratch scratch;
-    const int64_t floats = rows_ * (units_ + size_ + 2) + kMaxTileRows * (2 * kSpan + size_ + 2) +
-                           kSpan * units_ + kSpan / kPerUnit<C> * size_ + size_ + 10 * kLanes;
+    const int64_t floats = rows_ * (units_ + size_ + 3) + kMaxTileRows * (2 * kSpan + size_ + 2) +
+                           kSpan * units_ + kSpan / kPerUnit<C> * size_ + size_ + 12 * kLanes;
     float* at = static_cast<float*>(scratch.get(floats * sizeof(float)));
     const auto take = [&](int64_t count) {
       float* own = at;
@@ -31,9 +32,11 @@ class TileRows {
     queries_ = take(rows_ * units_ + kLanes);
     sums_ = take(rows_ * size_);
     zeros_ = take(size_);
+    factors_ = take(rows_);
     softmax_ = reinterpret_cast<Softmax*>(take(2 * rows_));
     std::fill(zeros_, zeros_ + size_, 0.0f);
     std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
+    std::fill(factors_, factors_ + rows_, cap_ > 0.0f ? args.scale / args.soft_cap : args.scale * kLog2E);
   }
 
   // All that the keys of some spans give; into `partials`, one after the other, or merged here if that is null.
@@ -72,23 +75,39 @@ class TileRows {
   // Strips of nearly equal height.
   int64_t strip_begin(int64_t strip) const { return rows_ * strip / num_strips_; }
 
+  const Q* query_of(int64_t row) const {
+    const int64_t token = tile_.first_token + row / args_.group();
+    return static_cast<const Q*>(args_.query) + token * args_.query_stride + head_of(row) * args_.query_head_stride;
+  }
+
   void pack_queries(int64_t strip) {
     const int64_t begin = strip_begin(strip), count = strip_begin(strip + 1) - begin;
     const Q* queries[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const int64_t row = begin + std::min(lane, count - 1);
-      const int64_t token = tile_.first_token + row / args_.group();
-      queries[lane] = static_cast<const Q*>(args_.query) + token * args_.query_stride +
-                      head_of(row) * args_.query_head_stride;
-    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) queries[lane] = query_of(begin + std::min(lane, count - 1));
+    float* to = queries_ + begin * units_;
+    const auto ahead = [](int64_t) {};
     // lanes past the last row are overwritten by the next step
-    pack_columns<C>(queries, args_.head_dim, queries_ + begin * units_, count, [](int64_t) {});
+    if constexpr (kIsInt<C>) {
+      const float* quantized[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        float* own = span_sums_ + std::min(lane, count - 1) * size_;  // nothing is summed yet
+        if (lane < count) {
+          const float scale = quantize_query(queries[lane], args_.head_dim, reinterpret_cast<int16_t*>(own));
+          factors_[begin + lane] *= scale;
+        }
+        quantized[lane] = own;
+      }
+      pack_columns<float>(quantized, units_, to, count, ahead);
+    } else {
+      pack_columns<C>(queries, args_.head_dim, to, count, ahead);
+    }
   }
 
   void attend_span(int64_t span, float* partials, Lookahead<T>& lookahead) {
     const Seen seen(args_, tile_, span);
     const SpanRows<T> rows(pages_of<T>(args_, tile_, kv_head_), span * kSpan, seen.first, seen.end,
                            reinterpret_cast<const T*>(zeros_));
+    const SpanScales<T> scales(args_, tile_, kv_head_, span * kSpan, seen.first, seen.end);
     const auto ahead = [&](int64_t bytes) __attribute__((always_inline)) { lookahead.read(bytes); };
     const auto pack_keys_of = [&](int64_t panel, float* to) {
       pack_keys<C>(rows.keys + panel * kPanel, args_.head_dim, to, ahead);
@@ -103,11 +122,19 @@ class TileRows {
       };
       const auto mix_values = [&](int64_t first, int64_t end) {
         for (int64_t panel = first; panel < end; ++panel) {
-          pack_values_of(panel, values_);
-          mix_panels(panel, panel + 1, values_, rows_);
+          if constexpr (kIsInt<C>) {
+            for (int64_t d = 0; d < args_.head_dim; d += kPanel) {
+              ahead(kPanel * std::min<int64_t>(kPanel, args_.head_dim - d));
+              mix_bytes(weights_ + panel * kPanel / 2, rows.values + panel * kPanel, d, args_.head_dim, rows_,
+                        span_sums_ + d, size_);
+            }
+          } else {
+            pack_values_of(panel, values_);
+            mix_panels(panel, panel + 1, values_, rows_);
+          }
         }
       };
-      return attend_strip(span, 0, keys, mix_values, partials);
+      return attend_strip(span, 0, keys, scales, mix_values, partials);
     }
     for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
       pack_keys_of(panel, keys_ + panel * kPanel * units_);
@@ -121,7 +148,7 @@ class TileRows {
         const int64_t count = strip_begin(strip + 1) - strip_begin(strip);
         mix_panels(first, end, values_ + first * kPanel / kPerUnit<C> * kPanel, count);
       };
-      attend_strip(span, strip, keys, mix_values, partials);
+      attend_strip(span, strip, keys, scales, mix_values, partials);
     }
   }
 
@@ -135,7 +162,8 @@ class TileRows {
 
   // `keys(panel)` gives a packed panel of keys, `mix_values(first, end)` mixes some panels of values.
   template <typename Keys, typename MixValues>
-  void attend_strip(int64_t span, int64_t strip, const Keys& keys, const MixValues& mix_values, float* partials) {
+  void attend_strip(int64_t span, int64_t strip, const Keys& keys, const SpanScales<T>& scales,
+                    const MixValues& mix_values, float* partials) {
     const int64_t begin = span * kSpan, first_row = strip_begin(strip), count = strip_begin(strip + 1) - first_row;
     const auto position = [&](int64_t row) { return tile_.position + row / args_.group(); };
     const auto first_seen = [&](int64_t row) { return std::max<int64_t>(args_.first_seen(position(row)) - begin, 0); };
@@ -143,21 +171,32 @@ class TileRows {
     const int64_t first = first_seen(first_row) / kPanel;
     const int64_t end = (end_seen(first_row + count - 1) + kPanel - 1) / kPanel;
     Softmax softmax[kMaxTileRows];
+    [[maybe_unused]] float weight_scales[kMaxTileRows] = {};
     std::fill(softmax, softmax + count, Softmax{kUnseen, 0.0f});
     if (first < end) {
-      const float cap = static_cast<float>(args_.soft_cap * kLog2E);
-      const float factor = static_cast<float>(cap > 0.0f ? args_.scale / args_.soft_cap : args_.scale * kLog2E);
       for (int64_t panel = first; panel < end; ++panel) {
-        score<C>(queries_ + first_row * units_, keys(panel), units_, count, factor, scores_ + panel * kPanel);
+        score<C>(queries_ + first_row * units_, keys(panel), units_, count, factors_ + first_row,
+                 scales.of_keys(panel * kPanel), scores_ + panel * kPanel);
       }
       for (int64_t i = 0; i < count; ++i) {
         const int64_t row = first_row + i;
         if (first_seen(row) >= end_seen(row)) continue;
-        softmax[i] = weigh<C>(scores_ + i * kSpan, first * kPanel, end * kPanel, first_seen(row), end_seen(row), cap,
-                              weights_ + i * kSpan / kPerUnit<C>);
+        const int64_t begin_key = first * kPanel, end_key = end * kPanel;
+        float* weights = weights_ + i * kSpan / kPerUnit<C>;
+        if constexpr (kIsInt<C>) {
+          float* scores = scores_ + i * kSpan;
+          softmax[i] = weigh<float>(scores, begin_key, end_key, first_seen(row), end_seen(row), cap_, scores);
+          weight_scales[i] = quantize_weights(scores, scales.values, begin_key, end_key, first_seen(row), end_seen(row),
+                                              reinterpret_cast<int16_t*>(weights));
+        } else {
+          softmax[i] = weigh<C>(scores_ + i * kSpan, begin_key, end_key, first_seen(row), end_seen(row), cap_, weights);
+        }
       }
       std::fill(span_sums_, span_sums_ + count * size_, 0.0f);
       mix_values(first, end);
+      if constexpr (kIsInt<C>) {
+        for (int64_t i = 0; i < count; ++i) scale_sums(span_sums_ + i * size_, size_, weight_scales[i]);
+      }
     }
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
@@ -176,7 +215,9 @@ class TileRows {
   const PagedAttention& args_;
   const Tile& tile_;
   int64_t kv_head_, rows_, units_, size_, num_strips_;
+  float cap_;  // of scores, which are in units of log2(e)
   float *keys_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
+  float* factors_;  // [rows], of what a query and a key give
   Softmax* softmax_;
 };
 
@@ -208,10 +249,20 @@ void attend(const PagedAttention& args, int64_t num_sequences) {
 
 template <typename Q, typename T>
 void attend(const PagedAttention& args, int64_t num_sequences) {
-#if defined(__AVX512BF16__)
-  if constexpr (sizeof(Q) == 2 && sizeof(T) == 2) return attend<Q, T, bf16>(args, num_sequences);
-#endif
-  attend<Q, T, float>(args, num_sequences);
+  if constexpr (std::is_same_v<T, int8_t>) {
+    attend<Q, T, int16_t>(args, num_sequences);
+  } else if constexpr (kHasBf16Products && sizeof(Q) == 2 && sizeof(T) == 2) {
+    attend<Q, T, bf16>(args, num_sequences);
+  } else {
+    attend<Q, T, float>(args, num_sequences);
+  }
+}
+
+template <typename Q>
+void attend(const PagedAttention& args, int64_t num_sequences) {
+  if (args.cache_dtype == kFloat32) return attend<Q, float>(args, num_sequences);
+  if (args.cache_dtype == kInt8) return attend<Q, int8_t>(args, num_sequences);
+  attend<Q, bf16>(args, num_sequences);
 }
 
 }  // namespace
@@ -220,8 +271,6 @@ void attend(const PagedAttention& args, int64_t num_sequences) {
 TRIPTYCH_KERNEL(paged_attention, triptych::attention::PagedAttention) {
   using namespace triptych;
   using namespace triptych::attention;
-  if (args.dtype == kFloat32) {
-    return args.cache_dtype == kFloat32 ? attend<float, float>(args, rows) : attend<float, bf16>(args, rows);
-  }
-  args.cache_dtype == kFloat32 ? attend<bf16, float>(args, rows) : attend<bf16, bf16>(args, rows);
+  if (args.dtype == kFloat32) return attend<float>(args, rows);
+  attend<bf16>(args, rows);
 }

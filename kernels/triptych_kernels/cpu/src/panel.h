@@ -40,22 +40,37 @@ struct Linear {
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
 
+// What one thread takes at a time.
+struct Block {
+  int64_t first_row, end_row, first_panel, end_panel;
+};
+
+// Rows of a block: of as many whole tiles as stay in the second-level cache, at least `min`; each block but the last
+// a multiple of `multiple`.
+struct BlockRows {
+  int64_t tile, min, multiple;
+};
+
 // Rows are walked in blocks that stay in the second-level cache, panels in runs that one thread takes at a time:
-// f(first row, end row, first panel, end panel). Few rows wait for memory, which gives most to long runs; many
-// compute, and share their work out best in single panels.
+// f(block). Few rows wait for memory, which gives most to long runs; many compute, and share their work out best in
+// single panels.
 template <typename F>
-void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, int64_t panel_bytes, const F& f) {
+void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, int64_t panel_bytes, const BlockRows& block_rows,
+                const F& f) {
   constexpr int64_t kBlockBytes = 256 << 10, kRunBytes = 96 << 10, kFewRows = 16, kRunsPerThread = 4;
-  const int64_t max_block = std::max<int64_t>(kBlockBytes / row_bytes / 12 * 12, 48);
+  const int64_t max_block = std::max(kBlockBytes / row_bytes / block_rows.tile * block_rows.tile, block_rows.min);
   const int64_t num_blocks = (rows + max_block - 1) / max_block;
   int64_t run = 1;
   if (rows <= kFewRows) {
     run = std::clamp<int64_t>(kRunBytes / panel_bytes, 1, std::max<int64_t>(num_panels / (kRunsPerThread * num_threads()), 1));
   }
   const int64_t num_runs = (num_panels + run - 1) / run;
+  const auto first_row = [&](int64_t block) {
+    return block == num_blocks ? rows : rows * block / num_blocks / block_rows.multiple * block_rows.multiple;
+  };
   parallel_for(num_blocks * num_runs, [&](int64_t index) {
     const int64_t block = index / num_runs, first = index % num_runs * run;
-    f(rows * block / num_blocks, rows * (block + 1) / num_blocks, first, std::min(first + run, num_panels));
+    f(Block{first_row(block), first_row(block + 1), first, std::min(first + run, num_panels)});
   });
 }
 

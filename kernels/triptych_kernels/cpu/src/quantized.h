@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ivec.h"
 #include "panel.h"
 
 namespace triptych {
@@ -67,90 +68,6 @@ constexpr auto pair_order() {
 }
 template <int Bits>
 inline constexpr auto kPairOrder = pair_order<Bits>();
-
-#if defined(__AVX512F__)
-
-struct ivec {
-  __m512i v;
-};
-inline ivec splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
-inline ivec load_ints(const void* from) { return {_mm512_loadu_si512(from)}; }
-inline ivec operator&(ivec a, ivec b) { return {_mm512_and_si512(a.v, b.v)}; }
-template <int Bits>
-inline ivec shift_right(ivec a) {
-  return {_mm512_srli_epi32(a.v, Bits)};
-}
-template <int Bits>
-inline ivec shift_halves_right(ivec a) {
-  return {_mm512_srli_epi16(a.v, Bits)};
-}
-inline ivec operator+(ivec a, ivec b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline ivec max(ivec a, ivec b) { return {_mm512_max_epi32(a.v, b.v)}; }
-inline int32_t sum(ivec a) { return _mm512_reduce_add_epi32(a.v); }
-inline int32_t largest(ivec a) { return _mm512_reduce_max_epi32(a.v); }
-inline ivec bits_of(vec a) { return {_mm512_castps_si512(a.v)}; }
-inline ivec to_ints(vec a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest
-inline vec to_floats(ivec a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline void store_shorts(int16_t* to, ivec a) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtsepi32_epi16(a.v));
-}
-inline vec load_halves(const void* from) {
-  return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)))};
-}
-// sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] of 16-bit integers
-inline ivec add_dot(ivec sum, ivec a, ivec b) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
-#else
-  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
-#endif
-}
-
-#else
-
-struct ivec {
-  __m256i v;
-};
-inline ivec splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
-inline ivec load_ints(const void* from) { return {_mm256_loadu_si256(static_cast<const __m256i*>(from))}; }
-inline ivec operator&(ivec a, ivec b) { return {_mm256_and_si256(a.v, b.v)}; }
-template <int Bits>
-inline ivec shift_right(ivec a) {
-  return {_mm256_srli_epi32(a.v, Bits)};
-}
-template <int Bits>
-inline ivec shift_halves_right(ivec a) {
-  return {_mm256_srli_epi16(a.v, Bits)};
-}
-inline ivec operator+(ivec a, ivec b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline ivec max(ivec a, ivec b) { return {_mm256_max_epi32(a.v, b.v)}; }
-template <typename F>
-inline int32_t fold(ivec a, const F& f) {
-  __m128i half = f(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
-  half = f(half, _mm_shuffle_epi32(half, 0x4e));
-  return _mm_cvtsi128_si32(f(half, _mm_shuffle_epi32(half, 0xb1)));
-}
-inline int32_t sum(ivec a) {
-  return fold(a, [](__m128i x, __m128i y) { return _mm_add_epi32(x, y); });
-}
-inline int32_t largest(ivec a) {
-  return fold(a, [](__m128i x, __m128i y) { return _mm_max_epi32(x, y); });
-}
-inline ivec bits_of(vec a) { return {_mm256_castps_si256(a.v)}; }
-inline ivec to_ints(vec a) { return {_mm256_cvtps_epi32(a.v)}; }  // to nearest
-inline vec to_floats(ivec a) { return {_mm256_cvtepi32_ps(a.v)}; }
-inline void store_shorts(int16_t* to, ivec a) {
-  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), shorts);
-}
-inline vec load_halves(const void* from) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)))};
-}
-inline ivec add_dot(ivec sum, ivec a, ivec b) {
-  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
-}
-
-#endif
 
 // out[2i] = first[i], out[2i + 1] = second[i]
 inline void store_pairs(bf16* out, vec first, vec second) {

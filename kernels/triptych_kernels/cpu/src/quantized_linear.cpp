@@ -7,8 +7,8 @@
 // Many rows may be multiplied in bfloat16 instead: each panel is unpacked once and used for all of them.
 #include <bit>
 
+#include "block.h"
 #include "quantized.h"
-#include "tile.h"
 
 namespace triptych {
 namespace {
@@ -165,10 +165,10 @@ void multiply_narrow(const Linear& args, int64_t rows) {
     for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F>(from, x[group]); });
   }
   const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
-  for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes,
-             [&](int64_t first_row, int64_t end_row, int64_t first_panel, int64_t end_panel) {
-               for (int64_t panel = first_panel; panel < end_panel; ++panel) {
-                 for_row_tiles(first_row, end_row, tile_rows, [&](int64_t row, int64_t count) {
+  for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes, kBlockRows<float>,
+             [&](const Block& block) {
+               for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
+                 for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
                    multiply_rows<F>(args, x, row, count, panel);
                  });
                }
@@ -211,9 +211,7 @@ void multiply_wide(const Linear& args, int64_t rows) {
     static thread_local Scratch unpacked;
     auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
     unpack_panel<F>(static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, groups, weights);
-    for_row_tiles(0, rows, kMaxTileRows, [&](int64_t row, int64_t count) {
-      triptych::multiply_rows(args, x + row * args.in_features, args.in_features, weights, row, count, panel);
-    });
+    multiply_block<bf16>(args, x, args.in_features, weights, {0, rows, panel, panel + 1});
   });
 }
 

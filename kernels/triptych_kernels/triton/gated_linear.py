@@ -1,0 +1,12 @@
+"""The first half of a gated MLP: cuBLAS for the product, then one pass for the activation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from triptych_kernels.triton.silu_and_mul import gate_and_mul
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return gate_and_mul(functional.linear(x, weight, bias), activation)

@@ -1,0 +1,129 @@
+"""What the two kernels of paged attention share: the walk over a row's keys, and finding a program's row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_keys(
+    acc, peak, total, query, positions, begin, end, first_key, end_key,
+    kv_cache, kv_scales, block_table, kv_head, scale,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the keys begin..end of one row, BLOCK_N at a time, to the running softmax of some queries.
+
+    A tile begins at a multiple of BLOCK_N whatever the row's window and chunk are, so that sums over keys are always
+    cut at the same places. exp2 takes the place of exp, and its factor is applied together with `scale`.
+
+    Args:
+        acc: [BLOCK_M, BLOCK_D] float32, sum of values times 2^(score - peak); with `peak` and `total` the state that
+            is taken and returned: zeros, -inf and zeros at first.
+        peak: [BLOCK_M] float32, the largest score so far, in the unit of `score_unit`.
+        total: [BLOCK_M] float32, sum of 2^(score - peak).
+        query: [BLOCK_M, BLOCK_D], zeros beyond HEAD_DIM.
+        positions: [BLOCK_M], of the queries in their row.
+        begin: a multiple of BLOCK_N.
+        first_key: with `end_key` the keys that some query sees; no other is read.
+        block_table: pointer to the row's first block.
+        MASKED: whether a query may not see some of the keys; otherwise all see all, and nothing is compared.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    unit = score_unit(scale, SOFT_CAP)
+    # Every key asks for its own page: the addresses of a tile are BLOCK_N numbers, which costs little, and any block
+    # size is served alike. Pages are looked up one step ahead, because the compiler would otherwise spend a stage of
+    # its pipeline on them and keep fewer keys on their way.
+    keys = begin + tl.arange(0, BLOCK_N)
+    pages = tl.load(block_table + keys // BLOCK_SIZE, mask=(keys >= first_key) & (keys < end_key), other=0)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        stored = (keys >= first_key) & (keys < end_key)
+        inside = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            inside = stored[:, None] & inside
+        vectors = (pages * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        later = keys + BLOCK_N
+        pages = tl.load(
+            block_table + later // BLOCK_SIZE, mask=(later >= first_key) & (later < end_key), other=0
+        )
+        key_addresses = kv_cache + (vectors.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :]
+        value_addresses = key_addresses + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        if MASKED or HEAD_DIM < BLOCK_D:
+            key_tile = tl.load(key_addresses, mask=inside, other=0.0)
+        else:
+            key_tile = tl.load(key_addresses)
+        scores = tl.dot(query, tl.trans(key_tile.to(query.dtype)), input_precision="ieee")
+        if kv_scales is not None:
+            if MASKED:
+                key_scales = tl.load(kv_scales + vectors, mask=stored, other=0.0)
+            else:
+                key_scales = tl.load(kv_scales + vectors)
+            scores *= key_scales[None, :]
+        if SOFT_CAP > 0:
+            # tanh(x) = 1 - 2 / (1 + e^2x): at either end e^2x is 0 or infinite, and both give the right limit
+            scores = 1 - 2 / (1 + tl.exp2(scores * (scale * (2 * LOG2_E / SOFT_CAP))))
+        if MASKED:
+            seen = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen &= keys[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # a query that has seen no key yet: -inf - -inf would be NaN
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak * unit) if MASKED else new_peak * unit
+        weights = tl.exp2(scores * unit - base[:, None])
+        shrink = tl.exp2(peak * unit - base)
+        total = total * shrink + tl.sum(weights, 1)
+        peak = new_peak
+
+        if MASKED or HEAD_DIM < BLOCK_D:
+            value_tile = tl.load(value_addresses, mask=inside, other=0.0)
+        else:
+            value_tile = tl.load(value_addresses)
+        if kv_scales is not None:
+            if MASKED:
+                value_scales = tl.load(
+                    kv_scales + NUM_KV_HEADS * BLOCK_SIZE + vectors, mask=stored, other=0.0
+                )
+                weights = tl.where(seen, weights * value_scales[None, :], 0.0)  # 0 * NaN would be NaN
+            else:
+                weights *= tl.load(kv_scales + NUM_KV_HEADS * BLOCK_SIZE + vectors)[None, :]
+        acc = tl.dot(
+            weights.to(query.dtype), value_tile.to(query.dtype), acc * shrink[:, None], input_precision="ieee"
+        )
+    return acc, peak, total
+
+
+@triton.jit
+def score_unit(scale, SOFT_CAP: tl.constexpr):
+    """What a score in `attend_keys` counts for in the exponent of 2.
+
+    Scores stay products of query and key where there is no cap, since this factor then costs nothing: a multiplication
+    and a subtraction are one instruction. With a cap they are the hyperbolic tangents.
+    """
+    if SOFT_CAP > 0:
+        unit = SOFT_CAP * LOG2_E
+    else:
+        unit = scale * LOG2_E
+    return unit
+
+
+@triton.jit
+def locate(counts, index, ROWS: tl.constexpr):
+    """The row that item `index` falls to where row r has counts[r] items, and its place among that row's.
+
+    A scan over all rows in registers, no search in memory: the items of all rows are numbered without gaps, so a launch
+    has no programs with nothing to do, and the host need not know how many each row has.
+
+    Args:
+        counts: [ROWS] int32; `index` is below their sum.
+    """
+    ends = tl.cumsum(counts, 0)
+    row = tl.sum((ends <= index).to(tl.int32), 0)
+    before = tl.sum(tl.where(tl.arange(0, ROWS) < row, counts, 0), 0)
+    return row, index - before

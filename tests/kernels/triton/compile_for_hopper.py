@@ -1,0 +1,117 @@
+"""Compiles what `calls.CALLS` launch to machine code for an H200, with the wheel's ptxas and without a GPU.
+
+A program, as `TRITON_INTERPRET` is read when kernels are defined. Prints JSON: for each call its launches, see
+`Launch`, or its error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+from tests.kernels.triton.calls import CALLS
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUM_SMS = 132
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel as compiled for one launch."""
+
+    kernel: str
+    """Module and name, as `silu_and_mul._silu_and_mul`."""
+    grid: tuple[int, ...]
+    num_warps: int
+    num_registers: int
+    """Of a thread."""
+    stack_bytes: int
+    """Of a thread: spilled registers."""
+    shared_bytes: int
+    """Of a program."""
+    widest_access: int
+    """Bytes of the widest load or store of global memory by one thread; 0: all are asynchronous copies."""
+
+
+class _Driver:
+    """Of a GPU that only the compiler believes in."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_calls() -> dict[str, list[Launch] | str]:
+    """The launches of each call, or what it raised."""
+    triton.runtime.driver.set_active(_Driver())
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=NUM_SMS)
+    launches: list[Launch] = []
+    compile_and_launch = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = compile_and_launch(kernel, *args, grid=grid, warmup=True, **options)
+        if callable(grid):
+            bound = kernel.signature.bind(
+                *args, **{k: v for k, v in options.items() if k in kernel.arg_names}
+            )
+            grid = grid(bound.arguments)
+        launches.append(_describe(kernel, tuple(grid), compiled))
+        return compiled
+
+    JITFunction.run = compile_only
+    outcome: dict[str, list[Launch] | str] = {}
+    for name, call in CALLS.items():
+        launches.clear()
+        try:
+            call()
+            outcome[name] = list(launches)
+        except Exception as error:
+            outcome[name] = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def _describe(kernel: JITFunction, grid: tuple[int, ...], compiled: Any) -> Launch:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (num_registers,), (stack_bytes,) = re.findall(r"REG:(\d+)", usage), re.findall(r"STACK:(\d+)", usage)
+    return Launch(
+        kernel=f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}",
+        grid=grid,
+        num_warps=compiled.metadata.num_warps,
+        num_registers=int(num_registers),
+        stack_bytes=int(stack_bytes),
+        shared_bytes=compiled.metadata.shared,
+        widest_access=_widest_access(compiled.asm["ptx"]),
+    )
+
+
+def _widest_access(ptx: str) -> int:
+    accesses = re.findall(r"\b(?:ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in accesses), default=0)
+
+
+if __name__ == "__main__":
+    outcome = compile_calls()
+    plain = {n: o if isinstance(o, str) else [asdict(launch) for launch in o] for n, o in outcome.items()}
+    json.dump(plain, sys.stdout)
