@@ -15,7 +15,7 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
 }
 # whole rows up to 8192 and read twice beyond; powers of two and not
-SHAPES = [(1, 1), (3, 64), (2, 5, 80), (4, 576), (2, 3000), (1, 8192), (2, 8193), (1, 20000), (0, 64)]
+SHAPES = [(1, 1), (3, 64), (2, 5, 80), (3, 9, 128), (2, 2, 1030), (4, 576), (2, 3000), (1, 8192), (2, 8193), (1, 20000), (0, 64)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,6 +62,17 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(hidden_size: int, device:
     x, weight = torch.randn(4, hidden_size, device=device), torch.randn(hidden_size, device=device)
     together = rms_norm(x, weight, 1e-5, impl="triton")
     assert torch.equal(together[2:3], rms_norm(x[2:3], weight, 1e-5, impl="triton"))
+
+
+def test_heads_are_read_where_a_packed_projection_has_them(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(4)
+    packed = torch.randn(5, 11, 96, device=device).to(dtype)
+    weight = torch.randn(96, device=device).to(dtype)
+    for heads in (packed[:, :7], packed[:, 7:9], packed[:, 10:]):
+        with poisoned_allocations():
+            out = rms_norm(heads, weight, 1e-5, impl="triton")
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, rms_norm(heads, weight, 1e-5, impl="reference"), **TOLERANCE[dtype])
 
 
 def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:

@@ -81,15 +81,15 @@ def test_rows_without_usable_logits_get_none_and_disturb_no_other(device: torch.
 
 
 def test_a_row_keeps_its_token_in_any_company(device: torch.device) -> None:
-    logits, asked = random_logits(10, 5001), columns(10, RESTRICTIONS)
+    logits, asked = random_logits(8, 5001), columns(8, RESTRICTIONS)
     together = draw(logits, asked, device)
-    for row in (0, 4, 7):
+    for row in (0, 7):
         alone = slice(row, row + 1)
         assert torch.equal(draw(logits[alone], pick(asked, alone), device), together[alone])
 
 
 def test_logits_may_be_a_part_of_a_wider_tensor(device: torch.device) -> None:
-    wide, asked = random_logits(6, 300), columns(6, RESTRICTIONS[4:])
+    wide, asked = random_logits(4, 300), columns(4, RESTRICTIONS[4:])
     for part in (wide[:, 7:290], wide[:, ::2]):
         assert torch.equal(draw(part, asked, device), draw(part.contiguous(), asked, device))
 

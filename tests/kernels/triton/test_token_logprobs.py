@@ -38,7 +38,7 @@ def test_looks_up_like_the_reference(
     torch.testing.assert_close(top, expected[3], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("num_top", "vocab_size"), [(1, 1), (3, 300), (20, 300), (40, 40)])
+@pytest.mark.parametrize(("num_top", "vocab_size"), [(1, 1), (3, 300), (20, 90)])
 def test_the_first_of_equals_come_first(num_top: int, vocab_size: int, device: torch.device) -> None:
     logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1)) * 2).round()
     logits[1] = 2.0
@@ -86,11 +86,11 @@ def test_a_row_has_the_same_bits_in_any_company(device: torch.device) -> None:
 
 
 def test_logits_may_be_a_part_of_a_wider_tensor(device: torch.device) -> None:
-    wide = torch.randn(5, 200, generator=torch.Generator().manual_seed(3)).to(device)
-    rows, token_ids = torch.arange(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    wide = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)).to(device)
+    rows, token_ids = torch.arange(3, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     for part in (wide[:, 3:130], wide[:, ::2]):
-        expected = token_logprobs(part.contiguous(), rows, token_ids, 3, impl="triton")
+        expected = token_logprobs(part.contiguous(), rows, token_ids, 2, impl="triton")
         for result, value in zip(
-            token_logprobs(part, rows, token_ids, 3, impl="triton"), expected, strict=True
+            token_logprobs(part, rows, token_ids, 2, impl="triton"), expected, strict=True
         ):
             assert torch.equal(result, value)
