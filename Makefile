@@ -25,6 +25,9 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done)
 
+# For what runs on a GPU machine as it is found: .venv where there is one, else the system's Python and its packages.
+GPU_PYTHON ?= $(if $(wildcard $(DEV)),$(BIN)/python,python3)
+
 ##@ Run
 
 .PHONY: serve
@@ -38,6 +41,10 @@ demo: $(RUNTIME) native model ## Start the stack, stream the answer to PROMPT, s
 .PHONY: bench
 bench: $(RUNTIME) native model ## Measure: ARGS="throughput --help"
 	@exec $(BIN)/triptych bench $(or $(ARGS),throughput)
+
+.PHONY: bench-gpu
+bench-gpu: ## Measure the GPU worker, with GPU_PYTHON alone: ARGS="--help"
+	@$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: $(RUNTIME) native model ## Measure Triptych beside other engines, installed at first use (GBs): ARGS="--help"
@@ -71,8 +78,12 @@ test: $(DEV) native model ## Run the tests; ARGS="tests/rpc -k health"
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(DEV) native model ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network
+	$(GPU_PYTHON) tools/test_gpu.py $(ARGS)
+
+.PHONY: sanitize-gpu
+sanitize-gpu: ## Launch every Triton kernel at a small size under compute-sanitizer; ARGS="racecheck"
+	PYTHON=$(GPU_PYTHON) tools/sanitize_gpu.sh $(ARGS)
 
 .PHONY: ci
 ci: verify test ## Everything that must hold before a merge

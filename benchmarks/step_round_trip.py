@@ -26,6 +26,7 @@ from services.worker.app import SWITCH_INTERVAL_S
 from services.worker.door import SERVICE, WorkerDoor
 from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
+from services.worker.runner.base import CompletedStep
 from services.worker.runner_thread import RunnerThread
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
@@ -53,6 +54,9 @@ class IdleRunner:
 
     def __init__(self) -> None:
         self._num_rows = 0
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._num_rows += len(plan.new_rows)

@@ -26,9 +26,10 @@ TRIPTYCH_MODES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("none", "bf16", {"model.quantization": "none"}),
     ("q8", "8-bit", {"model.quantization": "q8"}),
     ("q4", "4-bit", {"model.quantization": "q4"}),
-    ("q8-batch-variant", "8-bit", {"model.quantization": "q8", "model.batch_invariant": "false"}),
-    ("q4-batch-variant", "4-bit", {"model.quantization": "q4", "model.batch_invariant": "false"}),
     ("auto", "mixed", {"model.quantization": "auto"}),
+    # openvino's own default cache is of 8 bits, too
+    ("none-int8-cache", "bf16", {"model.quantization": "none", "cache.dtype": "int8"}),
+    ("q4-int8-cache", "4-bit", {"model.quantization": "q4", "cache.dtype": "int8"}),
 )
 """(mode, weights, options of `triptych serve`); a mode that the build refuses stands in the table as failed."""
 
@@ -51,7 +52,7 @@ class Engine:
     environment: Environment | None = None
     """None: Triptych's own."""
     is_quantized: bool = False
-    """Weights of less than 16 bits."""
+    """Weights, or a cache, of less than 16 bits."""
     options: Callable[[], Mapping[str, str]] = dict
     """What its adapter is told besides."""
     env: Callable[[tuple[int, ...]], Mapping[str, str]] = field(default=lambda cpus: {})

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from triptych_kernels.cpu.library import DTYPES, isa
-from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.held_weight import HeldWeight
 
 DEVICES = ("cpu", "cuda", "meta")
 """Plain torch serves all of them; `cpu` and `triton` take over the ops named below. Tensors on the meta device are
@@ -34,6 +34,9 @@ NATIVE_OPS = frozenset(
 
 PACKED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
 """Those that `cpu` has for packed weights."""
+
+QUANTIZED_OPS = frozenset({"embedding", "gated_linear", "linear"})
+"""Those that `triton` has for quantized weights."""
 
 TRITON_OPS = frozenset(
     {
@@ -59,12 +62,16 @@ IMPLS = ("cpu", "triton", "torch", "reference")
 tests alone."""
 
 
-def find_impl(op: str, operand: Tensor | PackedWeight, impl: str | None = None) -> Callable[..., Any]:
+_HELD_WEIGHT_OPS = {"cpu": PACKED_OPS, "triton": QUANTIZED_OPS}
+
+
+def find_impl(op: str, operand: Tensor | HeldWeight, impl: str | None = None) -> Callable[..., Any]:
     """The function that computes `op` with such an operand.
 
     Args:
         op: name of the op: of its module in each implementation, and of the function therein.
-        operand: of the op: a tensor, whose device and dtype decide, or a packed weight.
+        operand: of the op: a tensor, whose device and dtype decide, or a held weight, which names
+            its implementation.
         impl: one of `IMPLS`, for tests and benchmarks; None: the device's own.
     Raises:
         ValueError: no implementation is meant for this device, or none has the asked name.
@@ -72,9 +79,9 @@ def find_impl(op: str, operand: Tensor | PackedWeight, impl: str | None = None) 
     return _load(op, impl or _impl_for(op, operand))
 
 
-def _impl_for(op: str, operand: Tensor | PackedWeight) -> str:
-    if isinstance(operand, PackedWeight):
-        return "cpu" if op in PACKED_OPS else "torch"
+def _impl_for(op: str, operand: Tensor | HeldWeight) -> str:
+    if isinstance(operand, HeldWeight):
+        return operand.impl if op in _HELD_WEIGHT_OPS[operand.impl] else "torch"
     device = operand.device.type
     if device not in DEVICES:
         raise ValueError(f"{op}: no implementation for device {device!r}; there are {', '.join(DEVICES)}")
@@ -85,7 +92,7 @@ def _impl_for(op: str, operand: Tensor | PackedWeight) -> str:
 
 @cache
 def _load(op: str, impl: str) -> Callable[..., Any]:
-    owned = {"cpu": NATIVE_OPS | PACKED_OPS, "triton": TRITON_OPS}
+    owned = {"cpu": NATIVE_OPS | PACKED_OPS, "triton": TRITON_OPS | QUANTIZED_OPS}
     known = [name for name in IMPLS if op in owned.get(name, {op})]
     if impl not in known:
         raise ValueError(f"{op}: no implementation {impl!r}; there are {', '.join(known)}")

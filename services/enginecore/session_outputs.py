@@ -120,8 +120,8 @@ def _to_batch(gathered: _Gathered) -> OutputBatch:
     if len(gathered.numbers) > 1 and not gathered.logprobs:  # log-probabilities count in places of steps
         order = np.argsort(numbers, kind="stable")
         token_ids = token_ids[order]
-        numbers, counts = np.unique(numbers, return_counts=True)
-        counts = counts.astype(np.uint32)
+        numbers, repeats = np.unique(numbers, return_counts=True)
+        counts = repeats.astype(np.uint32)
     return OutputBatch(
         batch_id=gathered.num_batches + 1,
         admitted=np.array(gathered.admitted, dtype=np.uint32),

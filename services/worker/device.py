@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from triptych_kernels.cpu.library import use_threads as use_native_threads
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # x86 extensions that multiply bfloat16
 
 
@@ -37,6 +39,7 @@ def resolve_config(
         device=str(device),
         native_bfloat16=native_bfloat16,
         native_kernels=bool(isa()),
+        native_float8=has_native_float8(device),
     )
 
 
@@ -68,6 +71,11 @@ def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
     return not _NATIVE_BFLOAT16.isdisjoint(host.cpu_flags(root))
 
 
+def has_native_float8(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit floats itself: Ada, Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def use_threads(requested: int) -> int:
     """Give the model its CPU threads, process-wide, and return how many; 0: the physical cores we may use.
 
@@ -80,9 +88,23 @@ def use_threads(requested: int) -> int:
     return num_threads
 
 
+def use_device(device: torch.device) -> None:
+    """Make the device the calling thread's own; before anything is allocated on it.
+
+    Segments that grow in place keep memory from being cut up by steps of many sizes; who sets torch's allocator
+    himself is left alone.
+    """
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.set_device(device)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes on `device` that this process can still take."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory()
 

@@ -96,6 +96,8 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
         stage.labels("forward").inc(timings.forward_ns / 1e9)
         stage.labels("sample").inc(timings.sample_ns / 1e9)
         stage.labels("idle").inc(timings.idle_ns / 1e9)
+        if timings.gap_ns:
+            self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
 
 
 async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> EngineHello:

@@ -8,7 +8,7 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
 
-_GROUP_SIZE = 32  # of the native kernels
+_GROUP_SIZE = 32  # of quantized weights
 _NATIVE_DTYPES = ("float32", "bfloat16")
 
 
@@ -19,6 +19,7 @@ def resolve_for_device(
     device: str,
     native_bfloat16: bool,
     native_kernels: bool,
+    native_float8: bool = False,
 ) -> ResolvedConfig:
     """Join the operator's config, the checkpoint's architecture and what is known of the device.
 
@@ -26,6 +27,7 @@ def resolve_for_device(
         device: `cpu`, `cuda:<local_rank>` or `simulated`.
         native_bfloat16: whether it multiplies bfloat16 itself.
         native_kernels: whether the native kernels for CPUs are built and understood here.
+        native_float8: whether it multiplies 8-bit floats itself.
     Raises:
         ConfigError: a max_model_len above the model's own.
         FeatureDisabled: a value that this build knows and does not serve.
@@ -42,7 +44,9 @@ def resolve_for_device(
         engine.model.quantization,
         architecture,
         dtype,
-        native_kernels=native_kernels and device == "cpu",
+        device=device,
+        native_kernels=native_kernels,
+        native_float8=native_float8,
     )
     return ResolvedConfig(
         engine=engine,
@@ -112,23 +116,37 @@ def choose_kv_dtype(requested: str, dtype: str, *, device: str, native_kernels: 
 
 
 def choose_quantization(
-    requested: str, architecture: ModelArchitecture, dtype: str, *, native_kernels: bool
+    requested: str,
+    architecture: ModelArchitecture,
+    dtype: str,
+    *,
+    device: str,
+    native_kernels: bool,
+    native_float8: bool = False,
 ) -> str:
-    """The form of linear weights that `model.quantization` means: none, q4 or q8; `auto` is the fastest here.
+    """The form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
+
+    `auto` is q4 where the native kernels for CPUs serve it, else none: on CUDA devices nobody has measured yet which
+    is the fastest.
 
     Args:
         dtype: of activations.
-        native_kernels: whether this device has those that multiply quantized weights.
+        device, native_kernels, native_float8: as `resolve_for_device` takes them.
     Raises:
-        FeatureDisabled: q4 or q8 where no kernel multiplies them.
+        FeatureDisabled: a form that no kernel multiplies there.
     """
     if requested == "none":
         return "none"
-    obstacle = _obstacle_to_quantization(architecture, dtype, native_kernels=native_kernels)
-    if obstacle is None:
-        return "q4" if requested == "auto" else requested
+    wanted = "q4" if requested == "auto" else requested
+    obstacle = (
+        _obstacle_on_cpu(wanted, dtype, native_kernels=native_kernels)
+        if device == "cpu"
+        else _obstacle_on_cuda(wanted, device, native_float8=native_float8)
+    ) or _indivisible_inputs(architecture)
     if requested == "auto":
-        return "none"
+        return "q4" if device == "cpu" and obstacle is None else "none"
+    if obstacle is None:
+        return requested
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
 
 
@@ -138,13 +156,27 @@ def choose_batch_invariance(engine: EngineConfig) -> bool:
     return engine.model.quantization != "auto" if requested == "auto" else requested == "true"
 
 
-def _obstacle_to_quantization(
-    architecture: ModelArchitecture, dtype: str, *, native_kernels: bool
-) -> str | None:
+def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> str | None:
+    if quantization in ("int8", "fp8"):
+        return "inputs in 8 bits are multiplied on CUDA devices alone; q8 holds weights in 8 bits here"
     if not native_kernels:
-        return "quantized weights are served by the native kernels for CPUs alone, which are not in use here"
+        return (
+            "on CPUs quantized weights are multiplied by the native kernels alone, which are not in use here"
+        )
     if dtype not in _NATIVE_DTYPES:
         return f"the kernels take {' and '.join(_NATIVE_DTYPES)}, not model.dtype = {dtype}"
+    return None
+
+
+def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) -> str | None:
+    if not device.startswith("cuda"):
+        return f"weights are quantized on CPUs and CUDA devices alone, and this is {device}"
+    if quantization == "fp8" and not native_float8:
+        return "8-bit floats are multiplied by devices of compute capability 8.9 and above, which this is not"
+    return None
+
+
+def _indivisible_inputs(architecture: ModelArchitecture) -> str | None:
     for name, size in (
         ("hidden_size", architecture.hidden_size),
         ("intermediate_size", architecture.intermediate_size),

@@ -1,8 +1,11 @@
-"""The one thread that computes: it loads the runner, then executes plans strictly in order.
+"""The one thread that computes: it loads the runner, then launches plans strictly in order.
 
 The event loop keeps the wire; this thread keeps the model. Plans go in through a queue that the window
 bounds, results come back by `call_soon_threadsafe`. Torch's native calls release the GIL, so the two
 rarely wait for each other.
+
+A plan that has arrived is launched before the result of the one before it is waited for, so that an asynchronous device
+has its next step when it ends one. Results leave in the order of the plans.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from services.worker.runner.base import Runner
+from services.worker.runner.base import PendingStep, Runner
 from services.worker.watchdog import StepClock
 from triptych.errors import EngineFailure, TriptychError
 from triptych.types.step import StepPlan, StepResult
@@ -24,6 +28,10 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[StepResult | Exception], None]
 PhaseChange = Callable[[str, float], None]
+
+# Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
+# by then or has none, so this delays a result, not a step.
+_POLL_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +103,28 @@ class RunnerThread:
         self._post(self._end, failure)
 
     def _serve(self, runner: Runner) -> None:
-        deliver: Deliver | None = None
+        steps = _StepsInFlight(runner, self.steps, self._post)
         while True:
-            waiting_since = time.perf_counter_ns()
-            item = self._inbox.get()
-            idle_ns = time.perf_counter_ns() - waiting_since
+            item, idle_ns = self._next_item(steps)
             match item:
                 case None:
+                    steps.finish()
                     return
                 case _Opened():
-                    runner.reset()
-                    deliver = item.deliver
-                case _Planned() if deliver is not None and item.session == self._current:
-                    self.steps.start(item.plan.step_id)
-                    outcome = _execute(runner, item.plan, idle_ns)
-                    self.steps.stop()
-                    self._post(deliver, outcome)
-                    if isinstance(outcome, Exception):
-                        deliver = None  # rows are undefined until the next session resets them
+                    steps.open(item.deliver)
+                case _Planned() if item.session == self._current:
+                    steps.launch(item.plan, idle_ns)
+
+    def _next_item(self, steps: _StepsInFlight) -> tuple[_Opened | _Planned | None, int]:
+        """What comes next, and for how long there was nothing to do; results are delivered meanwhile."""
+        while steps.are_any:
+            try:
+                return self._inbox.get(timeout=_POLL_S), 0
+            except queue.Empty:
+                steps.deliver_done()
+        waiting_since = time.perf_counter_ns()
+        item = self._inbox.get()
+        return item, time.perf_counter_ns() - waiting_since
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -129,12 +141,94 @@ class RunnerThread:
             self.ended.set_exception(failure)
 
 
-def _execute(runner: Runner, plan: StepPlan, idle_ns: int) -> StepResult | Exception:
+class _StepsInFlight:
+    """The steps of one session that have been launched; owned by the runner thread."""
+
+    def __init__(self, runner: Runner, clock: StepClock, post: Callable[..., None]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._post = post
+        self._deliver: Deliver | None = None
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self._launched)
+
+    def open(self, deliver: Deliver) -> None:
+        """A session begins; of the steps of the one before nobody hears."""
+        self._launched.clear()
+        self._watch_oldest()
+        self._runner.reset()
+        self._deliver = deliver
+
+    def launch(self, plan: StepPlan, idle_ns: int) -> None:
+        """Begin a step and deliver what is done; a failure is delivered behind the results before it."""
+        if self._deliver is None:
+            return  # rows are undefined until the next session resets them
+        if not self._launched:
+            self._clock.start(plan.step_id)
+        try:
+            pending = self._runner.launch(plan)
+        except Exception as error:
+            self.finish()
+            self._fail(plan.step_id, error)
+            return
+        self._launched.append(_Launched(plan.step_id, pending, idle_ns))
+        self.deliver_done()
+
+    def deliver_done(self) -> None:
+        """Deliver results, oldest first, up to a step that is not done."""
+        while self._launched and _is_done(self._launched[0].pending):
+            self._deliver_oldest()
+
+    def finish(self) -> None:
+        """Wait for all steps and deliver their results."""
+        while self._launched:
+            self._deliver_oldest()
+
+    def _deliver_oldest(self) -> None:
+        launched = self._launched.popleft()
+        try:
+            result = launched.pending.wait()
+        except Exception as error:
+            self._fail(launched.step_id, error)
+            return
+        self._watch_oldest()
+        if self._deliver is not None:
+            timings = replace(result.timings, idle_ns=launched.idle_ns)
+            self._post(self._deliver, replace(result, timings=timings))
+
+    def _fail(self, step_id: int, error: Exception) -> None:
+        """The session is over; what it has in flight is forgotten."""
+        self._launched.clear()
+        self._watch_oldest()
+        if self._deliver is None:
+            return  # a step before this one has failed
+        log.error("step %d failed: %r", step_id, error, exc_info=error)
+        if not isinstance(error, TriptychError):
+            error = EngineFailure(f"step {step_id} failed: {error!r}")
+        self._post(self._deliver, error)
+        self._deliver = None
+
+    def _watch_oldest(self) -> None:
+        """The step in hand is over; the one behind it has been computed on since."""
+        if self._clock.step_id:
+            self._clock.stop()
+        if self._launched:
+            self._clock.start(self._launched[0].step_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    step_id: int
+    pending: PendingStep
+    idle_ns: int
+    """Nothing was to be done so long before the step came."""
+
+
+def _is_done(pending: PendingStep) -> bool:
     try:
-        result = runner.execute(plan)
-    except Exception as error:
-        log.error("step %d failed: %r", plan.step_id, error, exc_info=error)
-        if isinstance(error, TriptychError):
-            return error
-        return EngineFailure(f"step {plan.step_id} failed: {error!r}")
-    return replace(result, timings=replace(result.timings, idle_ns=idle_ns))
+        return pending.is_done()
+    except RuntimeError:
+        return True  # the device failed: `wait` says how

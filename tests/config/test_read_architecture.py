@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig, MixtralConfig
 
 from triptych.config.architecture import RopeParameters
 from triptych.config.checkpoint import read_architecture, read_generation_defaults
@@ -99,6 +99,14 @@ def test_what_is_left_out_has_the_defaults_of_transformers(tmp_path: Path) -> No
     assert read.hidden_act == oracle.hidden_act
     assert read.dtype == "float32"
     assert read.eos_token_ids == ()
+
+
+def test_the_experts_of_a_mixture_are_counted(tmp_path: Path) -> None:
+    MixtralConfig(architectures=["MixtralForCausalLM"], num_experts_per_tok=3).save_pretrained(tmp_path)
+    read = read_architecture(tmp_path)
+    assert (read.num_experts, read.num_experts_per_tok) == (8, 3)
+    read = read_architecture(write_config(tmp_path))
+    assert (read.num_experts, read.num_experts_per_tok) == (0, 0)
 
 
 @pytest.mark.parametrize("old", [{"type": "llama3"}, {"rope_type": "llama3"}])

@@ -11,15 +11,14 @@ import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Scheduler
-from services.worker.runner.base import Runner
+from services.worker.runner.base import PendingStep, Runner
 from triptych.config import SchedulerConfig
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import StepPlan
 from triptych.types.submit import SubmitRequest
 
 
 class InProcessEngine:
-    """Generates as the two services do, `window` plans being made before the oldest is computed."""
+    """Generates as the two services do, `window` steps being launched before the oldest is waited for."""
 
     def __init__(
         self,
@@ -62,11 +61,11 @@ class InProcessEngine:
             )
             self.scheduler.add(Request.from_submit(submit, session=0))
             tokens[number] = []
-        plans: deque[StepPlan] = deque()
-        while self.scheduler.has_work or plans:
-            while len(plans) < self._window and (plan := self.scheduler.schedule()) is not None:
-                plans.append(plan)
-            output = self.scheduler.update(self._runner.execute(plans.popleft()))
+        pending: deque[PendingStep] = deque()
+        while self.scheduler.has_work or pending:
+            while len(pending) < self._window and (plan := self.scheduler.schedule()) is not None:
+                pending.append(self._runner.launch(plan))
+            output = self.scheduler.update(pending.popleft().wait())
             assert not output.failed, output.failed[0].error
             for number, token_id in zip(output.numbers.tolist(), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)

@@ -23,6 +23,7 @@ from services.worker.door import SERVICE as WORKER_SERVICE
 from services.worker.door import WorkerDoor
 from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
+from services.worker.runner.base import CompletedStep
 from services.worker.runner_thread import RunnerThread
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
@@ -67,6 +68,9 @@ class NaiveRunner:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_window=4,
         )
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert self.may_step.wait(DEADLINE_S), "nobody let the step go on"

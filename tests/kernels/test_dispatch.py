@@ -56,7 +56,10 @@ def test_unknown_implementation_is_refused_and_the_known_ones_are_named() -> Non
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_every_implementation(op: str) -> None:
     assert op in ops.__all__
-    partial = {"cpu": dispatch.NATIVE_OPS | dispatch.PACKED_OPS, "triton": dispatch.TRITON_OPS}
+    partial = {
+        "cpu": dispatch.NATIVE_OPS | dispatch.PACKED_OPS,
+        "triton": dispatch.TRITON_OPS | dispatch.QUANTIZED_OPS,
+    }
     for impl in dispatch.IMPLS:
         if op not in partial.get(impl, {op}):
             continue

@@ -36,6 +36,17 @@ def test_adds_the_residual_first_and_returns_the_sum(shape: tuple[int, ...], dty
     assert torch.equal(residual, residual_before)
 
 
+@pytest.mark.parametrize("impl", [None, "torch"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_heads_are_read_where_a_packed_projection_has_them(dtype: torch.dtype, impl: str | None) -> None:
+    torch.manual_seed(2)
+    packed, weight = torch.randn(5, 11, 24).to(dtype), torch.randn(24).to(dtype)
+    for heads in (packed[:, :7], packed[:, 7:9], packed[:, 10:]):
+        out = rms_norm(heads, weight, 1e-5, impl=impl)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, rms_norm(heads, weight, 1e-5, impl="reference"), **TOLERANCE[dtype])
+
+
 def test_a_vector_of_zeros_stays_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 5), torch.ones(5), 1e-5), torch.zeros(2, 5))
 
@@ -51,6 +62,10 @@ def test_bfloat16_squares_are_summed_in_float32() -> None:
 def test_shapes_and_dtypes_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match=r"weight \[3\] does not fit x \[2, 4\]"):
         rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
+    with pytest.raises(ValueError, match=r"x \[2, 3, 4\] with strides \[4, 8, 1\] must be"):
+        rms_norm(torch.ones(3, 2, 4).transpose(0, 1), torch.ones(4), 1e-5)
+    with pytest.raises(ValueError, match="with a residual, all contiguous"):
+        rms_norm(torch.ones(2, 6)[:, :4], torch.ones(4), 1e-5, torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"x is torch.bfloat16, weight torch.float32"):
         rms_norm(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match=r"residual \[1, 4\] torch.float32 does not fit x \[2, 4\]"):

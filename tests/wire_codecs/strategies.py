@@ -146,7 +146,7 @@ results = build(
     token_ids=u32_column(),
     logprobs=st.none() | logprob_columns(),
     row_errors=st.lists(build(RowError, slot=u32, generation=u32, message=words), max_size=2).map(tuple),
-    timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64),
+    timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64),
 )
 
 model_facts = build(

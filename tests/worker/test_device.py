@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.device import choose_device, resolve_config, use_threads
+from services.worker.device import choose_device, resolve_config, use_device, use_threads
 from services.worker.resolution import (
     choose_batch_invariance,
     choose_dtype,
@@ -100,36 +100,81 @@ QUANTIZABLE = tiny_architecture(hidden_size=64, intermediate_size=96, num_heads=
 
 @pytest.mark.parametrize("requested", ["none", "q4", "q8", "auto"])
 def test_quantization_is_served_by_native_kernels(requested):
-    chosen = choose_quantization(requested, QUANTIZABLE, "bfloat16", native_kernels=True)
+    chosen = choose_quantization(requested, QUANTIZABLE, "bfloat16", device="cpu", native_kernels=True)
     assert chosen == ("q4" if requested == "auto" else requested)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("requested", ["none", "q4", "q8", "int8", "fp8", "auto"])
+def test_quantization_is_served_by_cuda_devices_where_nothing_chooses_it_unasked(requested, dtype):
+    chosen = choose_quantization(
+        requested, QUANTIZABLE, dtype, device="cuda:0", native_kernels=False, native_float8=True
+    )
+    assert chosen == ("none" if requested == "auto" else requested)
+
+
 @pytest.mark.parametrize(
-    ("changes", "dtype", "native_kernels", "says"),
+    ("requested", "device", "changes", "dtype", "native_kernels", "says"),
     [
-        ({}, "float32", False, "native kernels"),
-        ({}, "float16", True, "not model.dtype = float16"),
-        ({"hidden_size": 72}, "float32", True, "do not divide hidden_size = 72"),
-        ({"intermediate_size": 100}, "float32", True, "do not divide intermediate_size = 100"),
-        ({"head_dim": 12}, "float32", True, r"do not divide num_heads \* head_dim = 48"),
+        ("q4", "cpu", {}, "float32", False, "native kernels"),
+        ("q8", "cpu", {}, "float16", True, "not model.dtype = float16"),
+        ("q8", "cpu", {"hidden_size": 72}, "float32", True, "do not divide hidden_size = 72"),
+        (
+            "q4",
+            "cuda:0",
+            {"intermediate_size": 100},
+            "float32",
+            True,
+            "do not divide intermediate_size = 100",
+        ),
+        ("int8", "cuda:0", {"head_dim": 12}, "float32", True, r"do not divide num_heads \* head_dim = 48"),
+        ("int8", "cpu", {}, "float32", True, "on CUDA devices alone; q8 holds"),
+        ("fp8", "cpu", {}, "float32", True, "on CUDA devices alone; q8 holds"),
+        ("fp8", "cuda:0", {}, "bfloat16", True, r"compute capability 8\.9 and above"),
+        ("q4", "simulated", {}, "bfloat16", False, "this is simulated"),
     ],
 )
 def test_where_nothing_multiplies_quantized_weights_they_are_refused_by_name(
-    changes, dtype, native_kernels, says
+    requested, device, changes, dtype, native_kernels, says
 ):
     architecture = replace(QUANTIZABLE, **changes)
-    for requested in ("q4", "q8"):
-        with pytest.raises(FeatureDisabled, match=rf"model\.quantization = {requested}.*{says}"):
-            choose_quantization(requested, architecture, dtype, native_kernels=native_kernels)
-    for requested in ("none", "auto"):
-        chosen = choose_quantization(requested, architecture, dtype, native_kernels=native_kernels)
-        assert chosen == "none"
+    place = {"device": device, "native_kernels": native_kernels}
+    with pytest.raises(FeatureDisabled, match=rf"model\.quantization = {requested}.*{says}"):
+        choose_quantization(requested, architecture, dtype, **place)
+    assert choose_quantization("none", architecture, dtype, **place) == "none"
 
 
-def test_quantized_weights_are_refused_on_accelerators():
-    engine = EngineConfig(model=ModelConfig(quantization="q4"))
-    with pytest.raises(FeatureDisabled, match=r"model\.quantization = q4"):
-        resolve_for_device(engine, QUANTIZABLE, device="cuda:0", native_bfloat16=True, native_kernels=True)
+@pytest.mark.parametrize(
+    ("device", "changes", "dtype", "native_kernels"),
+    [
+        ("cpu", {}, "float32", False),
+        ("cpu", {}, "float16", True),
+        ("cpu", {"hidden_size": 72}, "float32", True),
+        ("simulated", {}, "bfloat16", False),
+    ],
+)
+def test_automatic_quantization_is_none_where_no_native_kernel_serves_it(
+    device, changes, dtype, native_kernels
+):
+    architecture = replace(QUANTIZABLE, **changes)
+    chosen = choose_quantization("auto", architecture, dtype, device=device, native_kernels=native_kernels)
+    assert chosen == "none"
+
+
+@pytest.mark.parametrize("native_float8", [True, False])
+def test_8_bit_floats_are_served_where_the_device_multiplies_them(native_float8):
+    engine = EngineConfig(model=ModelConfig(quantization="fp8"))
+    device = {
+        "device": "cuda:0",
+        "native_bfloat16": True,
+        "native_kernels": True,
+        "native_float8": native_float8,
+    }
+    if native_float8:
+        assert resolve_for_device(engine, QUANTIZABLE, **device).quantization == "fp8"
+    else:
+        with pytest.raises(FeatureDisabled, match=r"model\.quantization = fp8"):
+            resolve_for_device(engine, QUANTIZABLE, **device)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +224,25 @@ def test_threads_are_given_to_torch():
         assert use_threads(0) >= 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"), [({}, ["expandable_segments:True"]), ({"PYTORCH_ALLOC_CONF": ""}, [])]
+)
+def test_a_cuda_devices_memory_grows_in_place_unless_the_operator_set_the_allocator(
+    monkeypatch, variables, settings
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen, chosen = [], []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    use_device(torch.device("cuda", 1))
+    assert (seen, chosen) == (settings, [torch.device("cuda", 1)])
+
+
+def test_a_cpu_needs_no_choosing(monkeypatch):
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    use_device(torch.device("cpu"))

@@ -28,6 +28,16 @@ def test_measured_blocks_take_the_fraction_of_what_is_free():
     assert plan.max_model_len == 40
 
 
+def test_what_steps_take_comes_out_of_the_share_that_is_granted():
+    config = config_with(CacheConfig(block_size=4, memory_fraction=0.5))
+    plan = plan_kv_cache(config, 22 * BLOCK_BYTES, activation_bytes=3 * BLOCK_BYTES + 1)
+    assert plan.shape.num_blocks == 7
+    with pytest.raises(ConfigError, match=r"free after loading, less .* MiB for activations, is"):
+        plan_kv_cache(config, 22 * BLOCK_BYTES, activation_bytes=10 * BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="set at most 4, or 0"):
+        plan_kv_cache(tiny_config(num_blocks=5), 8 * BLOCK_BYTES, activation_bytes=4 * BLOCK_BYTES)
+
+
 def test_measured_blocks_stop_at_what_all_requests_together_can_fill():
     plan = plan_kv_cache(config_with(CacheConfig(block_size=5), max_num_seqs=3), 1 << 40)
     assert plan.shape.num_blocks == 3 * 13 + 1  # 64 tokens fill 13 blocks of 5

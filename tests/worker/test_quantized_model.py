@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from services.worker.device import resolve_config
 from services.worker.layers.quantization import choose_format
-from services.worker.layers.weights import packed_weights
+from services.worker.layers.weights import held_weights
 from services.worker.loader import load_model, open_checkpoint
 from services.worker.runner.create import create_runner
 from tests.helpers.in_process import InProcessEngine
@@ -26,7 +26,8 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.hub import resolve_model
 from triptych_kernels.cpu import crossover
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.quantized_weight import BLOCK_FORMATS, NEVER, QuantizedFormat, QuantizedWeight
+from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedWeight
+from triptych_kernels.quantized_format import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 
@@ -67,7 +68,7 @@ def test_a_files_own_blocks_are_kept(
     monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
     directory = write(kind)
     kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
-    assert {weight.format for weight in packed_weights(kept)} == {BLOCK_FORMATS[kind]}
+    assert {weight.format for weight in held_weights(kept)} == {BLOCK_FORMATS[kind]}
     monkeypatch.undo()
     plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
     for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
@@ -98,6 +99,8 @@ def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_n
 
     def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
         format = choose_format(sources, is_head=is_head, config=replace(config, quantization=quantization))
+        if isinstance(format, ChannelFormat):
+            return str(format.dtype)
         return "none" if format is None else f"{format.bits}{' affine' * format.is_affine}"
 
     assert chosen("none", "a") == "none"
@@ -105,6 +108,9 @@ def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_n
     assert chosen("q4", "a", "b") == chosen("q4", "a", "d") == "4 affine"
     assert chosen("q4", "a", "c") == chosen("q4", "d", is_head=True) == chosen("q8", "d") == "8"
     assert chosen("q4", "c", "d") == chosen("q8", "b", "d") == "8 affine"
+    assert chosen("int8", "a", "d") == "torch.int8"
+    assert chosen("fp8", "c") == "torch.float8_e4m3fn"
+    assert chosen("int8", "b", is_head=True) == chosen("fp8", "d", is_head=True) == "8"
 
 
 SEQUENCES = [[5, 9, 2, 7, 30, 11, 4, 8, 1, 2, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [40, 41, 42]]
@@ -173,7 +179,7 @@ def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
     ):
         config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
         model = load_model(config, open_checkpoint(directory))
-        assert {weight.wide_rows for weight in packed_weights(model)} == {64 if is_wide else NEVER}
+        assert {weight.wide_rows for weight in held_weights(model)} == {64 if is_wide else NEVER}
 
 
 @pytest.mark.parametrize(

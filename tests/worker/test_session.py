@@ -14,6 +14,7 @@ import pytest
 from services.worker.gate import Entry, SessionGate
 from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard
+from services.worker.runner.base import CompletedStep
 from services.worker.runner_thread import RunnerThread
 from services.worker.session import DrainNotice
 from triptych.errors import (
@@ -51,6 +52,9 @@ class StepCounter:
             max_num_batched_tokens=64,
             max_window=4,
         )
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.started.set()

@@ -21,7 +21,7 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
-from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.held_weight import HeldWeight
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -90,18 +90,19 @@ def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvShape) -> Worke
     )
 
 
-def runner_for(model: nn.Module, config: ResolvedConfig) -> ModelRunner:
+def runner_for(model: nn.Module, config: ResolvedConfig, *, enforce_eager: bool = False) -> ModelRunner:
     """A runner over fresh KV memory full of NaN: what no step wrote must never show."""
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     kv_caches = allocate_kv_cache(kv.shape, torch.device("cpu"))
     for layer in kv_caches:
         (layer.blocks if layer.scales is None else layer.scales)[1:] = float("nan")
-    return ModelRunner(model=model, kv_caches=kv_caches, facts=tiny_facts(config, kv.max_model_len, kv.shape))
+    facts = tiny_facts(config, kv.max_model_len, kv.shape)
+    return ModelRunner(model=model, kv_caches=kv_caches, facts=facts, enforce_eager=enforce_eager)
 
 
-def dense(weight: Tensor | PackedWeight) -> Tensor:
+def dense(weight: Tensor | HeldWeight) -> Tensor:
     """[out_features, in_features] as it was loaded, whatever form it is held in."""
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, HeldWeight):
         return weight.rows(torch.arange(weight.out_features), weight.dtype)
     return weight
 

@@ -8,7 +8,8 @@ from itertools import cycle
 
 import torch
 
-from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedFormat, QuantizedWeight
+from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedWeight
+from triptych_kernels.quantized_format import QuantizedFormat
 
 _ROWS = (64, 128, 256, 512)
 _ROUNDS = 4  # the fastest counts: others may be at work meanwhile

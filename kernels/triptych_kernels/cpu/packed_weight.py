@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.launch import Argument, launch
 from triptych_kernels.cpu.library import DTYPES, isa, load
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.held_weight import Half, HeldWeight
 
-Half = Literal["gate", "up"]
 _EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
-class PackedWeight:
-    """[out_features, in_features] of one or several projections, filled row by row as they are loaded."""
+class PackedWeight(HeldWeight):
+    """In the dtype of its inputs."""
+
+    impl = "cpu"
 
     def __init__(
         self,
@@ -51,30 +51,19 @@ class PackedWeight:
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What it can be multiplied with."""
         return (self.dtype,)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def num_elements(self) -> int:
-        return self.out_features * (self.in_features + (self.bias is not None))
 
     @property
     def num_bytes(self) -> int:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
-        """Copy rows [n, in_features] to output `first_row` and those after it, counted within the half."""
         rows = rows.to(self.dtype).contiguous()
         launch(
             "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, HALVES[half]
         )
 
     def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
-        """Copy the bias [n] of those outputs."""
         assert self.bias is not None, "created without a bias"
         rows = torch.arange(first_row, first_row + len(values))
         if half is not None:
@@ -83,13 +72,11 @@ class PackedWeight:
         self.bias[rows] = values.float()
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """`ops.linear`, or with an activation `ops.gated_linear`."""
         out = self._new_output(x, out_dtype, activation)
         launch("linear", x, *self._linear_arguments(x, out, activation))
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """`ops.embedding`."""
         out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
         launch(
             "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], True, self.data,

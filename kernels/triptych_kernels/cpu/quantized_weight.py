@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import DTYPES, isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
-from triptych_kernels.cpu.packed_weight import HALVES, Half, PackedWeight
-
-GROUP_SIZE = 32
-"""Inputs that share a scale."""
+from triptych_kernels.cpu.packed_weight import HALVES, PackedWeight
+from triptych_kernels.held_weight import BlockWeight, Half
+from triptych_kernels.quantized_format import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
 
 NEVER = 2**62
 """A number of rows that no product has."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedFormat:
-    """How the integers of a group become weights: `scale * q`, and in affine formats `scale * q + minimum`."""
-
-    bits: int
-    """4 or 8."""
-    is_affine: bool
-
-    @property
-    def group_bytes(self) -> int:
-        """Of one output."""
-        return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
-
-    def holds(self, other: QuantizedFormat) -> bool:
-        """Whether it can hold whatever `other` holds, without loss."""
-        # a symmetric 4-bit group is an affine one whose minimum is -8 scales
-        return self.bits >= other.bits and self.is_affine >= other.is_affine
-
-
-BLOCK_FORMATS = {
-    "Q4_0": QuantizedFormat(4, is_affine=False),
-    "Q4_1": QuantizedFormat(4, is_affine=True),
-    "Q8_0": QuantizedFormat(8, is_affine=False),
-}
-"""Forms of GGUF files whose blocks can be kept -> the smallest format that holds them."""
 _BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
 
 
-def common_format(formats: Iterable[QuantizedFormat]) -> QuantizedFormat:
-    """The smallest that holds all of these without loss."""
-    formats = list(formats)
-    return QuantizedFormat(max(f.bits for f in formats), any(f.is_affine for f in formats))
-
-
-class QuantizedWeight(PackedWeight):
+class QuantizedWeight(PackedWeight, BlockWeight):
     """[out_features, in_features] of one or several projections; products take float32 and bfloat16.
 
     Products round their inputs to 16-bit integers, group by group, which is finer than bfloat16, and multiply
@@ -100,14 +65,6 @@ class QuantizedWeight(PackedWeight):
         launch("pack_quantized", rows, *self._format, rows, *self._place(first_row, half))
 
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
-        """Keep the blocks of a GGUF file as they are.
-
-        Args:
-            type: one of `BLOCK_FORMATS`.
-            data: [n, bytes of a row] uint8.
-        Raises:
-            ValueError: this weight's format cannot hold such blocks without loss.
-        """
         if not self.format.holds(BLOCK_FORMATS[type]):
             raise ValueError(f"{type} blocks do not fit into {self.format}")
         data = data.contiguous()

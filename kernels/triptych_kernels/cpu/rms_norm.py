@@ -14,9 +14,8 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    rows = x.view(-1, x.shape[-1])
     launch(
-        "rms_norm", rows, DTYPES[x.dtype], DTYPES[weight.dtype],
-        rows, weight, residual, total, out, x.shape[-1], eps,
+        "rms_norm", x, DTYPES[x.dtype], DTYPES[weight.dtype],
+        x, x.stride(0), weight, residual, total, out, x.shape[1:-1].numel(), x.shape[-1], eps,
     )  # fmt: skip
     return out if total is None else (out, total)

@@ -2,6 +2,7 @@
 
 from triptych_kernels.ops.copy_blocks import copy_blocks
 from triptych_kernels.ops.embedding import embedding
+from triptych_kernels.ops.fused_moe import fused_moe
 from triptych_kernels.ops.gated_linear import gated_linear
 from triptych_kernels.ops.gather_rows import gather_rows
 from triptych_kernels.ops.linear import linear
@@ -18,6 +19,7 @@ from triptych_kernels.ops.write_kv import write_kv
 __all__ = [
     "copy_blocks",
     "embedding",
+    "fused_moe",
     "gated_linear",
     "gather_rows",
     "linear",

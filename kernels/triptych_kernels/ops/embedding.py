@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.dispatch import find_impl
+from triptych_kernels.held_weight import HeldWeight
 
 
 def embedding(
     token_ids: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | HeldWeight,
     *,
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
@@ -20,7 +20,7 @@ def embedding(
 
     Args:
         token_ids: [num_tokens] int64, each below vocab_size; not checked, the device is not waited for.
-        weight: [vocab_size, hidden_size]; plain, or packed for the logits that share it.
+        weight: [vocab_size, hidden_size]; plain, or in the form of the logits that share it.
         out_dtype: float32 or that of the weight; None: that of the weight.
     Returns:
         [num_tokens, hidden_size], a new tensor.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.dispatch import find_impl
+from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops.linear import check_linear
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -13,7 +13,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 def gated_linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | HeldWeight,
     bias: Tensor | None = None,
     *,
     activation: str = "silu",
@@ -22,12 +22,12 @@ def gated_linear(
     """`activation(gate) * up` of the packed projection [gate | up]: `linear`, then `silu_and_mul` or its like.
 
     Args:
-        x: [num_rows, in_features], the last axis contiguous, of the weight's dtype.
+        x: [num_rows, in_features], as `linear` takes it.
         weight: [2 * intermediate_size, in_features], gate first.
-        bias: [2 * intermediate_size]; None with a packed weight, which holds its own.
+        bias: [2 * intermediate_size]; None with a held weight, which has its own.
         activation: one of `ACTIVATIONS`, under Hugging Face's names.
     Returns:
-        [num_rows, intermediate_size], a new tensor like x; of a packed weight rounded once, at the end.
+        [num_rows, intermediate_size], a new tensor like x; of a held weight rounded once, at the end.
     Raises:
         ValueError: shapes or dtypes disagree, or the activation is unknown; names it.
     Source: SwiGLU and GEGLU, arXiv:2002.05202.

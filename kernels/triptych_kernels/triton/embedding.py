@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.held_weight import HeldWeight
+
 _BLOCK = 1024  # elements of one program: its 128 threads load 16 bytes each in bfloat16
 
 
-def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+def embedding(token_ids: Tensor, weight: Tensor | HeldWeight, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, HeldWeight):
+        return weight.rows(token_ids, out_dtype)
     hidden_size = weight.shape[1]
     out = torch.empty((token_ids.shape[0], hidden_size), dtype=out_dtype, device=weight.device)
     if out.numel():

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with the residual addition, one program per row."""
+"""Root-mean-square normalisation with the residual addition: a program takes a row, or some short vectors of one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ _ELEMENTS_PER_THREAD = (
     16  # two loads of 16 bytes in bfloat16 and four of the residual: enough to hide their latency
 )
 _MAX_WARPS = 16
+_HEADS_AT_ONCE = (
+    1024  # elements of a row's vectors that a program of two warps takes: 32 bytes per thread in bfloat16
+)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     hidden_size = x.shape[-1]
-    x = x.contiguous()
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    if x.ndim > 2 and residual is None and hidden_size <= _HEADS_AT_ONCE:
+        _norm_each_head(x, weight, eps, out)
+        return out
+    x = x.contiguous()
     total = None
     if residual is not None:
         residual = residual.contiguous()
@@ -32,6 +38,17 @@ def rms_norm(
             x, weight, residual, total, out, hidden_size, eps, BLOCK=block, num_warps=num_warps
         )
     return out if total is None else (out, total)
+
+
+def _norm_each_head(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    num_heads, head_dim = x.shape[1:-1].numel(), x.shape[-1]
+    if out.numel():
+        block = triton.next_power_of_2(head_dim)
+        heads_block = min(_HEADS_AT_ONCE // block, triton.next_power_of_2(num_heads))
+        _norm_heads[(len(x), triton.cdiv(num_heads, heads_block))](
+            x, x.stride(0), weight, out, num_heads, head_dim, eps,
+            BLOCK_H=heads_block, BLOCK=block, num_warps=max(heads_block * block // 512, 1),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -63,6 +80,21 @@ def _norm_long_rows(x, weight, residual, total, out, hidden_size, eps, BLOCK: tl
         weights = tl.load(weight + start + column, mask=inside, other=0.0).to(tl.float32)
         summed = _add_residual(x, residual, None, row_start + start + column, inside)
         tl.store(out + row_start + start + column, summed * scale * weights, mask=inside)
+
+
+@triton.jit
+def _norm_heads(
+    x, x_stride, weight, out, num_heads, head_dim, eps, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK_H vectors of one row, which stand one after the other."""
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (dim < head_dim)
+    weights = tl.load(weight + dim, mask=dim < head_dim, other=0.0).to(tl.float32)
+    vectors = tl.load(x + row * x_stride + head * head_dim + dim, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(vectors * vectors, 1) / head_dim + eps)
+    tl.store(out + (row * num_heads + head) * head_dim + dim, vectors * scale[:, None] * weights, mask=inside)
 
 
 @triton.jit

@@ -42,4 +42,8 @@ class ModelArchitecture:
     """float32, bfloat16 or float16, as stored; GGUF counts as bfloat16."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    """In each layer's mixture; 0: every layer has one MLP."""
+    num_experts_per_tok: int = 0
+    """How many of them a token goes through."""
     is_gguf: bool = False

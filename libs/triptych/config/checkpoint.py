@@ -44,6 +44,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
             config.fail("hidden_size", hidden_size, f"must be a multiple of num_attention_heads {num_heads}")
         head_dim = hidden_size // num_heads
     max_positions = config.integer("max_position_embeddings")
+    num_experts, num_experts_per_tok = _experts(config)
 
     return ModelArchitecture(
         name=_architecture_name(config),
@@ -64,6 +65,8 @@ def read_architecture(directory: Path) -> ModelArchitecture:
         dtype=_dtype(config),
         bos_token_id=config.optional_integer("bos_token_id"),
         eos_token_ids=_eos_token_ids(generation, config),
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
         is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
     )
 
@@ -161,6 +164,19 @@ def _architecture_name(config: _JsonFile) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         config.fail("architectures", names, "must be a list of one name, such as ['LlamaForCausalLM']")
     return names[0]
+
+
+def _experts(config: _JsonFile) -> tuple[int, int]:
+    """How many experts there are, and how many a token goes through; zeros where each layer has one MLP."""
+    if config.values.get("num_local_experts") is None:
+        return 0, 0
+    num_experts = config.integer("num_local_experts")
+    num_experts_per_tok = config.integer("num_experts_per_tok")
+    if num_experts_per_tok > num_experts:
+        config.fail(
+            "num_experts_per_tok", num_experts_per_tok, f"must be at most num_local_experts {num_experts}"
+        )
+    return num_experts, num_experts_per_tok
 
 
 def _dtype(config: _JsonFile) -> str:

@@ -70,16 +70,18 @@ class ModelConfig:
     )
     quantization: str = value(
         "none",
-        "Weight-only quantization of linear layers; none: weights in `model.dtype`. q4, q8: blocks of 4 and 8 "
-        "bits that a GGUF file holds are kept, everything else is quantized in groups of 32, the output head to "
-        "8 bits. auto: the fastest here.",
+        "Quantization of linear layers. none: weights in `model.dtype`. q4, q8: of weights alone; blocks of 4 "
+        "and 8 bits that a GGUF file holds are kept, everything else is quantized in groups of 32, the output "
+        "head to 8 bits. int8, fp8: of weights and their inputs, with a scale per output and per token, the "
+        "output head as with q8; on CUDA devices alone, fp8 from compute capability 8.9 on. auto: q4 where the "
+        "native kernels for CPUs serve it, else none.",
         ENGINE + WORKER,
-        choices=("none", "q4", "q8", "auto"),
+        choices=("none", "q4", "q8", "int8", "fp8", "auto"),
     )
     batch_invariant: str = value(
         "auto",
         "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
-        "many rows, as in a prefill, may be computed in bfloat16 where that is faster. auto: true, but false "
+        "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true, but false "
         "with `model.quantization = auto`.",
         WORKER,
         choices=("auto", "true", "false"),
@@ -122,7 +124,12 @@ class CacheConfig:
         0, "KV blocks, the null block included; 0: sized from the memory left after loading.", WORKER, ge=0
     )
     memory_fraction: float = value(
-        0.5, "Share of the memory free after loading that KV blocks may take.", WORKER, gt=0, le=0.98
+        0.5,
+        "Share of the memory free after loading that KV blocks may take; on a CUDA device together with what the "
+        "longest step takes, which is measured.",
+        WORKER,
+        gt=0,
+        le=0.98,
     )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
 
@@ -228,7 +235,9 @@ class WorkerConfig:
         0, "CPU threads for the model; 0: the physical cores this process may use.", WORKER, ge=0
     )
     enforce_eager: bool = value(
-        False, "Call the model operation by operation, not as one recorded program; for debugging.", WORKER
+        False,
+        "Call the model operation by operation, not as one recorded program or CUDA graph; for debugging.",
+        WORKER,
     )
     hang_timeout_s: float = value(
         30.0,

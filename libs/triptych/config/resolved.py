@@ -22,7 +22,7 @@ class ResolvedConfig:
     kv_dtype: str = "float32"
     """`engine.cache.dtype` with `auto` resolved: int8, or one of `dtype`'s."""
     quantization: str = "none"
-    """`engine.model.quantization` with `auto` resolved: none, q4, q8."""
+    """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8, fp8."""
     batch_invariant: bool = True
     """`engine.model.batch_invariant` with `auto` resolved."""
     tensor_types: Mapping[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from triptych.errors import ConfigError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -100,6 +101,7 @@ class WorkerMetrics:
     steps: Counter
     tokens: Counter
     stage_seconds: Counter
+    step_gap_seconds: Histogram
     kv_blocks: Gauge
     weight_bytes: Gauge
     load_seconds: Gauge
@@ -114,6 +116,13 @@ class WorkerMetrics:
                 "triptych_worker_stage_seconds",
                 "Time by stage: prepare, forward, sample, idle.",
                 ["stage"],
+                registry=registry,
+            ),
+            Histogram(
+                "triptych_worker_step_gap_seconds",
+                "Between the last kernel of a step and the first of the next, waits for a plan included; "
+                "only of devices that measure it.",
+                buckets=_GAP_SECONDS,
                 registry=registry,
             ),
             Gauge("triptych_worker_kv_blocks", "KV blocks built.", registry=registry),

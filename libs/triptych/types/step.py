@@ -112,13 +112,17 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a step's time went, in ns."""
+    """Where a step's time went, in ns. On an asynchronous device prepare and sample are the host's, during which other
+    steps compute."""
 
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
     idle_ns: int = 0
     """Before this step, waiting with nothing to do although the stream was open."""
+    gap_ns: int = 0
+    """Between the last kernel of the step before and the first of this one, by the device's clock; a wait for a plan
+    is part of it. 0: the device does not measure it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,6 +67,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
         forward_ns=timings.forward_ns,
         sample_ns=timings.sample_ns,
         idle_ns=timings.idle_ns,
+        gap_ns=timings.gap_ns,
     )
 
 
@@ -79,7 +80,9 @@ def result_from_proto(message: worker_pb2.Result) -> StepResult:
         token_ids=u32_from_bytes(message.token_ids),
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
         row_errors=tuple(RowError(e.slot, e.generation, e.message) for e in message.row_errors),
-        timings=StepTimings(message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns),
+        timings=StepTimings(
+            message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
+        ),
     )
 
 

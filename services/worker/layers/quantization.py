@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from services.worker.device import TORCH_DTYPES
 from triptych.config.resolved import ResolvedConfig
-from triptych_kernels.cpu.quantized_weight import BLOCK_FORMATS, QuantizedFormat, common_format
+from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+from triptych_kernels.held_weight import HeldWeight
+from triptych_kernels.quantized_format import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
+
+WeightFormat = QuantizedFormat | ChannelFormat
 
 _QUANTIZED_TO = {
     "q4": QuantizedFormat(4, is_affine=True),  # each group as a Q4_0 or a Q4_1, whichever is nearer
     "q8": QuantizedFormat(8, is_affine=False),
 }
+_CHANNEL_FORMATS = {"int8": ChannelFormat(torch.int8), "fp8": ChannelFormat(torch.float8_e4m3fn)}
 _HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # nothing after it evens out its errors
 
 
@@ -22,7 +29,7 @@ class StoredBlocks:
     """A matrix as its file holds it, for weights that keep the blocks."""
 
     type: str
-    """One of `triptych_kernels.cpu.quantized_weight.BLOCK_FORMATS`."""
+    """One of `triptych_kernels.quantized_format.BLOCK_FORMATS`."""
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
@@ -32,7 +39,7 @@ class StoredBlocks:
 
 def choose_format(
     sources: Sequence[str], *, is_head: bool = False, config: ResolvedConfig
-) -> QuantizedFormat | None:
+) -> WeightFormat | None:
     """The format for a weight made of these tensors of the checkpoint, the smallest that loses nothing.
 
     Args:
@@ -42,6 +49,8 @@ def choose_format(
     """
     if config.quantization == "none":
         return None
+    if config.quantization in _CHANNEL_FORMATS and not is_head:
+        return _CHANNEL_FORMATS[config.quantization]
     otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[config.quantization]
     formats = [
         BLOCK_FORMATS[type] if keeps_blocks(type, config) else otherwise
@@ -52,5 +61,39 @@ def choose_format(
 
 def keeps_blocks(type: str, config: ResolvedConfig) -> bool:
     """Whether linear weights keep the blocks of tensors stored in this form: those of 4 bits under q8 as well,
-    since 8 bits could only say the same."""
-    return config.quantization != "none" and type in BLOCK_FORMATS
+    since 8 bits could only say the same. With inputs in 8 bits there are none."""
+    return config.quantization in _QUANTIZED_TO and type in BLOCK_FORMATS
+
+
+def create_quantized_weight(
+    out_features: int,
+    in_features: int,
+    format: WeightFormat,
+    *,
+    gated: bool,
+    bias: bool,
+    config: ResolvedConfig,
+) -> HeldWeight:
+    """Storage for a linear layer's weight in the form that products on this rank's device read."""
+    dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
+    if device.type == "cpu":
+        assert isinstance(format, QuantizedFormat), "choose_quantization refuses the others"
+        return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
+    # Triton comes with the CUDA builds of torch
+    from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+    from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+
+    if isinstance(format, ChannelFormat):
+        return ChannelQuantizedWeight(
+            out_features, in_features, dtype, format.dtype, device=device, gated=gated, bias=bias
+        )
+    return GroupQuantizedWeight(
+        out_features,
+        in_features,
+        dtype,
+        format,
+        device=device,
+        gated=gated,
+        bias=bias,
+        batch_invariant=config.batch_invariant,
+    )

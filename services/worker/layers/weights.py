@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.device import TORCH_DTYPES
-from services.worker.layers.quantization import StoredBlocks, choose_format
+from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, ModelError
-from triptych_kernels.cpu.packed_weight import Half, PackedWeight, can_pack
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
+from triptych_kernels.held_weight import BlockWeight, Half, HeldWeight
 
-LinearWeight = nn.Parameter | PackedWeight
+LinearWeight = nn.Parameter | HeldWeight
 """[out_features, in_features] in the form that the device's product wants; the ops take either."""
 
 _NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
@@ -112,11 +112,14 @@ def create_linear_weight(
     dtype = TORCH_DTYPES[config.dtype]
     format = choose_format(sources, is_head=is_head, config=config)
     if format is not None:
-        return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias), None
+        weight = create_quantized_weight(
+            out_features, in_features, format, gated=gated, bias=bias, config=config
+        )
+        return weight, None
     if config.rank.device == "cpu" and can_pack(in_features, dtype):
         return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
-    weight = empty_parameter(out_features, in_features, config=config)
-    return weight, empty_parameter(out_features, config=config) if bias else None
+    parameter = empty_parameter(out_features, in_features, config=config)
+    return parameter, empty_parameter(out_features, config=config) if bias else None
 
 
 def linear_target(
@@ -139,10 +142,8 @@ def linear_target(
     """
     num_rows = weight.shape[0] if length is None else length
     on_this_rank = (num_rows, weight.shape[1])[dim]
-    if isinstance(weight, PackedWeight):
-        keep = (
-            partial(weight.fill_blocks, first_row, half=half) if isinstance(weight, QuantizedWeight) else None
-        )
+    if isinstance(weight, HeldWeight):
+        keep = partial(weight.fill_blocks, first_row, half=half) if isinstance(weight, BlockWeight) else None
         return WeightTarget(
             partial(weight.fill_rows, first_row, half=half),
             checkpoint_shape,
@@ -168,7 +169,7 @@ def bias_target(
 ) -> WeightTarget:
     """The place of the bias that belongs to a projection of `out_features` outputs in the checkpoint."""
     num_rows = weight.shape[0] if length is None else length
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, HeldWeight):
         return WeightTarget(
             partial(weight.fill_bias, first_row, half=half), (out_features,), num_rows, start=start
         )
@@ -180,8 +181,8 @@ def bias_target(
 
 def weight_bytes(model: nn.Module) -> int:
     """Memory that the weights take, tied ones counted once."""
-    packed = sum(weight.num_bytes for weight in packed_weights(model))
-    return packed + sum(parameter.nbytes for parameter in model.parameters())
+    held = sum(weight.num_bytes for weight in held_weights(model))
+    return held + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def share(size: int, *, what: str, config: ResolvedConfig) -> tuple[int, int]:
@@ -207,7 +208,7 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
                 assert name not in targets, f"two layers ask for {name}"
                 targets[name] = target
     num_elements = sum(parameter.numel() for parameter in model.parameters())
-    num_elements += sum(weight.num_elements for weight in packed_weights(model))
+    num_elements += sum(weight.num_elements for weight in held_weights(model))
     assert num_elements == sum(target.num_elements for target in targets.values()), "a weight has no source"
     return targets
 
@@ -247,13 +248,13 @@ def load_weights(
         )
 
 
-def packed_weights(model: nn.Module) -> list[PackedWeight]:
+def held_weights(model: nn.Module) -> list[HeldWeight]:
     """Each once, though layers may share it."""
     found = {
         id(value): value
         for module in model.modules()
         for value in vars(module).values()
-        if isinstance(value, PackedWeight)
+        if isinstance(value, HeldWeight)
     }
     return list(found.values())
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from services.worker.device import TORCH_DTYPES
 from services.worker.layers.quantization import StoredBlocks, keeps_blocks
-from services.worker.layers.weights import packed_weights
+from services.worker.layers.weights import held_weights
 from services.worker.loader.base import Checkpoint
 from services.worker.loader.gguf import GgufCheckpoint
 from services.worker.loader.random import RandomCheckpoint
@@ -77,7 +77,7 @@ def load_model(
 
 def _allow_wide_products(model: CausalLM) -> None:
     assert isinstance(model, nn.Module), "every model is one"
-    quantized = [weight for weight in packed_weights(model) if isinstance(weight, QuantizedWeight)]
+    quantized = [weight for weight in held_weights(model) if isinstance(weight, QuantizedWeight)]
     for (out_features, in_features, _, _), num_rows in allow_wide_products(quantized).items():
         log.info(
             "quantized products [%d, %d] of %d rows and more are computed in bfloat16, faster",

@@ -26,7 +26,9 @@ class RandomCheckpoint(Checkpoint):
     generators of their own.
     """
 
-    def __init__(self, architecture: ModelArchitecture, seed: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, architecture: ModelArchitecture, seed: int, device: torch.device | None = None
+    ) -> None:
         """Raises FeatureDisabled for an architecture that no model is registered for.
 
         Args:

@@ -1,8 +1,12 @@
-"""Llama and what shares its network: RMSNorm, rotary grouped-query attention, gated MLP."""
+"""Llama and what shares its network: RMSNorm, rotary grouped-query attention, gated MLP.
+
+A family that differs in a block hands its own to `LlamaForCausalLM`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -18,14 +22,42 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.errors import FeatureDisabled
 
 
+class CreateBlock(Protocol):
+    """Makes one layer's attention or MLP."""
+
+    def __call__(self, *, config: ResolvedConfig, prefix: str) -> nn.Module:
+        """
+        Args:
+            prefix: of the layer; the block appends its own name in the checkpoint.
+        """
+        ...
+
+
 class LlamaForCausalLM(nn.Module):
     """The whole network; a `CausalLM`."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        config: ResolvedConfig,
+        prefix: str = "",
+        attention: CreateBlock | None = None,
+        mlp: CreateBlock | None = None,
+    ) -> None:
+        """
+        Args:
+            attention: called like `LlamaAttention`, which it replaces.
+            mlp: likewise `LlamaMLP`.
+        """
         super().__init__()
         _refuse_unbuilt(config)
         architecture = config.architecture
-        self.model = LlamaModel(config=config, prefix=f"{prefix}model")
+        self.model = LlamaModel(
+            config=config,
+            prefix=f"{prefix}model",
+            attention=attention or LlamaAttention,
+            mlp=mlp or LlamaMLP,
+        )
         self.lm_head = LogitsHead(
             architecture.vocab_size,
             architecture.hidden_size,
@@ -55,7 +87,9 @@ class LlamaForCausalLM(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(
+        self, *, config: ResolvedConfig, prefix: str, attention: CreateBlock, mlp: CreateBlock
+    ) -> None:
         super().__init__()
         architecture = config.architecture
         self.embed_tokens = VocabEmbedding(
@@ -63,7 +97,7 @@ class LlamaModel(nn.Module):
         )
         self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, config=config)
         self.layers = nn.ModuleList(
-            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}")
+            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}", attention=attention, mlp=mlp)
             for index in range(architecture.num_layers)
         )
         self.norm = RMSNorm(
@@ -85,15 +119,17 @@ class LlamaLayer(nn.Module):
     """Attention, then MLP. Each norm first adds what the block before it computed to the residual, which is
     kept in float32: see docs/adr/0003."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(
+        self, *, config: ResolvedConfig, prefix: str, attention: CreateBlock, mlp: CreateBlock
+    ) -> None:
         super().__init__()
         hidden_size, eps = config.architecture.hidden_size, config.architecture.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = LlamaAttention(config=config, prefix=f"{prefix}.self_attn")
+        self.self_attn = attention(config=config, prefix=prefix)
         self.post_attention_layernorm = RMSNorm(
             hidden_size, eps, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )
-        self.mlp = LlamaMLP(config=config, prefix=f"{prefix}.mlp")
+        self.mlp = mlp(config=config, prefix=prefix)
 
     def forward(
         self,
@@ -117,24 +153,44 @@ class LlamaLayer(nn.Module):
 class LlamaAttention(nn.Module):
     """Projections around grouped-query attention."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        *,
+        config: ResolvedConfig,
+        prefix: str,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+    ) -> None:
+        """
+        Args:
+            qkv_bias: of the first projections; None: as `attention_bias` says.
+            out_bias: likewise of the last one.
+            qk_norm: normalise each head's query and key before they are rotated.
+        """
         super().__init__()
         architecture = config.architecture
+        prefix = f"{prefix}.self_attn"
         num_heads, head_dim = architecture.num_heads, architecture.head_dim
         self.qkv_proj = QKVLinear(
             architecture.hidden_size,
             num_heads,
             architecture.num_kv_heads,
             head_dim,
-            bias=architecture.attention_bias,
+            bias=architecture.attention_bias if qkv_bias is None else qkv_bias,
             config=config,
             prefix=prefix,
         )
+        self.qk_norm = qk_norm
+        if qk_norm:
+            eps = architecture.rms_norm_eps
+            self.q_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.q_norm")
+            self.k_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.k_norm")
         self.attention = Attention(head_dim)
         self.o_proj = RowLinear(
             num_heads * head_dim,
             architecture.hidden_size,
-            bias=architecture.attention_bias,
+            bias=architecture.attention_bias if out_bias is None else out_bias,
             config=config,
             prefix=f"{prefix}.o_proj",
         )
@@ -148,6 +204,8 @@ class LlamaAttention(nn.Module):
         batch: AttentionBatch,
     ) -> Tensor:
         query, key, value = self.qkv_proj.split_heads(self.qkv_proj(hidden))
+        if self.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
         attended = self.attention(query, key, value, rotary, positions, kv_cache, batch)
         out: Tensor = self.o_proj(attended)
         return out
@@ -159,6 +217,7 @@ class LlamaMLP(nn.Module):
     def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
         super().__init__()
         architecture = config.architecture
+        prefix = f"{prefix}.mlp"
         hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
         self.gate_up_proj = GatedLinear(
             hidden_size,

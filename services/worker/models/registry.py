@@ -16,6 +16,9 @@ _name_to_model: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
     # the same network; a sliding window, its one difference, is refused where config.json is read
     "MistralForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "services.worker.models.mixtral:MixtralForCausalLM",
+    "Qwen2ForCausalLM": "services.worker.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "services.worker.models.qwen3:Qwen3ForCausalLM",
 }
 
 

@@ -18,6 +18,8 @@ class StepOutput:
     """[num_sampling, vocab_size] float32."""
     token_ids: Tensor
     """[num_sampling] int64, chosen among the logits as they are; see `SamplingBatch.choose`."""
+    slots: Tensor | None = None
+    """[num_sampling] int64, whose they are, where `LastTokens` has kept them."""
 
 
 class ForwardBackend(Protocol):
@@ -27,5 +29,6 @@ class ForwardBackend(Protocol):
     """What computes, in words."""
 
     def forward(self, sizes: StepSizes) -> StepOutput:
-        """Compute what stands in the input buffers that the backend was made for."""
+        """Compute what stands in the input buffers that the backend was made for; after an exception the same step
+        may be computed again."""
         ...

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
 MAX_WINDOW = 4  # steps in flight that a runner accepts: past that a stop comes back too late to save work
+
+
+class PendingStep(Protocol):
+    """A step that has been launched; belongs to its runner's thread."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The step's result, once its device has it; steps launched before it are waited for as well.
+
+        Raises:
+            RuntimeError: the device failed; rows are undefined until `Runner.reset()`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompletedStep:
+    """A `PendingStep` whose result is there: of a runner that computes on the thread that calls it."""
+
+    result: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class Runner(Protocol):
@@ -18,8 +48,8 @@ class Runner(Protocol):
         """What the handshake tells the engine; constant after construction."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step.
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin one step; on an asynchronous device it may be launched before the results of earlier ones are there.
 
         One request's failure is data in the result. After an exception rows are undefined until `reset()`.
 
@@ -28,6 +58,11 @@ class Runner(Protocol):
         """
         ...
 
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one step: `launch`, then `wait`."""
+        ...
+
     def reset(self) -> None:
-        """Forget every row and expect step 1: a new session begins."""
+        """Forget every row and expect step 1: a new session begins. Steps that have not been waited for are
+        waited for here, and nobody hears of them."""
         ...

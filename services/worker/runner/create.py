@@ -11,15 +11,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.worker.device import device_name, free_memory, use_threads
+from services.worker import host
+from services.worker.device import device_name, free_memory, use_device, use_threads
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import fingerprint, load_model, open_checkpoint
+from services.worker.models.base import CausalLM
+from services.worker.runner.activation_memory import measure_activations
 from services.worker.runner.base import Runner
+from services.worker.runner.device_link import CudaLink
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.runner.kv_plan import KvPlan, plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
 from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ConfigError
 from triptych.types.facts import Phase
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
@@ -47,19 +52,19 @@ def create_runner(
         FeatureDisabled: an architecture that no model is registered for.
     """
     engine, device = config.engine, torch.device(config.rank.device)
-    use_threads(engine.worker.num_threads)
+    use_device(device)
+    num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
+        _tell_of_host(num_threads, host.numa_nodes(), host.huge_pages())
         _warn_of_missing_kernels()
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
-    checkpoint = open_checkpoint(
-        directory, format=engine.load.format, seed=engine.model.seed, device=device
-    )
+    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
     model = load_model(config, checkpoint, progress=lambda done, total: on_phase(Phase.LOADING, done / total))
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    kv = plan_kv_cache(config, free_memory(device))
+    kv = _plan_kv_cache(config, model, device)
     kv_caches = allocate_kv_cache(kv.shape, device)
     facts = worker_facts(
         config,
@@ -71,11 +76,54 @@ def create_runner(
         load_s=load_s,
     )
     runner = ModelRunner(
-        model=model, kv_caches=kv_caches, facts=facts, enforce_eager=engine.worker.enforce_eager
+        model=model,
+        kv_caches=kv_caches,
+        facts=facts,
+        enforce_eager=engine.worker.enforce_eager,
+        link=CudaLink(device) if device.type == "cuda" else None,
     )
     on_phase(Phase.WARMING, 0.0)
     warm_up(runner)
     return runner
+
+
+def _plan_kv_cache(config: ResolvedConfig, model: CausalLM, device: torch.device) -> KvPlan:
+    """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
+
+    Raises:
+        ConfigError: see `plan_kv_cache`; or not even that step fits.
+    """
+    if device.type != "cuda":
+        return plan_kv_cache(config, free_memory(device))
+    engine, scheduler = config.engine, config.engine.scheduler
+    free_bytes = free_memory(device)
+    alone = plan_kv_cache(config, free_bytes)
+    try:
+        activation_bytes = measure_activations(
+            model,
+            alone.shape,
+            device,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=alone.max_model_len,
+            with_graphs=not engine.worker.enforce_eager,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens: {scheduler.max_num_batched_tokens} tokens of "
+            f"{scheduler.max_num_seqs} requests do not fit into the {free_bytes >> 20} MiB free after loading "
+            f"({error}); lower it or scheduler.max_num_seqs"
+        ) from None
+    # asked again: what was loaded to run the step, kernels and workspaces, stays
+    kv = plan_kv_cache(config, free_memory(device), activation_bytes=activation_bytes)
+    log.info(
+        "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
+        kv.shape.num_blocks,
+        kv.shape.block_size,
+        kv.shape.num_blocks * kv.block_bytes >> 20,
+        activation_bytes >> 20,
+    )
+    return kv
 
 
 def warm_up(runner: Runner) -> None:
@@ -111,6 +159,22 @@ def warm_up(runner: Runner) -> None:
     )
     runner.execute(StepPlan(step_id=2, last_result_seen=1))
     runner.reset()
+
+
+def _tell_of_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
+    log.info("computing with %d threads on %s", num_threads, host.cpu_name())
+    if numa_nodes > 1:
+        log.warning(
+            "threads on %d memory nodes share one copy of the weights, and half of them or more read it from afar; "
+            "start one worker per node under `numactl --cpunodebind=N --membind=N`",
+            numa_nodes,
+        )
+    if huge_pages not in ("always", "madvise"):
+        log.warning(
+            "huge pages: the system grants none (%s), which costs about a tenth of a step; "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` as root grants them",
+            huge_pages,
+        )
 
 
 def _warn_of_missing_kernels() -> None:

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.cuda_graph import CudaGraphBackend, CudaGraphRecorder
+from services.worker.runner.device_forward import DeviceEagerBackend, DeviceForward
+from services.worker.runner.device_inputs import DeviceInputs
+from services.worker.runner.device_link import DeviceLink
 from services.worker.runner.input_batch import InputBuffers, StepSizes
+from services.worker.runner.last_tokens import LastTokens
 from services.worker.runner.recorded_forward import RecordedBackend
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable
@@ -39,7 +44,7 @@ class EagerBackend:
 def create_forward_backend(
     model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
 ) -> ForwardBackend:
-    """The backend for this model and device.
+    """The backend for a device that the thread calling it waits for.
 
     Args:
         inputs: where every step that it will compute stands.
@@ -53,3 +58,37 @@ def create_forward_backend(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
     return EagerBackend(model, kv_caches, inputs)
+
+
+def create_device_backend(
+    model: CausalLM,
+    kv_caches: Sequence[KvCache],
+    inputs: InputBuffers,
+    *,
+    link: DeviceLink,
+    last_tokens: LastTokens,
+    max_model_len: int,
+    vocab_size: int,
+    enforce_eager: bool,
+) -> ForwardBackend:
+    """The backend for an asynchronous device.
+
+    Args:
+        inputs: where every step that it will compute is gathered on the host.
+        enforce_eager: without CUDA graphs.
+    """
+    device_inputs = DeviceInputs(inputs, link)
+    forward = DeviceForward(model, kv_caches, last_tokens)
+    eager = DeviceEagerBackend(forward, device_inputs)
+    if enforce_eager or link.device.type != "cuda":
+        return eager
+    return CudaGraphBackend(
+        forward,
+        device_inputs,
+        host=inputs,
+        eager=eager,
+        recorder=CudaGraphRecorder(link.device),
+        device=link.device,
+        max_seq_len=max_model_len,
+        vocab_size=vocab_size,
+    )

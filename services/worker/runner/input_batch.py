@@ -45,12 +45,55 @@ class StepSizes:
     """Columns of the block table that hold the longest row."""
 
 
-class InputBuffers:
-    """Where steps are written before the model reads them: in the host's memory, allocated once, as long as the
-    longest step. A recorded program reads them where they stand.
+class FeedbackBuffers:
+    """Which tokens of a step the device takes from the steps before, and whose it keeps; in the host's memory.
+
+    A token that the host does not know yet is the last known one of its row, so it is the only one that the row
+    computes.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.is_awaited = torch.zeros(max_num_batched_tokens, dtype=torch.bool)
+        """[max_num_batched_tokens] whether the id that stands in `token_ids` is not the token's."""
+        self.token_slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+        """[max_num_batched_tokens] slot of an awaited token; any slot for another."""
+        self.sampling_slots = torch.zeros(max_num_seqs, dtype=torch.int64)
+        """[max_num_seqs] slot of each row that samples."""
+        self._is_awaited = self.is_awaited.numpy()
+        self._token_slots = self.token_slots.numpy()
+        self._sampling_slots = self.sampling_slots.numpy()
+
+    def gather(self, rows: RequestRows, step: StepRows, query_starts: NDArray[np.int32]) -> None:
+        """Fill in the step; `query_starts`: [num_rows + 1]."""
+        awaited = rows.awaits_id(step.slots)
+        self._is_awaited[: query_starts[-1]] = False
+        last_tokens = query_starts[1:] - 1
+        self._is_awaited[last_tokens] = awaited
+        self._token_slots[last_tokens] = step.slots
+        sampling_slots = step.sampling_slots
+        self._sampling_slots[: sampling_slots.size] = sampling_slots
+
+    def pad(self, sizes: StepSizes, num_rows: int) -> None:
+        """See `InputBuffers.pad`; what padding samples is kept behind the last slot."""
+        self._is_awaited[sizes.num_tokens : num_rows] = False
+        self._sampling_slots[sizes.num_sampling : num_rows] = self._sampling_slots.size
+
+
+class InputBuffers:
+    """Where steps are written before the model reads them: in the host's memory, allocated once, as long as the
+    longest step. A recorded program reads them where they stand, an asynchronous device gets a copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks: int,
+        feedback: FeedbackBuffers | None = None,
+    ) -> None:
+        """`feedback`: of a device that keeps the tokens it samples."""
+        self.feedback = feedback
         self.token_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
@@ -71,8 +114,7 @@ class InputBuffers:
     def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
         """Fill in a step with at least one row; a loop-free pass over columns.
 
-        The one reader of token ids: a backend that keeps sampled tokens on its device overrides the ids of
-        single-token rows after this.
+        The one reader of token ids; where `feedback` says so, the device puts its own in their place.
         """
         slots, query_lens, starts = step.slots, step.query_lens, step.starts
         num_rows = slots.size
@@ -100,7 +142,25 @@ class InputBuffers:
         num_sampling = sampling_slots.size
         self._sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
         self.sampling.gather(rows.sampling, rows.history, sampling_slots)
+        if self.feedback is not None:
+            self.feedback.gather(rows, step, query_starts)
         return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
+
+    def pad(self, sizes: StepSizes, num_rows: int) -> None:
+        """Append to a gathered step, of one token in each row and all of them sampling, rows that nobody asked for, up
+        to `num_rows`: each reads one key of the null block, writes none, and samples greedily.
+        """
+        used = sizes.num_rows
+        self._token_ids[used:num_rows] = 0
+        self._positions[used:num_rows] = 0
+        self._slot_mapping[used:num_rows] = -1
+        self._block_tables[used:num_rows, : sizes.max_blocks] = 0
+        self._query_starts[used : num_rows + 1] = np.arange(used, num_rows + 1)
+        self._seq_lens[used:num_rows] = 1
+        self._sampling_tokens[used:num_rows] = np.arange(used, num_rows)
+        self.sampling.pad(used, num_rows)
+        if self.feedback is not None:
+            self.feedback.pad(sizes, num_rows)
 
     def batch(self, sizes: StepSizes, device: torch.device) -> InputBatch:
         """The step on a device; on a CPU these are views, which hold until the next `gather`."""

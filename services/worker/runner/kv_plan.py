@@ -25,13 +25,14 @@ class KvPlan:
     """Tokens of prompt and output together: min(the model's or the operator's, what the blocks hold)."""
 
 
-def plan_kv_cache(config: ResolvedConfig, free_bytes: int) -> KvPlan:
+def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: int = 0) -> KvPlan:
     """Decide the number of blocks: the operator's, or `cache.memory_fraction` of what is free.
 
     Measured sizing never takes more than `max_num_seqs` requests of `max_model_len` tokens could fill.
 
     Args:
         free_bytes: memory that this process can still take on the device, measured after loading.
+        activation_bytes: of it, what the longest step takes, where that was measured; part of the share granted.
     Raises:
         ConfigError: the operator's blocks do not fit, or not even one block does.
     """
@@ -43,14 +44,15 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int) -> KvPlan:
     block_bytes = token_bytes * cache.block_size
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:
-        num_blocks = _check_asked(cache.num_blocks, block_bytes, free_bytes)
+        num_blocks = _check_asked(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
     else:
-        granted = int(free_bytes * cache.memory_fraction)
+        granted = int(free_bytes * cache.memory_fraction) - activation_bytes
         blocks_per_seq = -(-max_model_len // cache.block_size)
         num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
         if num_blocks < _MIN_BLOCKS:
             raise ConfigError(
-                f"cache.memory_fraction: {cache.memory_fraction:g} of the {_mib(free_bytes)} free after loading is "
+                f"cache.memory_fraction: {cache.memory_fraction:g} of the {_mib(free_bytes)} free after loading"
+                f"{f', less {_mib(activation_bytes)} for activations,' if activation_bytes else ''} is "
                 f"{_mib(granted)}, but {_MIN_BLOCKS} KV blocks of {cache.block_size} tokens take "
                 f"{_mib(_MIN_BLOCKS * block_bytes)}; free memory, raise cache.memory_fraction or lower "
                 "cache.block_size"

@@ -1,4 +1,8 @@
-"""The runner of a real model: prepare -> forward and choose -> finish -> publish, one step at a time."""
+"""The runner of a real model: prepare -> forward and choose -> finish -> publish.
+
+On a CPU a step is complete when it has been launched. An asynchronous device computes one step while the next is
+prepared and launched: docs/adr/0008.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
-from services.worker.runner.forward import create_forward_backend
-from services.worker.runner.input_batch import InputBuffers
-from services.worker.runner.request_rows import RequestRows, StepRows
-from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.runner.base import CompletedStep, PendingStep
+from services.worker.runner.device_link import DeviceLink
+from services.worker.runner.device_steps import DeviceSteps
+from services.worker.runner.forward import create_device_backend, create_forward_backend
+from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
+from services.worker.runner.last_tokens import LastTokens
+from services.worker.runner.publish import publish
+from services.worker.runner.request_rows import RequestRows
+from services.worker.sampling.sampler import Sampler
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
-from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
 
 
 class ModelRunner:
@@ -30,12 +38,14 @@ class ModelRunner:
         kv_caches: Sequence[KvCache],
         facts: WorkerFacts,
         enforce_eager: bool = False,
+        link: DeviceLink | None = None,
     ) -> None:
         """Stand ready for step 1.
 
         Args:
             kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
-            enforce_eager: see `create_forward_backend`.
+            enforce_eager: see `create_forward_backend` and `create_device_backend`.
+            link: to the asynchronous device where the model stands; None: the thread that launches a step computes it.
         """
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
@@ -47,14 +57,41 @@ class ModelRunner:
             eos_token_ids=facts.model.eos_token_ids,
         )
         max_num_seqs, max_blocks = self._rows.block_table.shape
+        max_num_tokens = facts.max_num_batched_tokens
         self._inputs = InputBuffers(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_tokens,
             max_blocks=max_blocks,
+            feedback=FeedbackBuffers(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens)
+            if link is not None
+            else None,
         )
-        self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=enforce_eager)
-        self._facts = replace(facts, kernels=self._backend.description)
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
+        self._device_steps: DeviceSteps | None = None
+        if link is None:
+            self._backend = create_forward_backend(
+                model, kv_caches, self._inputs, enforce_eager=enforce_eager
+            )
+        else:
+            last_tokens = LastTokens(max_num_seqs, link.device)
+            self._backend = create_device_backend(
+                model,
+                kv_caches,
+                self._inputs,
+                link=link,
+                last_tokens=last_tokens,
+                max_model_len=facts.model.max_model_len,
+                vocab_size=facts.model.vocab_size,
+                enforce_eager=enforce_eager,
+            )
+            self._device_steps = DeviceSteps(
+                backend=self._backend,
+                sampler=self._sampler,
+                rows=self._rows,
+                link=link,
+                last_tokens=last_tokens,
+            )
+        self._facts = replace(facts, kernels=self._backend.description)
         self._last_step_id = 0
 
     @property
@@ -62,16 +99,23 @@ class ModelRunner:
         return self._facts
 
     def reset(self) -> None:
-        """Forget every row and expect step 1."""
+        """Forget every row and expect step 1; see `Runner.reset`."""
+        if self._device_steps is not None:
+            self._device_steps.settle()
         self._rows.clear()
         self._last_step_id = 0
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step; see `Runner.execute`.
+        """Carry out one step; see `Runner.execute`."""
+        return self.launch(plan).wait()
 
-        `forward_ns` holds the first choice of tokens, `sample_ns` what some requests ask beyond it. On an
-        asynchronous device the one is the time to launch, and the other holds the wait.
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin one step; see `Runner.launch`.
+
+        On a CPU `forward_ns` holds the first choice of tokens, `sample_ns` what some requests ask beyond it. On an
+        asynchronous device `forward_ns` is what the device measures, sampling included; `prepare_ns` is the host's
+        time to prepare and launch, `sample_ns` that to read the result: other steps compute meanwhile.
         """
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(
@@ -81,13 +125,13 @@ class ModelRunner:
         step = self._rows.apply(plan)
         self._last_step_id = plan.step_id
         if not step.slots.size:
-            return StepResult(
-                plan.step_id,
-                empty_u32(),
-                row_errors=step.row_errors,
-                timings=StepTimings(prepare_ns=time.perf_counter_ns() - started),
+            timings = StepTimings(prepare_ns=time.perf_counter_ns() - started)
+            return CompletedStep(
+                StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
             )
         sizes = self._inputs.gather(self._rows, step)
+        if self._device_steps is not None:
+            return self._device_steps.launch(plan.step_id, step, sizes, started)
         prepared = time.perf_counter_ns()
         output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
@@ -99,20 +143,4 @@ class ModelRunner:
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
         )
-        return self._publish(plan.step_id, step, sampled, timings)
-
-    def _publish(
-        self, step_id: int, step: StepRows, sampled: SampledTokens, timings: StepTimings
-    ) -> StepResult:
-        slots, generation = step.sampling_slots, self._rows.generation
-        failures = tuple(
-            RowError(int(slots[row]), int(generation[slots[row]]), message)
-            for row, message in sampled.failures
-        )
-        return StepResult(
-            step_id,
-            sampled.token_ids.astype(np.uint32),
-            logprobs=sampled.logprobs,
-            row_errors=step.row_errors + failures,
-            timings=timings,
-        )
+        return CompletedStep(publish(plan.step_id, step, self._rows.generation, sampled, timings))

@@ -74,6 +74,12 @@ class RequestRows:
         self.block_table: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
         """[max_num_seqs, max_blocks]; 0, the null block, beyond `num_held`."""
         self.num_held: I64 = np.zeros(max_num_seqs, np.int64)
+        self._entered_in: I64 = np.zeros(max_num_seqs, np.int64)
+        """Step with which the row entered."""
+        self._sampled_in: I64 = np.zeros(max_num_seqs, np.int64)
+        """Latest step whose sample is recorded late; 0: none was."""
+        self._last_recorded = 0
+        """Step up to which late samples have been recorded."""
         self.sampling = SamplingColumns(
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
@@ -87,7 +93,7 @@ class RequestRows:
         """
         if plan.removed_slots.size:
             self._remove(plan.removed_slots)
-        errors = [error for row in plan.new_rows if (error := self._enter(row)) is not None]
+        errors = [error for row in plan.new_rows if (error := self._enter(row, plan.step_id)) is not None]
         if plan.block_slots.size or plan.block_ids.size:
             self._append_blocks(plan.block_slots, plan.block_ids)
         slots, query_lens = self._select(plan)
@@ -101,8 +107,8 @@ class RequestRows:
     def advance(self, step: StepRows) -> None:
         """Count the step as computed and one more token as known in each sampling row.
 
-        The token's id follows by `record`. Counts alone suffice to prepare the next step, so a backend that
-        feeds sampled tokens back on its device need not wait for them here.
+        The token's id follows by `record`, or by `record_late` after `await_ids`: counts alone suffice to prepare
+        the next step where the device itself keeps the last token of each row.
         """
         self.num_computed[step.slots] += step.query_lens
         self.num_known[step.sampling_slots] += 1
@@ -112,9 +118,28 @@ class RequestRows:
         positions = (step.starts + step.query_lens)[step.samples]
         self.token_ids[step.sampling_slots, positions] = token_ids
 
+    def await_ids(self, step: StepRows, step_id: int) -> None:
+        """The ids that this step samples come later, by `record_late`."""
+        self._sampled_in[step.sampling_slots] = step_id
+
+    def awaits_id(self, slots: I64) -> Flags:
+        """[num_slots] whether the id of a row's last known token has not been recorded yet."""
+        return self._sampled_in[slots] > self._last_recorded
+
+    def record_late(self, step: StepRows, step_id: int, token_ids: NDArray[np.integer]) -> None:
+        """`record`, after later plans were applied: a slot that another row has entered since is left alone. Called in
+        the order of the steps.
+        """
+        slots = step.sampling_slots
+        positions = (step.starts + step.query_lens)[step.samples]
+        same_row = self._entered_in[slots] <= step_id
+        self.token_ids[slots[same_row], positions[same_row]] = token_ids[same_row]
+        self._last_recorded = step_id
+
     def clear(self) -> None:
         """Forget every row."""
         self._remove(np.flatnonzero(self.live))
+        self._last_recorded = 0
 
     def _remove(self, slots: NDArray[np.integer]) -> None:
         self._require_live(slots, "removed_slots")
@@ -123,7 +148,7 @@ class RequestRows:
             self.block_table[slot, : self.num_held[slot]] = 0
             self.sampling.leave(slot)
 
-    def _enter(self, row: NewRow) -> RowError | None:
+    def _enter(self, row: NewRow, step_id: int) -> RowError | None:
         """Fill a slot; a request that asks for what is not built becomes an error of its own."""
         self._check_new(row)
         slot, num_known, num_held = row.slot, row.token_ids.size, row.block_ids.size
@@ -136,6 +161,7 @@ class RequestRows:
         self.write_start[slot] = row.num_cached_tokens
         self.block_table[slot, :num_held] = row.block_ids
         self.num_held[slot] = num_held
+        self._entered_in[slot], self._sampled_in[slot] = step_id, 0
         refusal = self.sampling.enter(slot, row.sampling, row.seed)
         return RowError(slot, row.generation, refusal) if refusal else None
 

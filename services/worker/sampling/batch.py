@@ -81,6 +81,10 @@ class SamplingBuffers:
         for buffer, column in zip(self._others, sources, strict=True):
             buffer[:count] = column[slots]
 
+    def pad(self, count: int, padded: int) -> None:
+        """Make the rows `count .. padded` greedy ones, of which nothing else matters."""
+        self._temperature[count:padded] = 0.0
+
     def batch(self, count: int, device: torch.device) -> SamplingBatch:
         """The first `count` rows; on a CPU a view, which holds until the next `gather`."""
         columns = self.columns
@@ -100,7 +104,7 @@ def gather_sampling(
     """The columns of some slots, whatever changes their logits, in memory of their own."""
 
     def column(values: NDArray[np.number]) -> Tensor:
-        return torch.from_numpy(values[slots]).to(device)
+        return to_device(values[slots], device)
 
     return SamplingBatch(
         temperature=column(columns.temperature),
@@ -110,3 +114,11 @@ def gather_sampling(
         seeds=column(columns.seed),
         positions=column(history.num_known),
     )
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A tensor of these values; on a CPU it shares their memory, and a device is not waited for."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.sampling.batch import to_device
 from services.worker.sampling.columns import SamplingColumns, TokenHistory
 from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 
@@ -97,17 +98,17 @@ def _penalty_columns(
         rows=_rows([(row, counts.token_ids) for row, counts in counted], device),
         token_ids=_joined([counts.token_ids for _, counts in counted], device),
         output_counts=_joined([counts.output_counts for _, counts in counted], device),
-        presence=torch.from_numpy(columns.presence_penalty[slots]).to(device),
-        frequency=torch.from_numpy(columns.frequency_penalty[slots]).to(device),
-        repetition=torch.from_numpy(columns.repetition_penalty[slots]).to(device),
+        presence=to_device(columns.presence_penalty[slots], device),
+        frequency=to_device(columns.frequency_penalty[slots], device),
+        repetition=to_device(columns.repetition_penalty[slots], device),
     )
 
 
 def _rows(entries: Sequence[tuple[int, I64]], device: torch.device) -> torch.Tensor:
     """Each row's number, as often as it has token ids."""
     rows = np.repeat([row for row, _ in entries], [ids.size for _, ids in entries])
-    return torch.from_numpy(rows).to(device)
+    return to_device(rows, device)
 
 
 def _joined(parts: Sequence[NDArray[np.int64] | NDArray[np.float32]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+    return to_device(np.concatenate(parts), device)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.batch import gather_sampling
+from services.worker.sampling.batch import gather_sampling, to_device
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
 from services.worker.sampling.processing import LogitChanges, gather_changes
 from triptych.types.step import LogprobColumns
@@ -36,6 +35,50 @@ class SampledTokens:
     """(row, why), ascending."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
+    """Log-probabilities of the rows that asked, as `ops.token_logprobs` gives them; work may still be in flight."""
+
+    rows: I64
+    """[num_asked] rows of the logits."""
+    num_top: NDArray[np.int32]
+    """[num_asked] alternatives that each asked for."""
+    chosen: Tensor
+    """[num_asked] int64."""
+    chosen_logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    """[num_asked, largest num_top]"""
+    top_logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenTokens:
+    """What a step samples, on the rank's device; work may still be in flight."""
+
+    first: Tensor
+    """[num_rows] int64, chosen among the logits as they are."""
+    token_ids: Tensor
+    """[num_rows] int64; `first` itself where no row changes its logits. -1: nothing to choose from."""
+    logprobs: LogprobTensors | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `Sampler.read` needs the values of, in its order."""
+        tensors: tuple[Tensor, ...] = (self.token_ids,)
+        if self.token_ids is not self.first:
+            tensors += (self.first,)
+        if (logprobs := self.logprobs) is not None:
+            tensors += (
+                logprobs.chosen,
+                logprobs.chosen_logprobs,
+                logprobs.ranks,
+                logprobs.top_ids,
+                logprobs.top_logprobs,
+            )
+        return tensors
+
+
 class Sampler:
     """Owned by the runner; reads the columns and the history that its rows keep."""
 
@@ -43,67 +86,105 @@ class Sampler:
         self._columns = columns
         self._history = history
 
+    def needs_history(self, slots: I64) -> bool:
+        """Whether `choose` reads the tokens of one of these rows, and not only their number."""
+        return bool(self._columns.slot_to_counts) and bool(self._columns.has_penalties[slots].any())
+
     def finish(self, logits: Tensor, chosen: Tensor, slots: I64) -> SampledTokens:
-        """The next token of each slot: what was chosen, or another where the request changes its logits.
+        """`choose`, then `read`, waiting for the device in between; arguments as of `choose`."""
+        if not self._columns.demanding:
+            token_ids: I64 = chosen.numpy(force=True).copy()
+            if not token_ids.size or token_ids.min() >= 0:
+                return SampledTokens(token_ids, None, ())  # the common case
+        choice = self.choose(logits, chosen, slots)
+        return self.read(choice, [tensor.numpy(force=True).copy() for tensor in choice.tensors])
+
+    def choose(self, logits: Tensor, chosen: Tensor, slots: I64) -> ChosenTokens:
+        """The next token of each slot: what was chosen, or another where the request changes its logits. The device
+        is not waited for.
 
         Args:
             logits: [num_rows, vocab_size] float32; never written.
             chosen: [num_rows], of the logits as they are, see `SamplingBatch.choose`.
             slots: [num_rows], whose rows these are.
         """
-        token_ids: I64 = chosen.numpy(force=True).copy()
-        if not self._columns.demanding and (not token_ids.size or token_ids.min() >= 0):
-            return SampledTokens(token_ids, None, ())  # the common case
+        if not self._columns.demanding:
+            return ChosenTokens(chosen, chosen)
+        token_ids = chosen
         changes = gather_changes(self._columns, self._history, slots, logits.device)
-        failures = dict.fromkeys(_unusable(token_ids), NOT_FINITE)
         if changes is not None:
-            token_ids[changes.rows] = self._choose_changed(logits, slots[changes.rows], changes)
-            for row in _unusable(token_ids):
-                failures.setdefault(row, NOTHING_ALLOWED)
+            token_ids = self._choose_changed(logits, chosen, slots[changes.rows], changes)
+        return ChosenTokens(chosen, token_ids, self._launch_logprobs(logits, token_ids, slots))
+
+    def read(self, choice: ChosenTokens, values: Sequence[NDArray[np.generic]]) -> SampledTokens:
+        """The tokens and what failed.
+
+        Args:
+            values: of `choice.tensors`; they become the result's own.
+        """
+        token_ids: I64 = values[0]  # type: ignore[assignment]
+        is_changed = choice.token_ids is not choice.first
+        first: I64 = values[1] if is_changed else token_ids  # type: ignore[assignment]
+        failures = dict.fromkeys(_unusable(first), NOT_FINITE)
+        for row in _unusable(token_ids):
+            failures.setdefault(row, NOTHING_ALLOWED)
         token_ids[list(failures)] = 0
-        logprobs = self._gather_logprobs(logits, token_ids, slots, failures)
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = _read_logprobs(choice.logprobs, values[1 + is_changed :], failures)
         return SampledTokens(token_ids, logprobs, tuple(sorted(failures.items())))
 
-    def _choose_changed(self, logits: Tensor, slots: I64, changes: LogitChanges) -> I64:
-        """One token per changed row, whose slots these are."""
+    def _choose_changed(self, logits: Tensor, chosen: Tensor, slots: I64, changes: LogitChanges) -> Tensor:
+        """`chosen`, but for the changed rows, whose slots these are."""
+        rows = to_device(changes.rows, logits.device)
         processed = ops.process_logits(
             logits,
-            torch.from_numpy(changes.rows).to(logits.device),
+            rows,
             allowed=changes.allowed,
             banned=changes.banned,
             biases=changes.biases,
             penalties=changes.penalties,
         )
         batch = gather_sampling(self._columns, self._history, slots, logits.device)
-        chosen: I64 = batch.choose(processed).numpy(force=True)
-        return chosen
+        return chosen.index_copy(0, rows, batch.choose(processed))
 
-    def _gather_logprobs(
-        self, logits: Tensor, token_ids: I64, slots: I64, failures: Collection[int]
-    ) -> LogprobColumns | None:
+    def _launch_logprobs(self, logits: Tensor, token_ids: Tensor, slots: I64) -> LogprobTensors | None:
         """Log-probabilities before any change, for the rows that asked; None if none did."""
         num_top = self._columns.num_logprobs[slots]  # [num_rows]
-        asked = num_top != NO_LOGPROBS
-        asked[list(failures)] = False
-        rows = np.flatnonzero(asked)
+        rows = np.flatnonzero(num_top != NO_LOGPROBS)
         if not rows.size:
             return None
         num_top = np.minimum(num_top[rows], logits.shape[1])
-        chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
+        device_rows = to_device(rows, logits.device)
+        chosen = token_ids.index_select(0, device_rows).clamp_min(
+            0
+        )  # a row that failed is dropped when it is read
         chosen_logprobs, ranks, top_ids, top_logprobs = ops.token_logprobs(
-            logits, torch.from_numpy(rows).to(logits.device), chosen, int(num_top.max())
+            logits, device_rows, chosen, int(num_top.max())
         )
-        # [rows asked, 1 + the largest num_top]: the chosen token, then the best; each row keeps its own number
-        kept = np.arange(1 + top_ids.shape[1]) <= num_top[:, None]
-        offsets = np.zeros(rows.size + 1, np.uint32)
-        np.cumsum(1 + num_top, out=offsets[1:])
-        return LogprobColumns(
-            rows=rows.astype(np.uint32),
-            offsets=offsets,
-            token_ids=_side_by_side(chosen, top_ids)[kept].astype(np.uint32),
-            logprobs=_side_by_side(chosen_logprobs, top_logprobs)[kept].astype(np.float32, copy=False),
-            ranks=ranks.numpy(force=True).astype(np.uint32),
-        )
+        return LogprobTensors(rows, num_top, chosen, chosen_logprobs, ranks, top_ids, top_logprobs)
+
+
+def _read_logprobs(
+    logprobs: LogprobTensors, values: Sequence[NDArray[np.generic]], failures: Collection[int]
+) -> LogprobColumns | None:
+    """Of the rows that did not fail; None if none is left."""
+    succeeded = ~np.isin(logprobs.rows, list(failures))
+    if not succeeded.any():
+        return None
+    chosen, chosen_logprobs, ranks, top_ids, top_logprobs = (value[succeeded] for value in values)
+    rows, num_top = logprobs.rows[succeeded], logprobs.num_top[succeeded]
+    # [rows asked, 1 + the largest num_top]: the chosen token, then the best; each row keeps its own number
+    kept = np.arange(1 + top_ids.shape[1]) <= num_top[:, None]
+    offsets = np.zeros(rows.size + 1, np.uint32)
+    np.cumsum(1 + num_top, out=offsets[1:])
+    return LogprobColumns(
+        rows=rows.astype(np.uint32),
+        offsets=offsets,
+        token_ids=_side_by_side(chosen, top_ids)[kept].astype(np.uint32),
+        logprobs=_side_by_side(chosen_logprobs, top_logprobs)[kept].astype(np.float32, copy=False),
+        ranks=ranks.astype(np.uint32),
+    )
 
 
 def _unusable(token_ids: I64) -> list[int]:
@@ -112,6 +193,6 @@ def _unusable(token_ids: I64) -> list[int]:
     return rows
 
 
-def _side_by_side(first: Tensor, rest: Tensor) -> NDArray[np.number]:
-    """[rows], [rows, n] -> [rows, 1 + n], on the host."""
-    return torch.cat((first[:, None], rest), dim=1).numpy(force=True)
+def _side_by_side(first: NDArray[np.generic], rest: NDArray[np.generic]) -> NDArray[np.generic]:
+    """[rows], [rows, n] -> [rows, 1 + n]"""
+    return np.concatenate((first[:, None], rest), axis=1)

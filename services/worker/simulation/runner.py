@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.worker.runner.base import CompletedStep
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
@@ -57,6 +58,10 @@ class SimulatedRunner:
         """Forget every row and expect step 1."""
         self._rows.clear()
         self._last_step_id = 0
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Carry out one step at once; see `execute`."""
+        return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step; see `Runner.execute`. `forward_ns` is the wait, so that the stages add up."""

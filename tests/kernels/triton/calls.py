@@ -15,7 +15,9 @@ from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.ops import (
     copy_blocks,
     embedding,
+    fused_moe,
     gated_linear,
+    linear,
     paged_attention,
     process_logits,
     rms_norm,
@@ -26,6 +28,10 @@ from triptych_kernels.ops import (
     token_logprobs,
     write_kv,
 )
+from triptych_kernels.quantized_format import QuantizedFormat
+from triptych_kernels.triton.quantize_rows import quantize_rows
+from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -110,7 +116,42 @@ def _paged_attention(
     )
 
 
+def _fused_moe(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, inner: int) -> object:
+    return fused_moe(
+        _meta(num_tokens, hidden_size),
+        _float32(num_tokens, num_experts),
+        _meta(num_experts, 2 * inner, hidden_size),
+        _meta(num_experts, hidden_size, inner),
+        top_k=top_k,
+        impl="triton",
+    )
+
+
+def _quantized(
+    bits: int, out_features: int, in_features: int, *, affine: bool, **options: bool
+) -> GroupQuantizedWeight:
+    format = QuantizedFormat(bits, is_affine=affine)
+    meta = torch.device("meta")
+    return GroupQuantizedWeight(out_features, in_features, torch.bfloat16, format, device=meta, **options)
+
+
+def _quantized_linear(
+    num_rows: int, bits: int, *, affine: bool, dtype: torch.dtype = torch.bfloat16, **options: bool
+) -> object:
+    weight = _quantized(bits, 6144, 4096, affine=affine, **options)
+    weight.dtype = dtype
+    return linear(_meta(num_rows, 4096, dtype=dtype), weight)
+
+
+def _w8a8_linear(num_rows: int, element: torch.dtype, *, gated: bool = False) -> object:
+    meta = torch.device("meta")
+    weight = ChannelQuantizedWeight(6144, 4096, torch.bfloat16, element, device=meta, gated=gated)
+    x = _meta(num_rows, 4096)
+    return gated_linear(x, weight) if gated else linear(x, weight)
+
+
 _MIXED = (1,) * 64 + (700,)
+
 
 def _sample(num_rows: int, vocab_size: int) -> Tensor:
     return sample(
@@ -154,6 +195,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "embedding, widened": lambda: embedding(
         _int64(256), _meta(128256, 4096), out_dtype=torch.float32, impl="triton"
     ),
+    "fused_moe, Mixtral, 1 token": lambda: _fused_moe(1, 8, 2, 4096, 14336),
+    "fused_moe, Mixtral, 128 tokens": lambda: _fused_moe(128, 8, 2, 4096, 14336),
+    "fused_moe, Mixtral, 256 tokens": lambda: _fused_moe(256, 8, 2, 4096, 14336),
+    "fused_moe, Mixtral, 4096 tokens": lambda: _fused_moe(4096, 8, 2, 4096, 14336),
+    "fused_moe, 128 experts": lambda: _fused_moe(256, 128, 8, 2048, 768),
     "gated_linear, silu": lambda: gated_linear(_meta(256, 4096), _meta(28672, 4096), impl="triton"),
     "gated_linear, gelu": lambda: gated_linear(
         _meta(256, 2304), _meta(18432, 2304), activation="gelu_pytorch_tanh", impl="triton"
@@ -171,6 +217,41 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "process_logits, 128256": lambda: _process_logits(256, 128256, 4000),
     "process_logits, one entry each": lambda: _process_logits(1, 49152, 1),
+    "rms_norm, heads of 128": lambda: rms_norm(_heads(16, 8, 128)[0], _meta(128), 1e-6, impl="triton"),
+    "quantized linear, 4 bits, a row": lambda: _quantized_linear(1, 4, affine=True),
+    "quantized linear, 4 bits, 32 rows": lambda: _quantized_linear(32, 4, affine=True),
+    "quantized linear, 4 bits, 64 rows in float16": lambda: _quantized_linear(
+        64, 4, affine=True, dtype=torch.float16
+    ),
+    "quantized linear, 4 bits, 2048 rows": lambda: _quantized_linear(2048, 4, affine=True),
+    "quantized linear, 4 bits, 2048 rows by weights": lambda: _quantized_linear(
+        2048, 4, affine=True, batch_invariant=False
+    ),
+    "quantized linear, 4 bits, symmetric, in float32": lambda: _quantized_linear(
+        16, 4, affine=False, dtype=torch.float32
+    ),
+    "quantized linear, 8 bits, a row": lambda: _quantized_linear(1, 8, affine=False),
+    "quantized linear, 8 bits, 2048 rows": lambda: _quantized_linear(2048, 8, affine=True),
+    "quantized linear, 8 bits, 2048 rows by weights": lambda: _quantized_linear(
+        2048, 8, affine=False, batch_invariant=False
+    ),
+    "quantized gated_linear, 4 bits": lambda: gated_linear(
+        _meta(1, 4096), _quantized(4, 28672, 4096, affine=True, gated=True), impl="triton"
+    ),
+    "quantized embedding, 4 bits": lambda: embedding(
+        _int64(256), _quantized(4, 128256, 4096, affine=True), impl="triton"
+    ),
+    "quantized embedding, 8 bits": lambda: embedding(
+        _int64(256), _quantized(8, 128256, 4096, affine=False), impl="triton"
+    ),
+    "w8a8 linear, int8, a row": lambda: _w8a8_linear(1, torch.int8),
+    "w8a8 linear, int8, 64 rows": lambda: _w8a8_linear(64, torch.int8),
+    "w8a8 linear, int8, 2048 rows": lambda: _w8a8_linear(2048, torch.int8),
+    "w8a8 linear, float8, a row": lambda: _w8a8_linear(1, torch.float8_e4m3fn),
+    "w8a8 linear, float8, 2048 rows": lambda: _w8a8_linear(2048, torch.float8_e4m3fn),
+    "w8a8 gated_linear, float8, 64 rows": lambda: _w8a8_linear(64, torch.float8_e4m3fn, gated=True),
+    "quantize_rows, int8": lambda: quantize_rows(_meta(256, 14336), torch.int8),
+    "quantize_rows, float8": lambda: quantize_rows(_meta(256, 28672), torch.float8_e4m3fn),
     "rms_norm, 576": lambda: _rms_norm(576, residual=True),
     "rms_norm, 4096 alone": lambda: _rms_norm(4096, residual=False),
     "rms_norm, 4096": lambda: _rms_norm(4096, residual=True),

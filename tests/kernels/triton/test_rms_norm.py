@@ -15,7 +15,19 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
 }
 # whole rows up to 8192 and read twice beyond; powers of two and not
-SHAPES = [(1, 1), (3, 64), (2, 5, 80), (3, 9, 128), (2, 2, 1030), (4, 576), (2, 3000), (1, 8192), (2, 8193), (1, 20000), (0, 64)]
+SHAPES = [
+    (1, 1),
+    (3, 64),
+    (2, 5, 80),
+    (3, 9, 128),
+    (2, 2, 1030),
+    (4, 576),
+    (2, 3000),
+    (1, 8192),
+    (2, 8193),
+    (1, 20000),
+    (0, 64),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

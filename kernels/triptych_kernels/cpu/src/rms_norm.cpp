@@ -12,11 +12,13 @@ namespace {
 struct RmsNorm {
   int64_t x_dtype;
   int64_t dtype;            // of weight and out
-  const void* x;            // [rows, size]
+  const void* x;            // [rows, vectors, size], rows x_stride elements apart
+  int64_t x_stride;
   const void* weight;       // [size]
-  const float* residual;    // [rows, size] or null
-  float* sum;               // [rows, size], x + residual; null without a residual
-  void* out;                // [rows, size]
+  const float* residual;    // [rows, vectors, size] or null
+  float* sum;               // [rows, vectors, size], x + residual; null without a residual
+  void* out;                // [rows, vectors, size]
+  int64_t vectors;          // of a row, each normalised alone: 1, or the heads of a token
   int64_t size;
   double eps;
 };
@@ -24,7 +26,7 @@ struct RmsNorm {
 constexpr int64_t kRowsPerIndex = 4;
 
 template <typename X, typename T>
-void norm_row(const X* x, const T* weight, const float* residual, float* sum_out, T* out, int64_t size, float eps) {
+void norm_vector(const X* x, const T* weight, const float* residual, float* sum_out, T* out, int64_t size, float eps) {
   vec squares = zero();
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
@@ -52,14 +54,17 @@ void norm_row(const X* x, const T* weight, const float* residual, float* sum_out
 
 template <typename X, typename T>
 void norm_rows(const RmsNorm& args, int64_t rows) {
-  const int64_t size = args.size;
+  const int64_t size = args.size, vectors = args.vectors;
   parallel_for((rows + kRowsPerIndex - 1) / kRowsPerIndex, [&](int64_t index) {
     const int64_t end = std::min((index + 1) * kRowsPerIndex, rows);
     for (int64_t row = index * kRowsPerIndex; row < end; ++row) {
-      const int64_t at = row * size;
-      norm_row(static_cast<const X*>(args.x) + at, static_cast<const T*>(args.weight),
-               args.residual ? args.residual + at : nullptr, args.sum ? args.sum + at : nullptr,
-               static_cast<T*>(args.out) + at, size, static_cast<float>(args.eps));
+      for (int64_t vector = 0; vector < vectors; ++vector) {
+        const int64_t at = (row * vectors + vector) * size;
+        norm_vector(static_cast<const X*>(args.x) + row * args.x_stride + vector * size,
+                    static_cast<const T*>(args.weight), args.residual ? args.residual + at : nullptr,
+                    args.sum ? args.sum + at : nullptr, static_cast<T*>(args.out) + at, size,
+                    static_cast<float>(args.eps));
+      }
     }
   });
 }

@@ -203,7 +203,7 @@ class NewRow(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns")
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class Result(_message.Message):
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_NS_FIELD_NUMBER: _ClassVar[int]
     IDLE_NS_FIELD_NUMBER: _ClassVar[int]
+    GAP_NS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     token_ids: bytes
     token_counts: bytes
@@ -222,7 +223,8 @@ class Result(_message.Message):
     forward_ns: int
     sample_ns: int
     idle_ns: int
-    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ...) -> None: ...
+    gap_ns: int
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ...) -> None: ...
 
 class LogprobColumns(_message.Message):
     __slots__ = ("rows", "offsets", "token_ids", "logprobs", "ranks")

@@ -1,0 +1,187 @@
+"""Models of real shapes with random weights, drawn on the device: no file but a config.json."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_figures.rows import Sizes
+from services.worker.device import resolve_config
+from services.worker.runner.base import Runner
+from services.worker.runner.create import create_runner
+from triptych.config.checkpoint import CONFIG_FILE, read_architecture
+from triptych.config.fields import (
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""Llama-3.1-8B, as its config.json says."""
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""Qwen3-0.6B, likewise."""
+MIXTRAL_HALF: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 16,  # of 32: 47 GB, which leaves room for keys and values
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Half the layers of Mixtral-8x7B."""
+
+_REDUCED = {
+    "vocab_size": 513,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the limits of a model are computed from."""
+
+    shared_parameters: int
+    """Of attention and the head: every token is multiplied with them. The embedding is no product."""
+    expert_parameters: int
+    """Of one expert in all layers; a model without experts has one."""
+    num_experts: int
+    num_used: int
+    """Experts of a token."""
+    kv_bytes: int
+    """Of one token, in bfloat16."""
+
+    @property
+    def used_parameters(self) -> int:
+        """What one token is multiplied with."""
+        return self.shared_parameters + self.num_used * self.expert_parameters
+
+    def read_parameters(self, num_tokens: int) -> float:
+        """What a step reads: of the experts, as many as chance lets this many tokens choose."""
+        chosen = self.num_experts * (1 - (1 - self.num_used / self.num_experts) ** num_tokens)
+        return self.shared_parameters + chosen * self.expert_parameters
+
+
+def model_config(config: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The same architecture, reduced where the sizes ask for that."""
+    return config | _REDUCED if sizes.reduced_models else config
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """Counted from config.json."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads, head_dim = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    expert = 3 * hidden * inner
+    num_experts, num_used = config.get("num_local_experts", 1), config.get("num_experts_per_tok", 1)
+    layers, head = config["num_hidden_layers"], config["vocab_size"] * hidden
+    return ModelShape(
+        shared_parameters=layers * attention + head,
+        expert_parameters=layers * expert,
+        num_experts=num_experts,
+        num_used=num_used,
+        kv_bytes=layers * 2 * kv_heads * head_dim * 2,
+    )
+
+
+def engine_config(
+    directory: Path, sizes: Sizes, device: torch.device, *, eager: bool, format: str
+) -> EngineConfig:
+    """For `streams` requests of a prompt of `context` tokens and `output_len` more."""
+    max_model_len = sizes.context + sizes.output_len + sizes.decode_steps
+    block_size = CacheConfig().block_size
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), max_model_len=max_model_len),
+        load=LoadConfig(format=format),
+        cache=CacheConfig(num_blocks=1 + sizes.streams * -(-max_model_len // block_size)),
+        scheduler=SchedulerConfig(max_num_seqs=sizes.streams, max_num_batched_tokens=sizes.budget),
+        worker=WorkerConfig(device=device.type, enforce_eager=eager),
+    )
+
+
+def create_random_runner(
+    config: dict[str, Any], sizes: Sizes, device: torch.device, *, eager: bool = False
+) -> Runner:
+    """A runner of this architecture, its weights drawn on the device."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / CONFIG_FILE).write_text(json.dumps(config))
+        return runner_for(directory, sizes, device, eager=eager, format="random")
+
+
+def runner_for(
+    directory: Path, sizes: Sizes, device: torch.device, *, eager: bool = False, format: str = "auto"
+) -> Runner:
+    """A runner of a model directory."""
+    engine = engine_config(directory, sizes, device, eager=eager, format=format)
+    resolved = resolve_config(engine, read_architecture(directory))
+    return create_runner(
+        resolved, directory, boot_id=str(uuid.uuid4()), on_phase=lambda phase, progress: None
+    )

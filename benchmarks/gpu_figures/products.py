@@ -1,0 +1,119 @@
+"""One layer's products with cold weights, plain, quantized and of experts, beside the nearer of two limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_figures.limits import Bench
+from benchmarks.gpu_figures.rows import Measured, Row
+from benchmarks.gpu_figures.timing import Call
+from triptych_kernels.held_weight import HeldWeight
+from triptych_kernels.ops import fused_moe, gated_linear, linear
+
+_NUM_EXPERTS, _TOP_K = 8, 2  # Mixtral's
+
+
+def product_rows(bench: Bench) -> Iterator[Row]:
+    """Of single tokens, of a full batch of decodes, of a step of prompts."""
+    sizes, on_cuda = bench.sizes, bench.device.type == "cuda"
+    quantized: dict[str, Callable[[Bench, int, int], HeldWeight]] = {
+        "w4a16": _group_quantized,
+        "w8a8 int8": partial(_channel_quantized, torch.int8),
+        "w8a8 fp8": partial(_channel_quantized, torch.float8_e4m3fn),
+    }
+    for num_tokens in (1, *sizes.token_counts):
+        tokens = f"{num_tokens:,} tokens"
+        yield Row("products", f"down, bf16, {tokens}", partial(measure_down, bench, num_tokens))
+        yield Row("products", f"gate and up, bf16, {tokens}", partial(measure_gated, bench, num_tokens))
+        for name, create in quantized.items() if on_cuda else ():
+            yield Row("products", f"down, {name}, {tokens}", partial(measure_held, bench, create, num_tokens))
+        yield Row("products", f"experts, bf16, {tokens}", partial(measure_experts, bench, num_tokens))
+
+
+def measure_down(bench: Bench, num_tokens: int) -> Measured:
+    sizes = bench.sizes
+    return _measure_plain(bench, num_tokens, sizes.intermediate_size, sizes.hidden_size, linear)
+
+
+def measure_gated(bench: Bench, num_tokens: int) -> Measured:
+    """With its activation."""
+    sizes = bench.sizes
+    return _measure_plain(bench, num_tokens, sizes.hidden_size, 2 * sizes.intermediate_size, gated_linear)
+
+
+def measure_held(bench: Bench, create: Callable[[Bench, int, int], HeldWeight], num_tokens: int) -> Measured:
+    """The arithmetic is compared with the rate of bfloat16; 8-bit products may pass it."""
+    in_features, out_features = bench.sizes.intermediate_size, bench.sizes.hidden_size
+    first = create(bench, out_features, in_features)
+    copies = bench.num_copies(first.num_bytes) - 1
+    weights = [first, *(create(bench, out_features, in_features) for _ in range(copies))]
+    x = bench.normal(num_tokens, in_features)
+    calls = [partial(linear, x, weight) for weight in weights]
+    return _measure(bench, calls, first.num_bytes, 2.0 * num_tokens * in_features * out_features)
+
+
+def measure_experts(bench: Bench, num_tokens: int) -> Measured:
+    """The whole MLP of a mixture: routing, both products, the weighted sum. Of few tokens not all experts are read."""
+    sizes = bench.sizes
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    expert_bytes = 2 * 3 * hidden * inner
+    copies = bench.num_copies(_NUM_EXPERTS * expert_bytes)
+    weights = [
+        (bench.normal(_NUM_EXPERTS, 2 * inner, hidden), bench.normal(_NUM_EXPERTS, hidden, inner))
+        for _ in range(copies)
+    ]
+    x, router = bench.normal(num_tokens, hidden), bench.normal(num_tokens, _NUM_EXPERTS)
+    calls = [partial(fused_moe, x, router, w13, w2, top_k=_TOP_K) for w13, w2 in weights]
+    num_read = int(router.float().topk(_TOP_K).indices.unique().numel())
+    operations = 2.0 * num_tokens * _TOP_K * 3 * hidden * inner
+    return _measure(bench, calls, num_read * expert_bytes, operations)
+
+
+def _measure_plain(
+    bench: Bench,
+    num_tokens: int,
+    in_features: int,
+    out_features: int,
+    multiply: Callable[[Tensor, Tensor], Tensor],
+) -> Measured:
+    weight_bytes = 2 * in_features * out_features
+    weights = [bench.normal(out_features, in_features) for _ in range(bench.num_copies(weight_bytes))]
+    x = bench.normal(num_tokens, in_features)
+    calls = [partial(multiply, x, weight) for weight in weights]
+    return _measure(bench, calls, weight_bytes, 2.0 * num_tokens * in_features * out_features)
+
+
+def _measure(bench: Bench, calls: Sequence[Call], weight_bytes: int, operations: float) -> Measured:
+    """Beside the limit that is nearer: the time to read the weights, or that of the arithmetic."""
+    timing = bench.time(calls)
+    if operations / bench.matrix_rate > weight_bytes / bench.bandwidth:
+        return bench.as_matrix_rate(timing, operations)
+    return bench.as_bandwidth(timing, weight_bytes)
+
+
+def _group_quantized(bench: Bench, out_features: int, in_features: int) -> HeldWeight:
+    # where there is no such kernel its rows say so, and no other does
+    from triptych_kernels.quantized_format import BLOCK_FORMATS
+    from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+
+    weight = GroupQuantizedWeight(
+        out_features, in_features, bench.dtype, BLOCK_FORMATS["Q4_0"], device=bench.device
+    )
+    weight.fill_rows(0, bench.normal(out_features, in_features).float())
+    return weight
+
+
+def _channel_quantized(
+    element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int
+) -> HeldWeight:
+    from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+
+    weight = ChannelQuantizedWeight(
+        out_features, in_features, bench.dtype, element_dtype, device=bench.device
+    )
+    weight.fill_rows(0, bench.normal(out_features, in_features))
+    return weight

@@ -1,0 +1,53 @@
+"""A mixture of experts in plain torch: one expert after the other, with the tokens that chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triptych_kernels.torch.silu_and_mul import silu_and_mul
+
+
+def fused_moe(
+    x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormalize: bool
+) -> Tensor:
+    def apply_expert(expert: int, inputs: Tensor) -> Tensor:
+        return functional.linear(silu_and_mul(functional.linear(inputs, w13[expert])), w2[expert])
+
+    return mix_experts(x, router_logits, top_k, renormalize, apply_expert)
+
+
+def mix_experts(
+    x: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    apply_expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """`ops.fused_moe` with any way of computing an expert's MLP.
+
+    Args:
+        apply_expert: an expert's number and the inputs of its tokens, [n, hidden_size], to its results, likewise.
+    """
+    probabilities, experts = choose_experts(router_logits, top_k, renormalize)
+    results = torch.empty(top_k, *x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():
+        tokens, ranks = (experts == expert).nonzero(as_tuple=True)
+        results[ranks, tokens] = apply_expert(expert, x[tokens]).float()
+    mixed = results[0] * probabilities[:, :1]
+    for rank in range(1, top_k):  # one after the other, so that a token's sum does not depend on its batch
+        mixed.addcmul_(results[rank], probabilities[:, rank : rank + 1])
+    return mixed.to(x.dtype)
+
+
+def choose_experts(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The probabilities of each token's experts, float32, and their numbers, both [num_tokens, top_k]; the most
+    probable first."""
+    # stable: of equal logits the lowest expert first, which torch.topk leaves open
+    logits, experts = router_logits.float().sort(dim=-1, descending=True, stable=True)
+    if renormalize:
+        return logits[:, :top_k].softmax(dim=-1), experts[:, :top_k]
+    return logits.softmax(dim=-1)[:, :top_k], experts[:, :top_k]

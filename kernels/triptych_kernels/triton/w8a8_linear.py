@@ -1,0 +1,130 @@
+"""Products of rows and weights that are both in 8 bits, with a scale per row and one per output.
+
+Like `quantized_linear` computed transposed and in splits of the inputs that follow from the weight's shape and the
+device alone, each scaled and then added in order: a row has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triptych_kernels.triton.paged_attention_plan import num_sms
+from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
+
+_BLOCK_K = 128
+"""Inputs of one step: what the tensor cores may add in the fewer bits of their float8 sums, before float32."""
+
+_MIN_SPLIT_INPUTS = 512  # with fewer a split's sums are no longer small beside its weights
+_PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 128 outputs of 128 inputs, 128 KiB in flight
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Stages fit the 99 KiB of shared memory that a program has on Ada, where 8-bit floats begin."""
+
+    block_m: int
+    """Rows; a tile has 128 outputs."""
+    num_warps: int
+    num_stages: int
+
+
+def multiply_bytes(
+    x: Tensor,
+    x_scales: Tensor,
+    elements: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str | None,
+) -> Tensor:
+    """`(x_scales * x) @ (scales * elements).T + bias`, or with an activation `ops.gated_linear`.
+
+    Args:
+        x: [num_rows, in_features] int8 or float8_e4m3fn, contiguous; `elements` [out_features, in_features] likewise.
+        x_scales: [num_rows] float32; `scales` [out_features] likewise.
+        bias: [out_features] float32.
+    """
+    num_rows, in_features = x.shape
+    out_features = len(elements)
+    tiles = _choose_tiles(num_rows)
+    num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, 128)
+    wanted = _PROGRAMS_PER_SM * num_sms(x.device) // num_tiles[1]
+    num_splits = max(min(wanted, in_features // _MIN_SPLIT_INPUTS), 1)
+    split_inputs = triton.cdiv(triton.cdiv(in_features, num_splits), _BLOCK_K) * _BLOCK_K
+    num_splits = triton.cdiv(in_features, split_inputs)
+    loops_splits = num_splits > 1 and num_tiles[0] > 1
+    num_parts = 1 if loops_splits else num_splits
+    is_whole = num_parts == 1 and activation is None
+    out = torch.empty(
+        (num_parts, num_rows, out_features), dtype=out_dtype if is_whole else torch.float32, device=x.device
+    )
+    if out.numel():
+        _multiply_bytes[(num_tiles[1], num_tiles[0], num_parts)](
+            x, x_scales, elements, scales, bias if is_whole else None, out,
+            num_rows, out_features, in_features, split_inputs,
+            LOOPS_SPLITS=loops_splits, BLOCK_N=128, BLOCK_M=tiles.block_m, BLOCK_K=_BLOCK_K,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation)
+
+
+def _choose_tiles(num_rows: int) -> _Tiles:
+    if num_rows <= 16:
+        return _Tiles(block_m=16, num_warps=4, num_stages=4)
+    if num_rows <= 64:
+        return _Tiles(block_m=64, num_warps=4, num_stages=4)
+    return _Tiles(block_m=128, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _multiply_bytes(
+    x, x_scales, elements, scales, bias, out, num_rows, out_features, in_features, split_inputs,
+    LOOPS_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    row_scale = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)[None, :]
+    output_scale = tl.load(scales + outputs, mask=outputs < out_features, other=0.0)[:, None]
+    if LOOPS_SPLITS:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for first in range(0, in_features, split_inputs):
+            part = _dot_bytes(
+                x, elements, outputs, rows, first, tl.minimum(first + split_inputs, in_features),
+                num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+            total += part * output_scale * row_scale
+    else:
+        first = split * split_inputs
+        part = _dot_bytes(
+            x, elements, outputs, rows, first, tl.minimum(first + split_inputs, in_features),
+            num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+        total = part * output_scale * row_scale
+    store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
+
+
+@triton.jit
+def _dot_bytes(
+    x, elements, outputs, rows, begin, end, num_rows, out_features, in_features,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The product of the elements of the inputs from `begin` to `end`, [outputs, rows] float32."""
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    inputs = tl.arange(0, BLOCK_K)
+    left = elements + outputs.to(tl.int64)[:, None] * in_features + inputs[None, :]
+    right = x + rows.to(tl.int64)[None, :] * in_features + inputs[:, None]
+    is_output = (outputs < out_features)[:, None]
+    is_row = (rows < num_rows)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], SUM)
+    for start in range(begin, end, BLOCK_K):
+        is_input = start + inputs < end
+        weights = tl.load(left + start, mask=is_output & is_input[None, :], other=0.0)
+        values = tl.load(right + start, mask=is_row & is_input[:, None], other=0.0)
+        acc = tl.dot(weights, values, acc, max_num_imprecise_acc=BLOCK_K, out_dtype=SUM)
+    return acc.to(tl.float32)

@@ -1,0 +1,215 @@
+"""Sparse mixtures of experts: a router, and as many gated MLPs of which each token goes through a few.
+
+With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's: the result
+is then a part of a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from services.worker.device import TORCH_DTYPES
+from services.worker.layers.weights import (
+    LinearWeight,
+    WeightedLayer,
+    WeightTarget,
+    create_linear_weight,
+    empty_parameter,
+    linear_target,
+    share,
+)
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import FeatureDisabled
+from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
+from triptych_kernels.ops import fused_moe, linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family calls the three projections of an expert."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Of each expert, and this rank's share of it."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Of all ranks together."""
+    start: int
+    """The first column that this rank holds."""
+    length: int
+    """How many it holds."""
+
+
+class SparseMoE(nn.Module):
+    """`fused_moe` with its weights; `prefix` is that of the mixture, which has `gate` and `experts`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        expert_names: ExpertNames,
+        config: ResolvedConfig,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            top_k: how many experts a token goes through.
+            renormalize: weigh them by the softmax over them, rather than over all experts.
+        Raises:
+            FeatureDisabled: quantized weights on a device that has no mixture of them.
+        """
+        super().__init__()
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.router = Router(hidden_size, num_experts, config=config, prefix=f"{prefix}.gate")
+        sizes = ExpertSizes(
+            hidden_size, intermediate_size, *share(intermediate_size, what="intermediate_size", config=config)
+        )
+        create = PackedExperts if _packs(sizes, config) else StackedExperts
+        self.experts = create(sizes, num_experts, expert_names, config=config, prefix=f"{prefix}.experts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> likewise"""
+        return fused_moe(
+            x,
+            self.router(x),
+            self.experts.w13,
+            self.experts.w2,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+        )
+
+
+class Router(WeightedLayer):
+    """A score for each expert; never quantized, as it is small and a wrong choice is no small error."""
+
+    def __init__(self, hidden_size: int, num_experts: int, *, config: ResolvedConfig, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        dtype = TORCH_DTYPES[config.dtype]
+        self.weight: LinearWeight
+        if config.rank.device == "cpu" and can_pack(hidden_size, dtype):
+            self.weight = PackedWeight(num_experts, hidden_size, dtype)
+        else:
+            self.weight = empty_parameter(num_experts, hidden_size, config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> logits [num_tokens, num_experts]"""
+        return linear(x, self.weight)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        rows, columns = self.weight.shape
+        return {f"{self.prefix}.weight": linear_target(self.weight, (rows, columns))}
+
+
+class StackedExperts(WeightedLayer):
+    """All experts' weights in two tensors, for kernels that walk over them."""
+
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        num_experts: int,
+        names: ExpertNames,
+        *,
+        config: ResolvedConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.prefix, self.sizes, self.names = prefix, sizes, names
+        self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, config=config)
+        self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, config=config)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets: dict[str, WeightTarget] = {}
+        for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+            targets |= _expert_targets(w13, w2, self.sizes, self.names, f"{self.prefix}.{expert}")
+        return targets
+
+
+class PackedExperts(nn.Module):
+    """Each expert's weights packed, and quantized if asked for, for the native products."""
+
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        num_experts: int,
+        names: ExpertNames,
+        *,
+        config: ResolvedConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        experts = [
+            PackedExpert(sizes, names, config=config, prefix=f"{prefix}.{number}")
+            for number in range(num_experts)
+        ]
+        self.experts = nn.ModuleList(experts)
+        self.w13 = [expert.w13 for expert in experts]
+        self.w2 = [expert.w2 for expert in experts]
+
+
+class PackedExpert(WeightedLayer):
+    """One expert's weights."""
+
+    def __init__(
+        self, sizes: ExpertSizes, names: ExpertNames, *, config: ResolvedConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        self.prefix, self.sizes, self.names = prefix, sizes, names
+        self.w13 = self._create(2 * sizes.length, sizes.hidden_size, names.gate, names.up, config=config)
+        self.w2 = self._create(sizes.hidden_size, sizes.length, names.down, config=config)
+
+    def _create(
+        self, out_features: int, in_features: int, *names: str, config: ResolvedConfig
+    ) -> PackedWeight:
+        sources = [f"{self.prefix}.{name}.weight" for name in names]
+        weight, _ = create_linear_weight(
+            out_features, in_features, sources=sources, config=config, gated=len(names) == 2
+        )
+        assert isinstance(weight, PackedWeight), "_packs has asked for both"
+        return weight
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return _expert_targets(self.w13, self.w2, self.sizes, self.names, self.prefix)
+
+
+def _packs(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
+    """Whether experts are packed one by one rather than stacked.
+
+    Raises:
+        FeatureDisabled: quantized weights on a device that has no mixture of them.
+    """
+    if config.rank.device != "cpu":
+        if config.quantization != "none":
+            raise FeatureDisabled(
+                f"quantization {config.quantization}",
+                f"mixtures of experts on {config.rank.device} are computed with unquantized weights alone; set "
+                "model.quantization to none",
+            )
+        return False
+    dtype = TORCH_DTYPES[config.dtype]
+    return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
+
+
+def _expert_targets(
+    w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
+) -> dict[str, WeightTarget]:
+    columns = (sizes.intermediate_size, sizes.hidden_size)
+    share_of_columns = {"length": sizes.length, "start": sizes.start}
+    return {
+        f"{prefix}.{names.gate}.weight": linear_target(w13, columns, half="gate", **share_of_columns),
+        f"{prefix}.{names.up}.weight": linear_target(w13, columns, half="up", **share_of_columns),
+        f"{prefix}.{names.down}.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start),
+    }

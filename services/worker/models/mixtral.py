@@ -1,0 +1,34 @@
+"""Mixtral: Llama with a mixture of experts in place of each layer's MLP."""
+
+from __future__ import annotations
+
+from services.worker.layers.moe import ExpertNames, SparseMoE
+from services.worker.models.llama import LlamaForCausalLM
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ModelError
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """The whole network; a `CausalLM`."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
+        if not config.architecture.num_experts:
+            raise ModelError(f"{config.architecture.name}: config.json: num_local_experts: is missing")
+        super().__init__(config=config, prefix=prefix, mlp=MixtralMoE)
+
+
+class MixtralMoE(SparseMoE):
+    """The experts of one layer, the two best of eight in Mixtral 8x7B, weighted by the softmax over these."""
+
+    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+        architecture = config.architecture
+        super().__init__(
+            architecture.hidden_size,
+            architecture.intermediate_size,
+            architecture.num_experts,
+            architecture.num_experts_per_tok,
+            renormalize=True,
+            expert_names=ExpertNames(gate="w1", up="w3", down="w2"),
+            config=config,
+            prefix=f"{prefix}.block_sparse_moe",
+        )

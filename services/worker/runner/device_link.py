@@ -1,0 +1,152 @@
+"""How an asynchronous device is given its steps and asked for what came of them; the one user of streams and events.
+
+host      pack n | launch n | pack n+1 | launch n+1 |           take n        | pack n+2 …
+copies           [inputs n]            [inputs n+1]
+compute                    [step n                ][step n+1                ]
+                                                   ^ tokens n arrive
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.generic]
+
+_NUM_BLOCKS = (
+    2  # one is read by the step that computes while the next step's inputs are copied into the other
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Of one step, in ns on the device's clock; 0: not measured."""
+
+    busy_ns: int = 0
+    """From its first kernel to its last."""
+    gap_ns: int = 0
+    """Since the last kernel of the step before."""
+
+
+class ReadBack(Protocol):
+    """Tensors on their way to the host."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> tuple[tuple[Array, ...], DeviceTimes]:
+        """Their values, in memory of their own, and the times of the step that made them."""
+        ...
+
+
+class DeviceLink(Protocol):
+    """Owned by the runner's thread. Per step: `host_block`, `upload`, kernels, `read_back`."""
+
+    device: torch.device
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the blocks as large as the longest step; called once, before anything else."""
+        ...
+
+    def host_block(self) -> NDArray[np.uint8]:
+        """Where the next step's inputs are to be packed; what stood there has arrived."""
+        ...
+
+    def upload(self, num_bytes: int) -> Tensor:
+        """The first bytes of the block on the device, uint8; kernels launched after this find them there, and
+        those of this step may read them."""
+        ...
+
+    def read_back(self, tensors: tuple[Tensor, ...]) -> ReadBack:
+        """Begin to fetch what the step's kernels make of some tensors; the step's last launch."""
+        ...
+
+
+class CudaLink:
+    """The `DeviceLink` of a CUDA device; kernels are those launched on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.cuda.Stream(device)
+        self._blocks: list[_Block] = []
+        self._turn = 0
+        self._begun = torch.cuda.Event()  # recorded where a step begins, behind all the kernels before it
+        self._first_kernel: torch.cuda.Event | None = None
+        self._last_kernel: torch.cuda.Event | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        self._blocks = [_Block(num_bytes, self.device) for _ in range(_NUM_BLOCKS)]
+
+    def host_block(self) -> NDArray[np.uint8]:
+        self._turn = (self._turn + 1) % _NUM_BLOCKS
+        block = self._blocks[self._turn]
+        block.copied.synchronize()
+        return block.numpy
+
+    def upload(self, num_bytes: int) -> Tensor:
+        block, compute = self._blocks[self._turn], torch.cuda.current_stream(self.device)
+        # Where the step before begins, all kernels of the one that read this block are done.
+        self._copies.wait_event(self._begun)
+        with torch.cuda.stream(self._copies):
+            block.on_device[:num_bytes].copy_(block.on_host[:num_bytes], non_blocking=True)
+            block.copied.record(self._copies)
+        self._begun = torch.cuda.Event()
+        self._begun.record(compute)
+        compute.wait_event(block.copied)
+        self._first_kernel = torch.cuda.Event(enable_timing=True)
+        self._first_kernel.record(compute)
+        return block.on_device[:num_bytes]
+
+    def read_back(self, tensors: tuple[Tensor, ...]) -> ReadBack:
+        compute = torch.cuda.current_stream(self.device)
+        first, before = self._first_kernel, self._last_kernel
+        assert first is not None, "a step begins with `upload`"
+        last = self._last_kernel = torch.cuda.Event(enable_timing=True)
+        last.record(compute)
+        # pinned memory comes from torch's cache, which keeps a block until the copies into it are done
+        on_host = tuple(
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        )
+        arrived = torch.cuda.Event(blocking=True)  # who waits leaves the core to the event loop
+        arrived.record(compute)
+        return _CudaReadBack(on_host, arrived, first, last, before)
+
+
+class _Block:
+    """Pinned memory and its counterpart on the device."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.numpy: NDArray[np.uint8] = self.on_host.numpy()
+        self.copied = torch.cuda.Event()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CudaReadBack:
+    on_host: tuple[Tensor, ...]
+    arrived: torch.cuda.Event
+    first: torch.cuda.Event
+    last: torch.cuda.Event
+    before: torch.cuda.Event | None
+    """Last kernel of the step before, None of the first one."""
+
+    def is_done(self) -> bool:
+        return self.arrived.query()
+
+    def wait(self) -> tuple[tuple[Array, ...], DeviceTimes]:
+        self.arrived.synchronize()
+        times = DeviceTimes(
+            busy_ns=_nanoseconds(self.first, self.last),
+            gap_ns=_nanoseconds(self.before, self.first) if self.before is not None else 0,
+        )
+        return tuple(tensor.numpy().copy() for tensor in self.on_host), times
+
+
+def _nanoseconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return round(begin.elapsed_time(end) * 1e6)

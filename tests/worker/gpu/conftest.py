@@ -1,0 +1,21 @@
+"""What only a CUDA device can prove of the runner; `make test-gpu` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,62 @@
+"""What is run to learn how much memory a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from services.worker.loader.load import load_model
+from services.worker.loader.random import RandomCheckpoint
+from services.worker.runner.activation_memory import measure_activations
+from services.worker.runner.kv_plan import plan_kv_cache
+from tests.worker.tiny import tiny_architecture, tiny_config
+
+BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 70, 6, 32
+PROMPT, DECODE = 5_000, 300
+
+
+def measured(*, with_graphs: bool, peaks: dict[int, int]) -> tuple[int, list[tuple[int, ...]]]:
+    """The bytes found, and the shape of each batch that the model saw: `peaks` by its number of tokens."""
+    architecture = tiny_architecture()
+    config = tiny_config(architecture, max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
+    model = load_model(config, RandomCheckpoint(architecture, seed=3))
+    assert isinstance(model, torch.nn.Module)
+    seen: list[tuple[int, ...]] = []
+
+    def note(_: object, arguments: tuple) -> None:
+        token_ids, _, caches, batch = arguments
+        assert caches[0].blocks.shape[0] == 1, "there is no other block yet"
+        assert (batch.slot_mapping == -1).all()
+        seen.append((token_ids.numel(), *batch.seq_lens_list))
+
+    model.register_forward_pre_hook(note)
+
+    def peak_of(launch: Callable[[], None]) -> int:
+        launch()
+        return peaks[seen[-1][0]]
+
+    found = measure_activations(
+        model,
+        plan_kv_cache(config, free_bytes=1 << 30).shape,
+        torch.device("cpu"),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        with_graphs=with_graphs,
+        peak_of=peak_of,
+    )
+    return found, seen
+
+
+def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() -> None:
+    found, seen = measured(with_graphs=False, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
+    assert seen == [(BUDGET, 32, 32, 6), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
+    assert found == PROMPT
+
+
+@pytest.mark.parametrize(("prompt", "decode", "bytes_needed"), [(5000, 300, 5300), (200, 300, 600)])
+def test_graphs_need_the_memory_of_a_decode_once_more(prompt: int, decode: int, bytes_needed: int) -> None:
+    found, _ = measured(with_graphs=True, peaks={BUDGET: prompt, MAX_NUM_SEQS: decode})
+    assert found == bytes_needed

@@ -1,0 +1,217 @@
+"""Plans on their way through the runner's thread, over a device that answers when a test lets it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from services.worker.runner_thread import RunnerThread
+from tests.worker.tiny import step_plan
+from triptych.errors import EngineFailure, ProtocolViolation
+from triptych.types.step import StepPlan, StepResult
+
+DEADLINE_S = 10.0
+
+
+class HeldStep:
+    """A `PendingStep` that ends when a test says so."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.may_end = threading.Event()
+        self.failure: Exception | None = None
+
+    def end(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.may_end.set()
+
+    def is_done(self) -> bool:
+        return self.may_end.is_set()
+
+    def wait(self) -> StepResult:
+        assert self.may_end.wait(DEADLINE_S)
+        if self.failure is not None:
+            raise self.failure
+        return StepResult(self.step_id, np.array([self.step_id], np.uint32))
+
+
+class HeldRunner:
+    """Launches at once; refuses one step if told to."""
+
+    facts = None
+
+    def __init__(self) -> None:
+        self.launched: list[HeldStep] = []
+        self.num_resets = 0
+        self.refused_step = 0
+
+    def launch(self, plan: StepPlan) -> HeldStep:
+        if plan.step_id == self.refused_step:
+            raise ProtocolViolation(f"step {plan.step_id} is refused")
+        self.launched.append(HeldStep(plan.step_id))
+        return self.launched[-1]
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+class Stand:
+    """A runner thread with one session open."""
+
+    def __init__(self, runner: HeldRunner, thread: RunnerThread) -> None:
+        self.runner = runner
+        self.thread = thread
+        self.outcomes: list[StepResult | Exception] = []
+        self.session = thread.open_session(self.outcomes.append)
+
+    def submit(self, *step_ids: int) -> None:
+        for step_id in step_ids:
+            self.thread.submit(self.session, step_plan(step_id))
+
+    @property
+    def answers(self) -> list[int]:
+        return [outcome.step_id for outcome in self.outcomes if isinstance(outcome, StepResult)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def launched(self, count: int) -> list[HeldStep]:
+        await self.until(lambda: len(self.runner.launched) >= count)
+        return self.runner.launched
+
+
+@asynccontextmanager
+async def stand() -> AsyncIterator[Stand]:
+    runner, ready = HeldRunner(), asyncio.Event()
+    thread = RunnerThread(
+        lambda on_phase: runner,
+        on_phase=lambda phase, progress: None,
+        on_ready=lambda _: ready.set(),
+    )
+    thread.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await ready.wait()
+    try:
+        yield Stand(runner, thread)
+    finally:
+        for step in runner.launched:
+            step.may_end.set()
+        await thread.stop(DEADLINE_S)
+
+
+async def test_a_plan_that_arrives_while_a_step_is_in_flight_is_launched_at_once() -> None:
+    async with stand() as it:
+        it.submit(1)
+        await it.launched(1)
+        it.submit(2)
+        steps = await it.launched(2)
+        assert it.outcomes == []
+        assert it.thread.steps.step_id == 1, "the watchdog sees the oldest"
+        steps[0].end()
+        await it.until(lambda: it.answers == [1])
+        await it.until(lambda: it.thread.steps.step_id == 2)
+        it.submit(3)
+        await it.launched(3)
+        assert it.answers == [1]
+
+
+async def test_results_leave_in_the_order_of_the_plans() -> None:
+    async with stand() as it:
+        it.submit(1, 2, 3)
+        first, second, third = await it.launched(3)
+        third.end()
+        second.end()
+        it.submit(4)
+        await it.launched(4)
+        assert it.answers == []
+        first.end()
+        await it.until(lambda: it.answers == [1, 2, 3])
+
+
+async def test_a_step_that_cannot_be_launched_fails_behind_the_results_before_it() -> None:
+    async with stand() as it:
+        it.runner.refused_step = 3
+        it.submit(1, 2, 3, 4)
+        first, second = await it.launched(2)
+        second.end()
+        first.end()
+        await it.until(lambda: len(it.outcomes) == 3)
+        assert it.answers == [1, 2]
+        assert isinstance(it.outcomes[2], ProtocolViolation)
+        await it.until(lambda: not it.thread.steps.step_id)
+        assert len(it.runner.launched) == 2, "nothing follows a failure"
+
+
+async def test_a_step_that_fails_on_the_device_ends_the_session_and_those_behind_it() -> None:
+    async with stand() as it:
+        it.submit(1, 2, 3)
+        first, second, third = await it.launched(3)
+        first.end()
+        second.end(RuntimeError("illegal memory access"))
+        third.end()
+        await it.until(lambda: len(it.outcomes) == 2)
+        it.submit(4)
+        assert it.answers == [1]
+        failure = it.outcomes[1]
+        assert isinstance(failure, EngineFailure)
+        assert "step 2 failed" in str(failure)
+        assert "illegal memory access" in str(failure)
+        again: list[StepResult | Exception] = []
+        it.session = it.thread.open_session(again.append)
+        it.submit(1)
+        steps = await it.launched(4)
+        steps[3].end()
+        await it.until(lambda: len(again) == 1)
+        assert it.runner.num_resets == 2
+        assert len(it.outcomes) == 2
+
+
+async def test_a_new_session_hears_nothing_of_the_old_ones_steps() -> None:
+    async with stand() as it:
+        it.submit(1, 2)
+        old = list(await it.launched(2))
+        again: list[StepResult | Exception] = []
+        it.session = it.thread.open_session(again.append)
+        it.submit(1)
+        steps = await it.launched(3)
+        for step in old:
+            step.end()
+        steps[2].end()
+        await it.until(lambda: len(again) == 1)
+        assert it.outcomes == []
+
+
+async def test_no_time_counts_as_idle_while_a_step_is_in_flight() -> None:
+    async with stand() as it:
+        it.submit(1)
+        (first,) = await it.launched(1)
+        it.submit(2)
+        _, second = await it.launched(2)
+        first.end()
+        second.end()
+        await it.until(lambda: it.answers == [1, 2])
+        it.submit(3)
+        (await it.launched(3))[2].end()
+        await it.until(lambda: it.answers == [1, 2, 3])
+        idle = [outcome.timings.idle_ns for outcome in it.outcomes if isinstance(outcome, StepResult)]
+        assert idle[0] > 0
+        assert idle[1] == 0
+        assert idle[2] > 0
+
+
+async def test_stopping_delivers_what_is_in_flight() -> None:
+    async with stand() as it:
+        it.submit(1)
+        (first,) = await it.launched(1)
+        stopping = asyncio.create_task(it.thread.stop(DEADLINE_S))
+        await asyncio.sleep(0)
+        first.end()
+        await stopping
+        await it.until(lambda: it.answers == [1])
+        assert it.thread.ended.done()
