@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.worker.runner.base import CompletedStep
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import SleepingClock, simulated_device, simulated_runner
 from triptych.client.cli import main
@@ -42,6 +43,9 @@ class RecordingRunner:
         result = self._runner.execute(plan)
         self._record(ResultTaken(result))
         return result
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
 
     def _record(self, what: WorkerReady | Planned | ResultTaken) -> None:
         self.journal += framed(event_to_bytes(JournalEvent(0.0, what)))

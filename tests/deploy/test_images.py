@@ -213,7 +213,9 @@ def test_all_that_it_imports_is_installed_in_it(service):
         for name in third_party
         if not {canonicalize_name(d) for d in providers.get(name, ())} & installed
     }
-    assert not missing
+    assert missing <= {
+        "triton"
+    }  # CUDA builds of torch bring it, and nothing imports it without a CUDA device
 
 
 def import_graph() -> grimp.ImportGraph:

@@ -179,6 +179,7 @@ def test_a_rows_result_does_not_depend_on_its_batch(
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter says so
 def test_what_is_no_number_stays_in_its_row(poison: float, device: torch.device) -> None:
     weight, _ = filled(QuantizedFormat(4, is_affine=True), 33, 96, device)
     x = random(3, 96, seed=1).to(device)
