@@ -16,7 +16,7 @@ BUDGET_S = 480.0
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """0: no figure failed; 1: one did; 2: wrong usage."""
+    """0: no figure failed; 1: one did; 2: wrong usage, or nothing to measure on."""
     arguments = _parse(argv, description)
     if arguments.events_fd is not None:
         _measure(arguments)
@@ -26,12 +26,16 @@ def main(argv: Sequence[str], description: str) -> int:
     path = os.pathsep.join(
         [str(ROOT), str(ROOT / "libs"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     )
-    supervise(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *argv],
-        report,
-        budget_s=arguments.budget_s,
-        environment=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-    )
+    try:
+        supervise(
+            [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *argv],
+            report,
+            budget_s=arguments.budget_s,
+            environment=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        )
+    except RuntimeError as error:
+        print(f"gpu.py: {error}", file=sys.stderr)
+        return 2
     print(f"{len(report.titles)} figures, {report.num_failed} failed; {arguments.json}", flush=True)
     return 1 if report.num_failed else 0
 
@@ -45,6 +49,8 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     device = torch.device(arguments.device)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit(f"gpu.py: torch {torch.__version__} sees no CUDA device; try --device cpu --tiny")
         device = torch.device("cuda", torch.cuda.current_device())
     rows = [
         row

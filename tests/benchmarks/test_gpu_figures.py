@@ -122,6 +122,15 @@ def test_the_script_runs_from_anywhere_and_the_start_of_a_process_is_timed(tmp_p
     assert "weights" in figure["measured"]["note"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
+def test_without_a_device_the_script_says_so_and_what_to_try(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "sees no CUDA device; try --device cpu --tiny" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_checkpoint_is_what_the_loader_reads_and_is_written_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
