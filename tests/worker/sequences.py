@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from triptych.config.architecture import ModelArchitecture
 
@@ -51,6 +52,7 @@ class Sequences:
             block_tables=self.block_tables[rows],
             query_starts=torch.tensor((0, *query_lens)).cumsum(0).int(),
             seq_lens=torch.tensor(seq_lens).int(),
+            backend=PagedAttention(),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             query_lens_list=query_lens,

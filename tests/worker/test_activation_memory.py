@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from services.worker.attention.paged import PagedAttention
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.activation_memory import measure_activations
@@ -41,6 +42,7 @@ def measured(*, with_graphs: bool, peaks: dict[int, int]) -> tuple[int, list[tup
         model,
         plan_kv_cache(config, free_bytes=1 << 30).shape,
         torch.device("cpu"),
+        attention=PagedAttention(),
         max_num_batched_tokens=BUDGET,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,

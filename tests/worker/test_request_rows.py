@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.attention.paged import PagedAttention
 from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.runner.request_rows import RequestRows, StepRows
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
@@ -31,6 +32,7 @@ def gather_input_batch(rows: RequestRows, step: StepRows) -> InputBatch:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=rows.max_num_batched_tokens,
         max_blocks=max_blocks,
+        attention=PagedAttention(),
     )
     return inputs.batch(inputs.gather(rows, step), torch.device("cpu"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +45,30 @@ class AttentionBatch:
     """[num_rows + 1] int32."""
     seq_lens: Tensor
     """[num_rows] int32, length of the keys and values, this step's tokens included."""
+    backend: AttentionBackend
+    """Attends, in every layer."""
     max_query_len: int = 0
     max_seq_len: int = 0
     query_lens_list: tuple[int, ...] = ()
     seq_lens_list: tuple[int, ...] = ()
+
+
+class AttentionBackend(Protocol):
+    """Attends to what already stands in the cache; one for all layers, so that it can prepare a step once."""
+
+    name: str
+    """As `worker.attention_backend` says it."""
+    in_graphs: bool
+    """Whether a CUDA graph may record it in a step of decodes: it then allocates by the bounds that the batch's
+    lists are, reads back nothing, and serves any lengths up to them when it is replayed."""
+
+    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of each query to its row's keys up to its own position.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim], rotated.
+            scale: of the products of queries and keys.
+        Returns:
+            [num_tokens, num_heads, head_dim] of the same dtype.
+        """
+        ...

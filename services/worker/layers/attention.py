@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.layers.rotary import RotaryEmbedding
-from triptych_kernels.ops import paged_attention, rotary_and_write_kv
+from triptych_kernels.ops import rotary_and_write_kv
 
 
 class Attention(nn.Module):
@@ -40,15 +40,4 @@ class Attention(nn.Module):
             batch.slot_mapping,
             kv_scales=kv_cache.scales,
         )
-        attended = paged_attention(
-            query,
-            kv_cache.blocks,
-            batch.block_tables,
-            batch.query_starts,
-            batch.seq_lens,
-            self.scale,
-            kv_scales=kv_cache.scales,
-            query_lens_list=batch.query_lens_list,
-            seq_lens_list=batch.seq_lens_list,
-        )
-        return attended.flatten(1)
+        return batch.backend.attend(query, kv_cache, batch, self.scale).flatten(1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.models.base import CausalLM
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.sampling.batch import SamplingBatch
@@ -25,6 +25,7 @@ def measure_activations(
     kv: KvShape,
     device: torch.device,
     *,
+    attention: AttentionBackend,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
@@ -54,6 +55,7 @@ def measure_activations(
             ),
             query_starts=starts.to(device, torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            backend=attention,
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             query_lens_list=tuple(query_lens),

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from services.worker import host
+from services.worker.attention.base import AttentionBackend
+from services.worker.attention.paged import PagedAttention
 from services.worker.device import device_name, free_memory, use_device, use_threads
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import fingerprint, load_model, open_checkpoint
@@ -64,7 +66,8 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    kv = _plan_kv_cache(config, model, device)
+    attention = PagedAttention()
+    kv = _plan_kv_cache(config, model, attention, device)
     kv_caches = allocate_kv_cache(kv.shape, device)
     facts = worker_facts(
         config,
@@ -79,6 +82,7 @@ def create_runner(
         model=model,
         kv_caches=kv_caches,
         facts=facts,
+        attention=attention,
         enforce_eager=engine.worker.enforce_eager,
         link=CudaLink(device) if device.type == "cuda" else None,
     )
@@ -87,7 +91,9 @@ def create_runner(
     return runner
 
 
-def _plan_kv_cache(config: ResolvedConfig, model: CausalLM, device: torch.device) -> KvPlan:
+def _plan_kv_cache(
+    config: ResolvedConfig, model: CausalLM, attention: AttentionBackend, device: torch.device
+) -> KvPlan:
     """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
 
     Raises:
@@ -103,6 +109,7 @@ def _plan_kv_cache(config: ResolvedConfig, model: CausalLM, device: torch.device
             model,
             alone.shape,
             device,
+            attention=attention,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=alone.max_model_len,

@@ -80,6 +80,7 @@ class DeviceInputs:
         feedback, sampling = inputs.feedback, inputs.sampling.columns
         assert feedback is not None, "an asynchronous device keeps the tokens it samples"
         self._link = link
+        self._attention = inputs.attention
         columns = (  # in the order of `batch`
             (inputs.token_ids, _Length.TOKENS),
             (inputs.positions, _Length.TOKENS),
@@ -149,6 +150,7 @@ class DeviceInputs:
             block_tables=block_tables,
             query_starts=query_starts,
             seq_lens=seq_lens,
+            backend=self._attention,
             max_query_len=max(lengths.query_lens),
             max_seq_len=max(lengths.seq_lens),
             query_lens_list=lengths.query_lens,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.sampling.batch import SamplingBatch, SamplingBuffers
 
@@ -90,9 +90,15 @@ class InputBuffers:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
+        attention: AttentionBackend,
         feedback: FeedbackBuffers | None = None,
     ) -> None:
-        """`feedback`: of a device that keeps the tokens it samples."""
+        """
+        Args:
+            attention: of every step.
+            feedback: of a device that keeps the tokens it samples.
+        """
+        self.attention = attention
         self.feedback = feedback
         self.token_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
@@ -173,6 +179,7 @@ class InputBuffers:
                 block_tables=self.block_tables[:num_rows, : sizes.max_blocks].to(device),
                 query_starts=self.query_starts[: num_rows + 1].to(device),
                 seq_lens=self.seq_lens[:num_rows].to(device),
+                backend=self.attention,
                 max_query_len=int(sizes.query_lens.max()),
                 max_seq_len=int(sizes.seq_lens.max()),
                 query_lens_list=tuple(sizes.query_lens.tolist()),

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from services.worker.attention.base import KvCache
+from services.worker.attention.base import AttentionBackend, KvCache
+from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.device_link import DeviceLink
@@ -37,6 +38,7 @@ class ModelRunner:
         model: CausalLM,
         kv_caches: Sequence[KvCache],
         facts: WorkerFacts,
+        attention: AttentionBackend | None = None,
         enforce_eager: bool = False,
         link: DeviceLink | None = None,
     ) -> None:
@@ -44,6 +46,7 @@ class ModelRunner:
 
         Args:
             kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
+            attention: None: the project's own, as the device has it.
             enforce_eager: see `create_forward_backend` and `create_device_backend`.
             link: to the asynchronous device where the model stands; None: the thread that launches a step computes it.
         """
@@ -62,6 +65,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_tokens,
             max_blocks=max_blocks,
+            attention=attention or PagedAttention(),
             feedback=FeedbackBuffers(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens)
             if link is not None
             else None,

@@ -41,6 +41,7 @@ def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers)
             block_tables=recording.input(inputs.block_tables, count="rows"),
             query_starts=recording.input(inputs.query_starts, count="rows"),
             seq_lens=recording.input(inputs.seq_lens, count="rows"),
+            backend=inputs.attention,
         )
         hidden = model(
             recording.input(inputs.token_ids, count="tokens"),

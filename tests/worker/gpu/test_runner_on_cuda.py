@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.attention.paged import PagedAttention
 from services.worker.runner.activation_memory import measure_activations
 from services.worker.runner.cuda_graph import CudaGraphRecorder
 from services.worker.runner.model_runner import ModelRunner
@@ -109,6 +110,7 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
         model,
         facts.kv,
         device,
+        attention=PagedAttention(),
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_num_seqs=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,

@@ -1,0 +1,32 @@
+"""The project's own attention, straight from the paged cache: what the device's kernels are, or plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from services.worker.attention.base import AttentionBatch, KvCache
+from triptych_kernels.ops import paged_attention
+
+
+class PagedAttention:
+    """An `AttentionBackend`."""
+
+    def __init__(self, impl: str | None = None) -> None:
+        """`impl`: triton or torch; None: the device's own."""
+        self.name = impl or "auto"
+        self.in_graphs = impl != "torch"  # which loops over rows on the host
+        self._impl = impl
+
+    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+        return paged_attention(
+            query,
+            kv_cache.blocks,
+            batch.block_tables,
+            batch.query_starts,
+            batch.seq_lens,
+            scale,
+            kv_scales=kv_cache.scales,
+            query_lens_list=batch.query_lens_list,
+            seq_lens_list=batch.seq_lens_list,
+            impl=self._impl,
+        )
