@@ -104,6 +104,7 @@ def make_runner(
     *,
     dtype: str = "float32",
     eager: bool = False,
+    attention: str = "auto",
     num_blocks: int = 200,
     budget: int = 96,
 ) -> ModelRunner:
@@ -112,7 +113,7 @@ def make_runner(
         model=ModelConfig(model="random", dtype=dtype),
         cache=CacheConfig(num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
-        worker=WorkerConfig(device=model.device.type, enforce_eager=eager),
+        worker=WorkerConfig(device=model.device.type, enforce_eager=eager, attention_backend=attention),
     )
     resolved = resolve_config(engine, read_architecture(directory))
     return create_runner(resolved, directory, boot_id="b", on_phase=lambda phase, progress: None)

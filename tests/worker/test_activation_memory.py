@@ -58,7 +58,13 @@ def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() ->
     assert found == PROMPT
 
 
-@pytest.mark.parametrize(("prompt", "decode", "bytes_needed"), [(5000, 300, 5300), (200, 300, 600)])
-def test_graphs_need_the_memory_of_a_decode_once_more(prompt: int, decode: int, bytes_needed: int) -> None:
-    found, _ = measured(with_graphs=True, peaks={BUDGET: prompt, MAX_NUM_SEQS: decode})
+@pytest.mark.parametrize(
+    ("prompt", "recorded", "decode", "bytes_needed"), [(5000, 100, 300, 5300), (5000, 400, 300, 5400)]
+)
+def test_graphs_need_the_memory_of_the_largest_recorded_step_once_more(
+    monkeypatch: pytest.MonkeyPatch, prompt: int, recorded: int, decode: int, bytes_needed: int
+) -> None:
+    monkeypatch.setattr("services.worker.runner.activation_memory.MAX_GRAPH_TOKENS", 11)
+    found, seen = measured(with_graphs=True, peaks={BUDGET: prompt, 11: recorded, MAX_NUM_SEQS: decode})
+    assert seen[-1] == (11, 11)
     assert found == bytes_needed

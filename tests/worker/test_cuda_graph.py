@@ -18,6 +18,7 @@ from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.cuda_graph import CudaGraphBackend, graph_buckets
 from services.worker.runner.device_forward import DeviceEagerBackend, DeviceForward
 from services.worker.runner.device_inputs import DeviceInputs
+from services.worker.runner.graph_recorder import Cut, Replay
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
@@ -35,16 +36,19 @@ class FakeRecorder:
         self.num_recorded = self.num_replayed = 0
         self.failure: Exception | None = None
 
-    def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def record(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
         if self.failure is not None:
             raise self.failure
         self.num_recorded += 1
 
         def replay() -> None:
             self.num_replayed += 1
-            launch()
+            launch(self.must_not_cut)
 
-        return replay
+        return (replay,)
+
+    def must_not_cut(self) -> None:
+        raise AssertionError("decodes are recorded whole")
 
 
 class LengthsFromTensors(nn.Module):
@@ -81,14 +85,14 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     """Of the graphs of every runner over a link that is made from now on."""
     recorder = FakeRecorder()
 
-    def create(model, kv_caches, inputs, *, link, last_tokens, max_model_len, vocab_size, enforce_eager):
+    def create(model, kv_caches, inputs, *, link, last_tokens, max_model_len, vocab_size, **_):
         device_inputs = DeviceInputs(inputs, link)
         launch = DeviceForward(LengthsFromTensors(model), kv_caches, last_tokens)
         return CudaGraphBackend(
             launch,
             device_inputs,
             host=inputs,
-            eager=DeviceEagerBackend(launch, device_inputs),
+            others=DeviceEagerBackend(launch, device_inputs),
             recorder=recorder,
             device=link.device,
             max_seq_len=max_model_len,
@@ -185,7 +189,7 @@ def test_without_memory_for_a_graph_steps_go_on_and_the_log_says_so(
         results += [runner.execute(step_plan(2)), runner.execute(step_plan(3, blocks=[(0, 2)]))]
     assert [int(result.token_ids[0]) for result in results] == continuation([1, 2], 3)
     assert [record.message.split(",")[0] for record in caplog.records] == [
-        "no memory for a CUDA graph of 1 rows"
+        "no memory for a CUDA graph of decodes of 1 rows"
     ]
 
 

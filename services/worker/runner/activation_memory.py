@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.models.base import CausalLM
 from services.worker.runner.kv_cache import allocate_kv_cache
+from services.worker.runner.piecewise_graph import MAX_GRAPH_TOKENS
 from services.worker.sampling.batch import SamplingBatch
 from triptych.types.facts import KvShape
 from triptych_kernels.ops import gather_rows
@@ -35,7 +36,7 @@ def measure_activations(
     """Bytes to be left free for steps.
 
     That is what the larger takes of a step full of prompt and one that decodes every row, at the full context, with
-    filters and changed logits; and the latter once more for graphs, whose pool is their own.
+    filters and changed logits; and once more for graphs, whose pool is their own, the largest that one is recorded of.
 
     Args:
         kv: whatever its number of blocks: the rows of these steps read the null block and write nothing.
@@ -71,7 +72,11 @@ def measure_activations(
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     of_prompt = peak_of(lambda: run(prompt, prompt))
     of_decode = peak_of(lambda: run([1] * num_rows, [max_model_len] * num_rows))
-    return max(of_prompt, of_decode) + (of_decode if with_graphs else 0)
+    of_graphs = 0
+    if with_graphs:
+        recorded = _prompt_lengths(min(max_num_batched_tokens, MAX_GRAPH_TOKENS), max_num_seqs, max_model_len)
+        of_graphs = max(of_decode, peak_of(lambda: run(recorded, recorded)))
+    return max(of_prompt, of_decode) + of_graphs
 
 
 def _prompt_lengths(num_tokens: int, max_num_rows: int, max_len: int) -> list[int]:

@@ -10,71 +10,20 @@ before the next one is launched, or copied out. Steps with longer rows run opera
 
 from __future__ import annotations
 
-import logging
-import time
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from services.worker.runner.backend import ForwardBackend, StepOutput
 from services.worker.runner.device_forward import DeviceForward
 from services.worker.runner.device_inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from services.worker.runner.graph_recorder import GraphRecorder, Replay, record_if_it_fits
 from services.worker.runner.input_batch import InputBuffers, StepSizes
-from triptych.errors import ConfigError
-
-log = logging.getLogger(__name__)
-
-_MIB = 1 << 20
-
-Replay = Callable[[], None]
-
-
-class GraphRecorder(Protocol):
-    """Turns launches into something that launches them again."""
-
-    num_bytes: int
-    """Memory that all recordings hold."""
-
-    def record(self, launch: Callable[[], None]) -> Replay:
-        """Note what `launch` launches, without running it.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for what it allocates; nothing was recorded.
-            RuntimeError: it does something that cannot be recorded; nothing can be from then on.
-        """
-        ...
-
-
-class CudaGraphRecorder:
-    """A `GraphRecorder` whose graphs share one pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.num_bytes = 0
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def record(self, launch: Callable[[], None]) -> Replay:
-        torch.cuda.empty_cache()  # else memory that capturing gives back would be counted against the pool
-        reserved = torch.cuda.memory_reserved(self._device)
-        graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        # the event loop's thread makes no CUDA calls, but a library's thread might: they are not ours to forbid
-        try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                launch()
-        finally:
-            torch.cuda.set_stream(compute)  # which torch leaves to us where capturing fails
-        self.num_bytes += torch.cuda.memory_reserved(self._device) - reserved
-        return graph.replay
 
 
 class CudaGraphBackend:
-    """A `ForwardBackend`; decodes whose rows all sample are replayed, other steps go to the one without graphs."""
+    """A `ForwardBackend`; decodes whose rows all sample are replayed, other steps go to another."""
 
     def __init__(
         self,
@@ -82,7 +31,7 @@ class CudaGraphBackend:
         inputs: DeviceInputs,
         *,
         host: InputBuffers,
-        eager: ForwardBackend,
+        others: ForwardBackend,
         recorder: GraphRecorder,
         device: torch.device,
         max_seq_len: int,
@@ -91,13 +40,14 @@ class CudaGraphBackend:
         """
         Args:
             inputs: copies what stands in `host`.
+            others: computes the steps that are no decodes.
             max_seq_len: no row is longer, in any step.
         """
         self.description = "triton graphs"
         self._forward = forward
         self._inputs = inputs
         self._host = host
-        self._eager = eager
+        self._others = others
         self._recorder = recorder
         self._max_seq_len = max_seq_len
         self._sizes = graph_buckets(inputs.max_num_seqs)
@@ -113,12 +63,12 @@ class CudaGraphBackend:
     def forward(self, sizes: StepSizes) -> StepOutput:
         num_rows = sizes.num_rows
         if not num_rows == sizes.num_tokens == sizes.num_sampling:
-            return self._eager.forward(sizes)
+            return self._others.forward(sizes)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         bucket = self._buckets.get(size)
         if bucket is None:
             bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
-        self._host.pad(sizes, size)
+        self._host.pad_rows(sizes, size)
         columns, tables = self._inputs.upload(_decodes(size), sizes.max_blocks)
         self._columns[: columns.numel()].copy_(columns)
         self._tables[:size, : sizes.max_blocks].copy_(tables)
@@ -143,29 +93,13 @@ class CudaGraphBackend:
         self._token_ids[: bucket.size].copy_(output.token_ids)
 
     def _record(self, bucket: _Bucket) -> None:
-        started = time.perf_counter()
-        try:
-            bucket.replay = self._recorder.record(lambda: self._launch(bucket))
-        except torch.OutOfMemoryError as error:
-            bucket.may_record = False
-            log.warning(
-                "no memory for a CUDA graph of %d rows, so such steps stay slower; "
-                "lower cache.memory_fraction: %s",
-                bucket.size,
-                error,
-            )
-            return
-        except RuntimeError as error:
-            raise ConfigError(
-                f"worker.enforce_eager: the decodes of this model cannot be captured as CUDA graphs ({error}); "
-                "set it to true"
-            ) from error
-        log.info(
-            "captured decodes of %d rows in %.0f ms; graphs hold %.0f MiB",
-            bucket.size,
-            (time.perf_counter() - started) * 1e3,
-            self._recorder.num_bytes / _MIB,
+        replays = record_if_it_fits(
+            self._recorder, lambda _: self._launch(bucket), what=f"decodes of {bucket.size} rows"
         )
+        if replays is None:
+            bucket.may_record = False
+        else:
+            (bucket.replay,) = replays
 
 
 @dataclass(slots=True, eq=False)

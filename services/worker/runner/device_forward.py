@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
@@ -23,9 +25,17 @@ class DeviceForward:
 
     def __call__(self, batch: DeviceBatch) -> StepOutput:
         """Launch a step. The last tokens change with its last operation, so a step that fails can be run again."""
+        return self.sample(self.hidden(batch), batch)
+
+    def hidden(self, batch: DeviceBatch) -> Tensor:
+        """Launch what every token goes through: hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
-        hidden = self._model(token_ids, inputs.positions, self._kv_caches, inputs.attention)
+        return self._model(token_ids, inputs.positions, self._kv_caches, inputs.attention)
+
+    def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
+        """Launch what comes after: logits and the choice of tokens, which are kept."""
+        inputs = batch.inputs
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
         logits = self._model.compute_logits(gather_rows(hidden, inputs.sampling_tokens))
         chosen = inputs.sampling.choose(logits)

@@ -103,12 +103,22 @@ class DeviceInputs:
         self._sources = tuple(tensor.view(torch.uint8).numpy() for tensor, _ in columns)
         self._block_tables: NDArray[np.int32] = inputs.block_tables.numpy()
         self.max_num_seqs, self.max_blocks = self._block_tables.shape
-        longest = StepShape(inputs.token_ids.numel(), self.max_num_seqs, self.max_num_seqs)
+        self.max_num_tokens = inputs.token_ids.numel()
+        longest = StepShape(self.max_num_tokens, self.max_num_seqs, self.max_num_seqs)
         link.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
 
     def columns_bytes(self, shape: StepShape) -> int:
         """How much of a block stands before its block tables."""
         return _align(_places(self._kinds, shape)[-1].end)
+
+    def token_bytes(self, num_tokens: int) -> int:
+        """How much of a block the columns of tokens take, which come first."""
+        places = _places(self._kinds, StepShape(num_tokens, 1, 1))
+        return next(
+            place.start
+            for (length, _), place in zip(self._kinds, places, strict=True)
+            if length is not _Length.TOKENS
+        )
 
     def upload(self, shape: StepShape, max_blocks: int) -> tuple[Tensor, Tensor]:
         """The gathered step on the device; the buffers may be gathered into again at once.

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.cuda_graph import CudaGraphBackend, CudaGraphRecorder
+from services.worker.runner.cuda_graph import CudaGraphBackend
 from services.worker.runner.device_forward import DeviceEagerBackend, DeviceForward
 from services.worker.runner.device_inputs import DeviceInputs
 from services.worker.runner.device_link import DeviceLink
+from services.worker.runner.graph_recorder import CudaGraphRecorder, GraphRecorder
 from services.worker.runner.input_batch import InputBuffers, StepSizes
 from services.worker.runner.last_tokens import LastTokens
+from services.worker.runner.piecewise_graph import PiecewiseGraphBackend
 from services.worker.runner.recorded_forward import RecordedBackend
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable
@@ -69,26 +73,36 @@ def create_device_backend(
     last_tokens: LastTokens,
     max_model_len: int,
     vocab_size: int,
-    enforce_eager: bool,
+    recorder: GraphRecorder | None,
 ) -> ForwardBackend:
     """The backend for an asynchronous device.
 
     Args:
         inputs: where every step that it will compute is gathered on the host.
-        enforce_eager: without CUDA graphs.
+        recorder: of CUDA graphs; None: operations are launched one by one.
     """
     device_inputs = DeviceInputs(inputs, link)
     forward = DeviceForward(model, kv_caches, last_tokens)
     eager = DeviceEagerBackend(forward, device_inputs)
-    if enforce_eager or link.device.type != "cuda":
+    if recorder is None:
         return eager
+    pieces = PiecewiseGraphBackend(
+        forward, device_inputs, host=inputs, others=eager, recorder=recorder, device=link.device
+    )
+    if not inputs.attention.in_graphs:
+        return pieces
     return CudaGraphBackend(
         forward,
         device_inputs,
         host=inputs,
-        eager=eager,
-        recorder=CudaGraphRecorder(link.device),
+        others=pieces,
+        recorder=recorder,
         device=link.device,
         max_seq_len=max_model_len,
         vocab_size=vocab_size,
     )
+
+
+def create_graph_recorder(device: torch.device, *, enforce_eager: bool) -> GraphRecorder | None:
+    """None: nothing is to be recorded there."""
+    return CudaGraphRecorder(device) if device.type == "cuda" and not enforce_eager else None

@@ -73,9 +73,12 @@ class FeedbackBuffers:
         sampling_slots = step.sampling_slots
         self._sampling_slots[: sampling_slots.size] = sampling_slots
 
-    def pad(self, sizes: StepSizes, num_rows: int) -> None:
-        """See `InputBuffers.pad`; what padding samples is kept behind the last slot."""
-        self._is_awaited[sizes.num_tokens : num_rows] = False
+    def pad_tokens(self, sizes: StepSizes, num_tokens: int) -> None:
+        """See `InputBuffers.pad_tokens`."""
+        self._is_awaited[sizes.num_tokens : num_tokens] = False
+
+    def pad_rows(self, sizes: StepSizes, num_rows: int) -> None:
+        """See `InputBuffers.pad_rows`; what padding samples is kept behind the last slot."""
         self._sampling_slots[sizes.num_sampling : num_rows] = self._sampling_slots.size
 
 
@@ -152,21 +155,28 @@ class InputBuffers:
             self.feedback.gather(rows, step, query_starts)
         return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
 
-    def pad(self, sizes: StepSizes, num_rows: int) -> None:
+    def pad_tokens(self, sizes: StepSizes, num_tokens: int) -> None:
+        """Append to a gathered step tokens of no row, up to `num_tokens`, which are not written to the cache."""
+        used = sizes.num_tokens
+        self._token_ids[used:num_tokens] = 0
+        self._positions[used:num_tokens] = 0
+        self._slot_mapping[used:num_tokens] = -1
+        if self.feedback is not None:
+            self.feedback.pad_tokens(sizes, num_tokens)
+
+    def pad_rows(self, sizes: StepSizes, num_rows: int) -> None:
         """Append to a gathered step, of one token in each row and all of them sampling, rows that nobody asked for, up
         to `num_rows`: each reads one key of the null block, writes none, and samples greedily.
         """
         used = sizes.num_rows
-        self._token_ids[used:num_rows] = 0
-        self._positions[used:num_rows] = 0
-        self._slot_mapping[used:num_rows] = -1
+        self.pad_tokens(sizes, num_rows)
         self._block_tables[used:num_rows, : sizes.max_blocks] = 0
         self._query_starts[used : num_rows + 1] = np.arange(used, num_rows + 1)
         self._seq_lens[used:num_rows] = 1
         self._sampling_tokens[used:num_rows] = np.arange(used, num_rows)
         self.sampling.pad(used, num_rows)
         if self.feedback is not None:
-            self.feedback.pad(sizes, num_rows)
+            self.feedback.pad_rows(sizes, num_rows)
 
     def batch(self, sizes: StepSizes, device: torch.device) -> InputBatch:
         """The step on a device; on a CPU these are views, which hold until the next `gather`."""

@@ -18,7 +18,11 @@ from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.device_link import DeviceLink
 from services.worker.runner.device_steps import DeviceSteps
-from services.worker.runner.forward import create_device_backend, create_forward_backend
+from services.worker.runner.forward import (
+    create_device_backend,
+    create_forward_backend,
+    create_graph_recorder,
+)
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.last_tokens import LastTokens
 from services.worker.runner.publish import publish
@@ -86,7 +90,7 @@ class ModelRunner:
                 last_tokens=last_tokens,
                 max_model_len=facts.model.max_model_len,
                 vocab_size=facts.model.vocab_size,
-                enforce_eager=enforce_eager,
+                recorder=create_graph_recorder(link.device, enforce_eager=enforce_eager),
             )
             self._device_steps = DeviceSteps(
                 backend=self._backend,

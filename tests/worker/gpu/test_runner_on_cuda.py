@@ -10,7 +10,7 @@ import torch
 
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.cuda_graph import CudaGraphRecorder
+from services.worker.runner.graph_recorder import CudaGraphRecorder, Cut
 from services.worker.runner.model_runner import ModelRunner
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS
@@ -39,10 +39,12 @@ def plans() -> list[StepPlan]:
         )
         for slot, sampling in enumerate(KINDS.values())
     ]
-    first = step_plan(1, new=rows, chunks={slot: 5 + slot for slot in range(len(rows))})
+    slots = range(len(rows))
     return [
-        first,
-        *(step_plan(step_id, removed=[2] if step_id == 9 else []) for step_id in range(2, NUM_STEPS)),
+        step_plan(1, new=rows, chunks=dict.fromkeys(slots, 2)),
+        step_plan(2, chunks=dict.fromkeys(slots, 2)),  # in a bucket that the first step has recorded
+        step_plan(3, chunks={slot: 1 + slot for slot in slots}),
+        *(step_plan(step_id, removed=[2] if step_id == 9 else []) for step_id in range(4, NUM_STEPS)),
     ]
 
 
@@ -125,16 +127,29 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
     assert torch.cuda.max_memory_allocated(device) - before <= measured
 
 
+def test_decodes_with_an_attention_that_is_not_recorded_are_replayed_in_pieces(
+    runners, device: torch.device, tmp_path: Path
+) -> None:
+    _, eager = runners
+    model = SHAPES["groups of 3, heads of 64, tied"]().to(device).eval()
+    pieces = make_runner(model, tmp_path / "pieces", attention="torch")
+    assert "piecewise graphs" in pieces.facts.kernels
+    for runner in (pieces, eager):
+        runner.reset()
+    for plan in plans():
+        assert pieces.execute(plan).token_ids.tolist() == eager.execute(plan).token_ids.tolist()
+
+
 def test_a_recording_is_replayed_on_what_stands_in_its_inputs_then(device: torch.device) -> None:
     recorder = CudaGraphRecorder(device)
     inputs = torch.zeros(1 << 20, device=device)
     outputs = torch.zeros_like(inputs)
 
-    def launch() -> None:
+    def launch(_: Cut) -> None:
         outputs.copy_((inputs + 1.0) * 2.0)
 
-    launch()
-    replays = [recorder.record(launch) for _ in range(3)]
+    launch(lambda: None)
+    replays = [recorder.record(launch)[0] for _ in range(3)]
     held = recorder.num_bytes
     assert held >= 2 * inputs.nbytes, "its scratch counts"
     assert held < 6 * inputs.nbytes, "and is shared"
