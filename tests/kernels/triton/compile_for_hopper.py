@@ -13,18 +13,14 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
 from tests.kernels.triton.calls import CALLS
+from tests.kernels.triton.hopper import believe_in_hopper
 
-HOPPER = GPUTarget("cuda", 90, 32)
-NUM_SMS = 132
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -46,23 +42,9 @@ class Launch:
     """Bytes of the widest load or store of global memory by one thread; 0: all are asynchronous copies."""
 
 
-class _Driver:
-    """Of a GPU that only the compiler believes in."""
-
-    def get_current_target(self) -> GPUTarget:
-        return HOPPER
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compile_calls() -> dict[str, list[Launch] | str]:
     """The launches of each call, or what it raised."""
-    triton.runtime.driver.set_active(_Driver())
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=NUM_SMS)
+    believe_in_hopper()
     launches: list[Launch] = []
     compile_and_launch = JITFunction.run
 

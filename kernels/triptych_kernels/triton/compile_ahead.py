@@ -1,0 +1,51 @@
+"""Kernels compiled before their first launch: noted in a pass that launches none, then compiled side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from triton import knobs
+from triton.runtime import JITFunction
+
+
+@dataclass(frozen=True, slots=True)
+class NotedLaunch:
+    """A kernel, and what its launch would have it compiled for."""
+
+    kernel: JITFunction
+    specialization: str
+    """As `JITFunction.preload` takes it."""
+
+    def compile(self) -> None:
+        """Compile for the calling thread's device, or find it in Triton's cache on disk; what was noted finds it here.
+
+        Most of it is done without the interpreter's lock, so that threads do not wait for each other.
+        """
+        self.kernel.preload(self.specialization)
+
+
+@contextmanager
+def noted_launches() -> Iterator[dict[NotedLaunch, None]]:
+    """Launches of this thread that would compile, each once, in order; they are not carried out.
+
+    What they would have written holds anything.
+    """
+    noted: dict[NotedLaunch, None] = {}
+    thread = threading.get_ident()
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if threading.get_ident() != thread:
+            return False  # go on as ever
+        noted[NotedLaunch(fn.jit_function, compile["specialization_data"])] = None
+        return True
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield noted
+    finally:
+        knobs.runtime.jit_cache_hook = before

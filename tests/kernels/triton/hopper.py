@@ -1,0 +1,29 @@
+"""An H200 that only the compiler believes in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+TARGET = GPUTarget("cuda", 90, 32)
+NUM_SMS = 132
+
+
+class _Driver:
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def believe_in_hopper() -> None:
+    """From now on kernels are compiled for it; launches fail."""
+    triton.runtime.driver.set_active(_Driver())
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=NUM_SMS)

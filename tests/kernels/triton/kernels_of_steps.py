@@ -1,0 +1,123 @@
+"""Which kernels the steps of a model of Llama-3.1-8B's shapes launch on an H200, without a GPU; two are compiled ahead.
+
+A program, as `TRITON_INTERPRET` is read when kernels are defined. Prints JSON: see `main`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import JITFunction
+
+from services.worker.attention.paged import PagedAttention
+from services.worker.models.registry import create_model
+from services.worker.runner.activation_memory import measure_activations
+from tests.kernels.triton.hopper import believe_in_hopper
+from triptych.config.checkpoint import read_architecture
+from triptych.config.fields import EngineConfig
+from triptych.config.resolved import ResolvedConfig
+from triptych.types.facts import KvShape, RankFacts
+from triptych_kernels import dispatch
+from triptych_kernels.ops import embedding, silu_and_mul
+from triptych_kernels.triton.compile_ahead import noted_launches
+
+META = torch.device("meta")
+MAX_LEN = 8192
+STEPS = ((8192, 256), (8192, 1), (8192, 2), (512, 64), (333, 200), (48, 16), (17, 5), (1, 1))
+"""Tokens of the longest step with prompts, and requests."""
+
+
+def launches_of_steps() -> list[list[str]]:
+    """Names of the kernels that each of `STEPS` would compile beyond those before it."""
+    dispatch._impl_for = lambda op, operand: "triton" if op in dispatch.TRITON_OPS else "torch"
+    model = create_model(config=_config())
+    kv = KvShape(num_blocks=1, block_size=16, num_layers=2, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    seen: dict[Any, None] = {}
+    found = []
+    for num_tokens, num_rows in STEPS:
+        with noted_launches() as noted, torch.inference_mode():
+            measure_activations(
+                model,
+                kv,
+                META,
+                attention=PagedAttention(),
+                max_num_batched_tokens=num_tokens,
+                max_num_seqs=num_rows,
+                max_model_len=MAX_LEN,
+                with_graphs=False,
+                peak_of=_run,
+            )
+        found.append([launch.kernel.__name__ for launch in noted if launch not in seen])
+        seen |= noted
+    return found
+
+
+def compile_two() -> tuple[int, int]:
+    """How many compilations two kernels cost ahead, and how many at their launch after that."""
+    x, table = torch.empty(4, 128, device=META), torch.empty(9, 64, device=META)
+    calls: list[Callable[[], object]] = [
+        partial(silu_and_mul, x, impl="triton"),
+        partial(embedding, torch.empty(4, dtype=torch.int64, device=META), table, impl="triton"),
+    ]
+    num_compiled = 0
+
+    def count(**_: Any) -> None:
+        nonlocal num_compiled
+        num_compiled += 1
+
+    knobs.runtime.jit_post_compile_hook = count
+    with noted_launches() as noted:
+        for call in calls * 2:
+            call()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda launch: launch.compile(), noted))
+    ahead, num_compiled = num_compiled, 0
+    with noted_launches() as left:
+        for call in calls:
+            call()
+    return ahead, num_compiled + len(left)
+
+
+def main() -> None:
+    believe_in_hopper()
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    ahead, at_launch = compile_two()
+    json.dump({"ahead": ahead, "at_launch": at_launch, "steps": launches_of_steps()}, sys.stdout)
+
+
+def _config() -> ResolvedConfig:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": MAX_LEN,
+        "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    with TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(config))
+        architecture = read_architecture(Path(directory))
+    return ResolvedConfig(
+        EngineConfig(), architecture, RankFacts(device="meta"), dtype="bfloat16", kv_dtype="bfloat16"
+    )
+
+
+def _run(launch: Callable[[], None]) -> int:
+    launch()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

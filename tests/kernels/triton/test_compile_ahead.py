@@ -1,0 +1,39 @@
+"""Kernels are compiled once, ahead of their launch, and a few serve steps of all sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `kernels_of_steps` prints; Triton finds nothing in its cache."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.kernels.triton.kernels_of_steps"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -> None:
+    assert found["ahead"] == 2, "launches that ask for the same are compiled once"
+    assert found["at_launch"] == 0
+
+
+def test_steps_of_other_sizes_compile_next_to_nothing(found: dict[str, Any]) -> None:
+    """Or the first request of a size would wait for a compiler."""
+    longest, *others = found["steps"]
+    assert len(longest) >= 10
+    assert {"_embedding", "_norm_whole_rows", "_attend_tile", "_attend_splits", "_choose"} <= set(longest)
+    assert [name for names in others for name in names] in ([], ["_attend_splits"])
