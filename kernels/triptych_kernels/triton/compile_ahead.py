@@ -30,12 +30,16 @@ class NotedLaunch:
 
 @contextmanager
 def noted_launches() -> Iterator[dict[NotedLaunch, None]]:
-    """Launches of this thread that would compile, each once, in order; they are not carried out.
-
-    What they would have written holds anything.
+    """Launches of this thread that would compile, each once, in order. None of its launches is carried out, compiled or
+    not: what they would have written holds anything, and nobody shall take it for an index.
     """
     noted: dict[NotedLaunch, None] = {}
     thread = threading.get_ident()
+    run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def prepare(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_noted = threading.get_ident() == thread
+        return run(kernel, *args, grid=grid, warmup=warmup or is_noted, **options)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if threading.get_ident() != thread:
@@ -43,9 +47,8 @@ def noted_launches() -> Iterator[dict[NotedLaunch, None]]:
         noted[NotedLaunch(fn.jit_function, compile["specialization_data"])] = None
         return True
 
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = note
+    JITFunction.run, knobs.runtime.jit_cache_hook = prepare, note
     try:
         yield noted
     finally:
-        knobs.runtime.jit_cache_hook = before
+        JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
