@@ -1,0 +1,78 @@
+"""A runner all of whose operations are Triton's says what the CPU's says: what a device would launch, interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from services.worker.loader.load import load_model
+from services.worker.loader.random import RandomCheckpoint
+from services.worker.runner.model_runner import ModelRunner
+from tests.worker.deferred import DeferredLink
+from tests.worker.sampling_kinds import KINDS
+from tests.worker.test_overlapped_steps import assert_same, plans, runner_for
+from tests.worker.tiny import tiny_architecture, tiny_config
+from tests.worker.traced_graphs import TracedGraphs
+from triptych_kernels import dispatch
+from triptych_kernels.cpu.library import forced_isa
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a device tests/worker/gpu runs the real thing"
+)
+
+FAMILIES = {
+    "LlamaForCausalLM": {"num_heads": 6, "num_kv_heads": 2},
+    "Qwen3ForCausalLM": {"num_heads": 2, "num_kv_heads": 1},
+    "MixtralForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def plain_weights() -> Iterator[None]:
+    """As on a device: none are packed for native kernels."""
+    with forced_isa(""):
+        yield
+
+
+def tiny_runner(family: str, link: DeferredLink | None) -> ModelRunner:
+    architecture = tiny_architecture(
+        name=family, hidden_size=48, intermediate_size=64, head_dim=16, num_layers=1, **FAMILIES[family]
+    )
+    config = tiny_config(architecture, max_num_seqs=8, num_blocks=80)
+    model = load_model(config, RandomCheckpoint(architecture, seed=3))
+    assert isinstance(model, nn.Module)
+    return runner_for(model, config, link)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "has_graphs"),
+    [
+        ("LlamaForCausalLM", list(KINDS), True),
+        ("Qwen3ForCausalLM", ["sampled"], False),
+        ("MixtralForCausalLM", ["greedy"], True),
+    ],
+)
+def test_steps_in_flight_say_what_the_cpu_says(
+    monkeypatch: pytest.MonkeyPatch, family: str, kinds: list[str], has_graphs: bool
+) -> None:
+    """With graphs: decodes recorded whole, the other steps around attention."""
+    alone = tiny_runner(family, None)
+    expected = [alone.execute(plan) for plan in plans(kinds, NUM_STEPS)]
+    monkeypatch.setattr(
+        dispatch, "_impl_for", lambda op, operand: "triton" if op in dispatch.TRITON_OPS else "torch"
+    )
+    graphs = TracedGraphs(monkeypatch)
+    monkeypatch.setattr(
+        "services.worker.runner.model_runner.create_graph_recorder",
+        lambda *_, **__: graphs if has_graphs else None,
+    )
+    ahead = tiny_runner(family, DeferredLink())
+    flying = [ahead.launch(plan) for plan in plans(kinds, NUM_STEPS)]
+    for one, other in zip((step.wait() for step in flying), expected, strict=True):
+        assert_same(one, other)
+    assert graphs.num_recorded == (2 + (len(kinds) > 1) if has_graphs else 0)
+    assert (graphs.num_replayed > 0) == has_graphs
