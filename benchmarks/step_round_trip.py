@@ -28,6 +28,7 @@ from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner.base import CompletedStep
 from services.worker.runner_thread import RunnerThread
+from services.worker.sleep import SleepControl
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
@@ -76,9 +77,9 @@ async def serve() -> None:
         on_phase=lambda phase, progress: None,
         on_ready=lambda runner: board.change(phase=Phase.READY, facts=_FACTS),
     )
-    door = WorkerDoor(
-        SessionGate(board, thread, {}, resume_ttl_s=0.0), board, WorkerMetrics.create(CollectorRegistry())
-    )
+    gate = SessionGate(board, thread, {}, resume_ttl_s=0.0)
+    sleep = SleepControl(gate, thread, board, set_ready=server.set_ready)
+    door = WorkerDoor(gate, sleep, board, WorkerMetrics.create(CollectorRegistry()))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, server.grpc)
     port = server.bind("127.0.0.1", 0, option="worker.port")
     await server.start()

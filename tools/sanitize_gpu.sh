@@ -26,6 +26,7 @@ fi
 status=0
 for tool; do
   echo "== $tool"
-  "$sanitizer" --tool "$tool" --error-exitcode 1 "$python" -m tests.gpu.small_launches || status=1
+  # libraries try calls that may fail, to learn what the device can do: only what kernels do counts
+  "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 1 "$python" -m tests.gpu.small_launches || status=1
 done
 exit $status

@@ -23,13 +23,13 @@ def main() -> None:
 
     import torch
 
-    from benchmarks.gpu_figures.models import runner_for
+    from benchmarks.gpu_figures.models import Mode, runner_for
     from benchmarks.gpu_figures.rows import REAL, TINY
     from benchmarks.gpu_figures.serving import serve
 
     imported = time.perf_counter()
     sizes = TINY if arguments.tiny else REAL
-    runner = runner_for(arguments.directory, sizes, torch.device(arguments.device))
+    runner = runner_for(arguments.directory, sizes, torch.device(arguments.device), Mode())
     ready = time.perf_counter()
     serve(runner, 1, min(_PROMPT_TOKENS, sizes.context), 1, seed=0)
     phases = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from benchmarks.gpu_figures.models import (
     LLAMA_8B,
     MIXTRAL_HALF,
     QWEN3_06B,
+    Mode,
     ModelShape,
     create_random_runner,
     model_config,
@@ -27,6 +28,7 @@ from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.serving import DecodingStreams, gaps_between, serve
 from benchmarks.gpu_figures.timing import release_memory
 from services.worker.runner.base import Runner
+from services.worker.runner.cuda_graph import graph_buckets
 
 _WARM_UP_STEPS = 4  # CUDA graphs are recorded when their size is first needed
 _TRACED_STEPS = 16
@@ -78,7 +80,7 @@ class ModelBench:
     shelf: Shelf
     name: str
     config: dict[str, Any]
-    eager: bool = False
+    mode: Mode = field(default_factory=Mode)
 
     @property
     def shape(self) -> ModelShape:
@@ -86,8 +88,8 @@ class ModelBench:
 
     def load(self) -> Loaded:
         bench = self.bench
-        create = partial(create_random_runner, self.config, bench.sizes, bench.device, eager=self.eager)
-        return self.shelf.get((self.name, self.eager), create, bench.sizes.context)
+        create = partial(create_random_runner, self.config, bench.sizes, bench.device, self.mode)
+        return self.shelf.get((self.name, self.mode), create, bench.sizes.context)
 
     def decode(self, num_streams: int) -> Measured:
         """Tokens per second by the median step; the spread is that of the ninth and the first decile."""
@@ -109,8 +111,11 @@ class ModelBench:
         )
 
     def serve_all(self) -> Measured:
-        """Tokens in and out per second of a full batch of whole requests; a short batch goes before it, uncounted."""
+        """Tokens in and out per second of a full batch of whole requests. Before it goes, uncounted, what records CUDA
+        graphs: a step of every number of streams that has one, and a short batch."""
         sizes, loaded = self.bench.sizes, self.load()
+        for num_streams in graph_buckets(sizes.streams):
+            loaded.streams.start(num_streams)
         serve(loaded.runner, sizes.streams, sizes.context // 8, 4, seed=1)
         served = serve(loaded.runner, sizes.streams, sizes.context, sizes.output_len, seed=2)
         return Measured(
@@ -160,20 +165,21 @@ class ModelBench:
         return prompts + (sizes.output_len - 1) * self.least_step_s(sizes.streams, mean_context)
 
     def _products_s(self, num_tokens: int) -> float:
-        read_s = 2 * self.shape.read_parameters(num_tokens) / self.bench.bandwidth
+        num_bytes = self.mode.parameter_bytes * self.shape.read_parameters(num_tokens)
+        read_s = num_bytes / self.bench.bandwidth
         return max(read_s, 2 * self.shape.used_parameters * num_tokens / self.bench.matrix_rate)
 
     def _kv_s(self, num_keys: int) -> float:
-        return self.shape.kv_bytes * num_keys / self.bench.bandwidth
+        element_bytes = self.mode.element_bytes(self.shape.head_dim)
+        return element_bytes * self.shape.kv_elements * num_keys / self.bench.bandwidth
 
 
 def model_rows(bench: Bench, shelf: Shelf) -> Iterator[Row]:
-    """By model, so that each is loaded once in each mode."""
+    """By model, so that each is loaded once in each mode; the other modes of one of them last."""
     sizes, on_cuda = bench.sizes, bench.device.type == "cuda"
     for name, whole in (("8B", LLAMA_8B), ("Qwen3-0.6B", QWEN3_06B), ("Mixtral, half", MIXTRAL_HALF)):
         config = model_config(whole, sizes)
         model = ModelBench(bench, shelf, name, config)
-        eager = ModelBench(bench, shelf, name, config, eager=True)
         streams, context = sizes.streams, f"context {sizes.context:,}"
         yield Row("models", f"{name}, decode, 1 stream, {context}", partial(model.decode, 1))
         yield Row("models", f"{name}, decode, {streams} streams, {context}", partial(model.decode, streams))
@@ -181,7 +187,16 @@ def model_rows(bench: Bench, shelf: Shelf) -> Iterator[Row]:
         yield Row("models", title, model.serve_all)
         if on_cuda:
             yield Row("models", f"{name}, gap between steps, {streams} streams", partial(model.idle, streams))
-        if whole is LLAMA_8B:
-            for num_streams in (1, streams):
-                title = f"{name}, decode, {num_streams} streams, {context}, no graphs"
-                yield Row("models", title, partial(eager.decode, num_streams))
+    model = ModelBench(bench, shelf, "8B", model_config(LLAMA_8B, sizes))
+    for words, mode in (
+        ("no graphs", Mode(enforce_eager=True)),
+        *(
+            (f"weights {form}", Mode(quantization=form))
+            for form in ("q4", *(("int8", "fp8") if on_cuda else ()))
+        ),
+        ("int8 cache", Mode(kv_dtype="int8")),
+    ):
+        other = replace(model, mode=mode)
+        for num_streams in (1, sizes.streams):
+            title = f"8B, decode, {num_streams} streams, context {sizes.context:,}, {words}"
+            yield Row("models", title, partial(other.decode, num_streams))

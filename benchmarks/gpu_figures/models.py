@@ -113,8 +113,9 @@ class ModelShape:
     num_experts: int
     num_used: int
     """Experts of a token."""
-    kv_bytes: int
-    """Of one token, in bfloat16."""
+    kv_elements: int
+    """Of one token."""
+    head_dim: int
 
     @property
     def used_parameters(self) -> int:
@@ -147,40 +148,59 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         expert_parameters=layers * expert,
         num_experts=num_experts,
         num_used=num_used,
-        kv_bytes=layers * 2 * kv_heads * head_dim * 2,
+        kv_elements=layers * 2 * kv_heads * head_dim,
+        head_dim=head_dim,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a model is run: the config's words."""
+
+    enforce_eager: bool = False
+    quantization: str = "none"
+    kv_dtype: str = "auto"
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Of a linear weight, in groups of 32 with a scale and an offset in 16 bits where it has groups."""
+        return {"none": 2.0, "q4": 20 / 32, "int8": 1.0, "fp8": 1.0}[self.quantization]
+
+    def element_bytes(self, head_dim: int) -> float:
+        """Of keys and values; one of 8 bits has its share of a scale per head."""
+        return 1.0 + 4.0 / head_dim if self.kv_dtype == "int8" else 2.0
+
+
 def engine_config(
-    directory: Path, sizes: Sizes, device: torch.device, *, eager: bool, format: str
+    directory: Path, sizes: Sizes, device: torch.device, mode: Mode, *, format: str
 ) -> EngineConfig:
     """For `streams` requests of a prompt of `context` tokens and `output_len` more."""
     max_model_len = sizes.context + sizes.output_len + sizes.decode_steps
     block_size = CacheConfig().block_size
     return EngineConfig(
-        model=ModelConfig(model=str(directory), max_model_len=max_model_len),
+        model=ModelConfig(model=str(directory), max_model_len=max_model_len, quantization=mode.quantization),
         load=LoadConfig(format=format),
-        cache=CacheConfig(num_blocks=1 + sizes.streams * -(-max_model_len // block_size)),
+        cache=CacheConfig(
+            num_blocks=1 + sizes.streams * -(-max_model_len // block_size), dtype=mode.kv_dtype
+        ),
         scheduler=SchedulerConfig(max_num_seqs=sizes.streams, max_num_batched_tokens=sizes.budget),
-        worker=WorkerConfig(device=device.type, enforce_eager=eager),
+        worker=WorkerConfig(device=device.type, enforce_eager=mode.enforce_eager),
     )
 
 
-def create_random_runner(
-    config: dict[str, Any], sizes: Sizes, device: torch.device, *, eager: bool = False
-) -> Runner:
+def create_random_runner(config: dict[str, Any], sizes: Sizes, device: torch.device, mode: Mode) -> Runner:
     """A runner of this architecture, its weights drawn on the device."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / CONFIG_FILE).write_text(json.dumps(config))
-        return runner_for(directory, sizes, device, eager=eager, format="random")
+        return runner_for(directory, sizes, device, mode, format="random")
 
 
 def runner_for(
-    directory: Path, sizes: Sizes, device: torch.device, *, eager: bool = False, format: str = "auto"
+    directory: Path, sizes: Sizes, device: torch.device, mode: Mode, *, format: str = "auto"
 ) -> Runner:
     """A runner of a model directory."""
-    engine = engine_config(directory, sizes, device, eager=eager, format=format)
+    engine = engine_config(directory, sizes, device, mode, format=format)
     resolved = resolve_config(engine, read_architecture(directory))
     return create_runner(
         resolved, directory, boot_id=str(uuid.uuid4()), on_phase=lambda phase, progress: None

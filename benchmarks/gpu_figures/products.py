@@ -13,6 +13,7 @@ from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.timing import Call
 from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import fused_moe, gated_linear, linear
+from triptych_kernels.ops.fused_moe import ExpertWeights
 
 _NUM_EXPERTS, _TOP_K = 8, 2  # Mixtral's
 
@@ -25,6 +26,11 @@ def product_rows(bench: Bench) -> Iterator[Row]:
         "w8a8 int8": partial(_channel_quantized, torch.int8),
         "w8a8 fp8": partial(_channel_quantized, torch.float8_e4m3fn),
     }
+    quantized_experts: dict[str, Callable[..., Sequence[HeldWeight]]] = {
+        "w4a16": _group_quantized_experts,
+        "w8a8 int8": partial(_channel_quantized_experts, torch.int8),
+        "w8a8 fp8": partial(_channel_quantized_experts, torch.float8_e4m3fn),
+    }
     for num_tokens in (1, *sizes.token_counts):
         tokens = f"{num_tokens:,} tokens"
         yield Row("products", f"down, bf16, {tokens}", partial(measure_down, bench, num_tokens))
@@ -32,6 +38,9 @@ def product_rows(bench: Bench) -> Iterator[Row]:
         for name, create in quantized.items() if on_cuda else ():
             yield Row("products", f"down, {name}, {tokens}", partial(measure_held, bench, create, num_tokens))
         yield Row("products", f"experts, bf16, {tokens}", partial(measure_experts, bench, num_tokens))
+        for name, stack in quantized_experts.items() if on_cuda else ():
+            title = f"experts, {name}, {tokens}"
+            yield Row("products", title, partial(measure_held_experts, bench, stack, num_tokens))
 
 
 def measure_down(bench: Bench, num_tokens: int) -> Measured:
@@ -61,11 +70,38 @@ def measure_experts(bench: Bench, num_tokens: int) -> Measured:
     sizes = bench.sizes
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     expert_bytes = 2 * 3 * hidden * inner
-    copies = bench.num_copies(_NUM_EXPERTS * expert_bytes)
     weights = [
         (bench.normal(_NUM_EXPERTS, 2 * inner, hidden), bench.normal(_NUM_EXPERTS, hidden, inner))
-        for _ in range(copies)
+        for _ in range(bench.num_copies(_NUM_EXPERTS * expert_bytes))
     ]
+    return _measure_mixtures(bench, weights, expert_bytes, num_tokens)
+
+
+def measure_held_experts(
+    bench: Bench, create: Callable[..., Sequence[HeldWeight]], num_tokens: int
+) -> Measured:
+    """The same with quantized experts.
+
+    Args:
+        create: from out_features, in_features and whether it is gated, one product's weights of all experts.
+    """
+    hidden, inner = bench.sizes.hidden_size, bench.sizes.intermediate_size
+
+    def create_both() -> tuple[Sequence[HeldWeight], Sequence[HeldWeight]]:
+        return create(bench, 2 * inner, hidden, gated=True), create(bench, hidden, inner, gated=False)
+
+    first = create_both()
+    expert_bytes = sum(stack[0].num_bytes for stack in first)
+    copies = bench.num_copies(_NUM_EXPERTS * expert_bytes) - 1
+    return _measure_mixtures(
+        bench, [first, *(create_both() for _ in range(copies))], expert_bytes, num_tokens
+    )
+
+
+def _measure_mixtures(
+    bench: Bench, weights: Sequence[tuple[ExpertWeights, ExpertWeights]], expert_bytes: int, num_tokens: int
+) -> Measured:
+    hidden, inner = bench.sizes.hidden_size, bench.sizes.intermediate_size
     x, router = bench.normal(num_tokens, hidden), bench.normal(num_tokens, _NUM_EXPERTS)
     calls = [partial(fused_moe, x, router, w13, w2, top_k=_TOP_K) for w13, w2 in weights]
     num_read = int(router.float().topk(_TOP_K).indices.unique().numel())
@@ -117,3 +153,32 @@ def _channel_quantized(
     )
     weight.fill_rows(0, bench.normal(out_features, in_features))
     return weight
+
+
+def _group_quantized_experts(
+    bench: Bench, out_features: int, in_features: int, *, gated: bool
+) -> Sequence[HeldWeight]:
+    from triptych_kernels.quantized_format import BLOCK_FORMATS
+    from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
+
+    shape = (_NUM_EXPERTS, out_features, in_features)
+    stack = GroupQuantizedExperts(
+        *shape, bench.dtype, BLOCK_FORMATS["Q4_0"], device=bench.device, gated=gated
+    )
+    return _filled(bench, stack)
+
+
+def _channel_quantized_experts(
+    element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int, *, gated: bool
+) -> Sequence[HeldWeight]:
+    from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+
+    shape = (_NUM_EXPERTS, out_features, in_features)
+    stack = ChannelQuantizedExperts(*shape, bench.dtype, element_dtype, device=bench.device, gated=gated)
+    return _filled(bench, stack)
+
+
+def _filled(bench: Bench, stack: Sequence[HeldWeight]) -> Sequence[HeldWeight]:
+    for weight in stack:
+        weight.fill_rows(0, bench.normal(*weight.shape).float())
+    return stack

@@ -34,11 +34,11 @@ def start_rows(bench: Bench, shelf: Shelf, checkpoint: Path | None) -> Iterator[
 
 def measure_start(bench: Bench, shelf: Shelf, checkpoint: Path | None, *, is_cold: bool) -> Measured:
     """Seconds from the start of the interpreter to the token's arrival here."""
+    shelf.clear()  # the new process needs the memory
     if checkpoint is None:
         raise ValueError(
             "no checkpoint: write one by `python3 benchmarks/gpu_checkpoint.py DIR` and give --checkpoint DIR"
         )
-    shelf.clear()  # the new process needs the memory
     files = sorted(checkpoint.glob("*.safetensors"))
     if is_cold:
         evict(files)

@@ -28,7 +28,9 @@ class Timing:
     """How it was timed, where not as intended."""
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, *, round_s: float) -> Timing:
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, round_s: float, warm_up_s: float = _WARM_UP_S
+) -> Timing:
     """How long one of these calls takes, launched one after the other and averaged in each round.
 
     On a CUDA device they are recorded as one graph, so that neither Python nor launches are measured, and the L2 is
@@ -37,6 +39,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, round_s: float) -
     Args:
         calls: alike, but on operands of their own where the caches must stay cold.
         round_s: what all rounds shall take together, seconds.
+        warm_up_s: of the device before the first round; 0: it comes from work like this.
     """
     for call in calls:  # compiles what must be compiled
         call()
@@ -60,7 +63,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, round_s: float) -
         return start.elapsed_time(end) / 1e3
 
     begun = time.perf_counter()
-    while time.perf_counter() - begun < _WARM_UP_S:
+    while time.perf_counter() - begun < warm_up_s:
         run()
     return _over_rounds(run, len(calls), round_s, note)
 
@@ -84,12 +87,13 @@ def release_memory() -> None:
 
 
 def _record(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph | None, str]:
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
     except Exception as error:  # a recording stops at whatever waits for the device: said, and timed without
+        torch.cuda.set_stream(stream)  # which torch leaves to us where recording fails
         torch.cuda.synchronize()
         first_line = str(error).partition("\n")[0]
         return None, f"no graph, launches included: {type(error).__name__}: {first_line}"

@@ -35,7 +35,7 @@ NATIVE_OPS = frozenset(
 PACKED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
 """Those that `cpu` has for packed weights."""
 
-QUANTIZED_OPS = frozenset({"embedding", "gated_linear", "linear"})
+QUANTIZED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
 """Those that `triton` has for quantized weights."""
 
 TRITON_OPS = frozenset(

@@ -124,6 +124,18 @@ class HandshakeMismatch(TriptychError):
     code = "HANDSHAKE_MISMATCH"
 
 
+class WorkerAsleep(EngineUnavailable):
+    """The worker's memory is given back until it is woken; safe to retry after that."""
+
+    code = "WORKER_ASLEEP"
+
+
+class MemoryShort(TriptychError):
+    """There is not the memory now for what is asked; names what is needed and what is free."""
+
+    code = "MEMORY_SHORT"
+
+
 class WorkerHeld(TriptychError):
     """Another live engine holds this worker; names it."""
 
@@ -146,6 +158,12 @@ class StepGap(ProtocolViolation):
     """A step, or a result, is not the one after the last: something between is missing."""
 
     code = "STEP_GAP"
+
+
+class RankUnavailable(TriptychError):
+    """A worker of the same group did not come, or is gone; all ranks must start anew."""
+
+    code = "RANK_UNAVAILABLE"
 
 
 class EngineFailure(TriptychError):

@@ -18,10 +18,11 @@ from triptych.errors import (
     ProtocolViolation,
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
+from triptych.types.facts import SleepLevel
 from triptych.types.outputs import OutputBatch
 from triptych.types.submit import SessionTerms
 from triptych.v1 import admin_pb2, admin_pb2_grpc
-from triptych.wire.admin import pause_mode_from_proto, status_to_proto
+from triptych.wire.admin import pause_mode_from_proto, sleep_level, status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
 from triptych.wire.worker import PROTOCOL_VERSION, worker_facts_to_proto
@@ -164,6 +165,19 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ResumeResponse:
         await self._loop.resume()
         return admin_pb2.ResumeResponse()
+
+    async def Sleep(
+        self, request: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.SleepResponse:
+        level = sleep_level(request.level if request.HasField("level") else SleepLevel.WEIGHTS_ON_HOST.value)
+        released_bytes = await self._loop.sleep(level, pause_mode_from_proto(request.mode))
+        return admin_pb2.SleepResponse(released_bytes=released_bytes)
+
+    async def Wake(
+        self, request: admin_pb2.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.WakeResponse:
+        await self._loop.wake()
+        return admin_pb2.WakeResponse()
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext

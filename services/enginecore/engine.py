@@ -189,6 +189,10 @@ class EngineCore:
         self._restrict()
 
     @property
+    def is_paused(self) -> bool:
+        return self._pause is not None
+
+    @property
     def is_settling(self) -> bool:
         """A pause has been asked for, and something that it lets finish has not."""
         return self._pause is not None and not self._pause.is_settled(self.num_in_flight)
@@ -230,7 +234,7 @@ class EngineCore:
             num_preemptions=counters.num_preemptions if counters else 0,
             num_scheduled_tokens=counters.num_scheduled_tokens if counters else 0,
             num_finished=dict(counters.num_finished) if counters else {},
-            paused=self._pause is not None,
+            paused=self.is_paused,
         )
 
     def close(self) -> None:

@@ -12,18 +12,20 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.enginecore.executor.base import Connected, Executor, WorkerLost
 from services.enginecore.journal import create_engine
 from services.enginecore.outbox import Outbox
+from services.enginecore.sleep import WorkerSleep
 from services.enginecore.window import WindowControl
 from services.enginecore.worker_link import WorkerLink
 from triptych.config import EngineConfig
-from triptych.errors import ProtocolViolation
+from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
-from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.facts import EngineStatus, PauseMode, SleepLevel, WorkerFacts
 from triptych.types.step import StepResult
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
@@ -72,6 +74,7 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if not, why."""
+        self._sleep = WorkerSleep(self._engine, executor, self._link)
         self._is_draining = False
         self._is_stopping = False
         self.facts: WorkerFacts | None = None
@@ -116,7 +119,7 @@ class EngineLoop:
     def stop_taking(self) -> None:
         """This process is to end: tell frontends to send no more; what is here goes on, paused or not."""
         self._is_stopping = True
-        self._post(self._engine.resume)
+        self._post(self._go_on)
         self._publish_readiness()
 
     def reset_prefix_cache(self) -> int:
@@ -125,15 +128,36 @@ class EngineLoop:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `EngineCore.pause`; returns when the last step is back, or when somebody resumes."""
-        await self._ask(lambda: self._engine.pause(mode))
+
+        def begin() -> None:
+            self._sleep.stay_paused()
+            self._engine.pause(mode)
+
+        await self._ask(begin)
         while self._engine.is_settling:
             await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
-        """Go on after a pause, and take requests again after a drain."""
+        """Go on after a pause, and take requests again after a drain; a sleep that has not begun is called off."""
         self._is_draining = False
         self._publish_readiness()
-        await self._ask(self._engine.resume)
+        await self._ask(self._go_on)
+
+    async def sleep(self, level: SleepLevel, mode: PauseMode) -> int:
+        """Put the worker to sleep as soon as what `mode` lets finish has; returns the bytes that it gave back, when it
+        sleeps. What is kept is computed again after `wake`, and new requests queue.
+
+        Raises:
+            FeatureDisabled: it is to sleep already, at another level.
+            EngineUnavailable: there is no worker; or somebody resumed before it slept.
+            TriptychError: the worker refuses, or is lost; says why.
+        """
+        sleep = await self._ask(lambda: self._sleep.ask(level, mode))
+        return await asyncio.shield(sleep.released_bytes)
+
+    async def wake(self) -> None:
+        """See `WorkerSleep.wake`."""
+        await self._sleep.wake()
 
     async def drain(self) -> None:
         """Take no more requests; returns when all have ended, or when somebody resumes."""
@@ -143,9 +167,10 @@ class EngineLoop:
             await asyncio.sleep(_POLL_S)
 
     def status(self) -> EngineStatus:
-        return self._engine.status(
+        status = self._engine.status(
             ready=self.welcome.ready, why_not_ready=self.welcome.why_not_ready, window=self._window.size
         )
+        return replace(status, asleep=self._sleep.is_asleep)
 
     async def run(self) -> None:
         """Connect and serve; when the stream breaks resume it, or go on with another worker, for ever.
@@ -159,6 +184,9 @@ class EngineLoop:
             self._begin(await self._meanwhile(self._link.connect()), after_crash=False)
             while True:
                 loss = await self._serve()
+                if loss is None:
+                    await self._rest()
+                    continue
                 log.warning("%s", loss, extra=with_fields(requests=self._engine.num_requests))
                 self._metrics.worker_losses.inc()
                 recovery = await self._meanwhile(self._link.recover(loss))
@@ -183,6 +211,19 @@ class EngineLoop:
                 requests=self._engine.num_requests,
             ),
         )
+
+    def _go_on(self) -> None:
+        """After a pause."""
+        self._sleep.call_off()
+        self._engine.resume()
+
+    async def _rest(self) -> None:
+        """Put the worker to sleep; until somebody has woken it, and it is there again."""
+        sleep = await self._meanwhile(self._sleep.fall_asleep())
+        if sleep is not None:
+            await self._meanwhile(sleep.is_over.wait())
+            self._begin(await self._meanwhile(self._link.connect()), after_crash=False)
+            self._sleep.end()
 
     def _forget_worker(self) -> None:
         """Its session is given up: what ran waits again, and will be computed again."""
@@ -210,11 +251,12 @@ class EngineLoop:
         finally:
             task.cancel()
 
-    async def _serve(self) -> WorkerLost:
-        """Plan and send steps, take in results, until the stream breaks; returns why."""
+    async def _serve(self) -> WorkerLost | None:
+        """Plan and send steps, take in results, until the stream breaks (returns why) or the worker is to sleep."""
         try:
-            while True:
+            while not self._sleep.is_due:
                 await self._turn()
+            return None
         except WorkerLost as loss:
             why = f"the worker at {self._config.engine.worker_address} was lost: {loss}"
             return WorkerLost(why, is_crash=loss.is_crash, is_orderly=loss.is_orderly)
@@ -237,7 +279,7 @@ class EngineLoop:
             self._sent.append((time.monotonic(), not self._sent))
             await self._executor.send(plan)
         self._send_outputs()
-        if not self._inbox:
+        if not self._inbox and not self._sleep.is_due:
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
@@ -257,16 +299,20 @@ class EngineLoop:
         self._inbox.append(action)
         self._wake.set()
 
-    async def _ask(self, action: Callable[[], None]) -> None:
+    async def _ask(self, action: Callable[[], _T]) -> _T:
         """Have the loop do something, and wait until it has."""
-        done = asyncio.Event()
+        done: asyncio.Future[_T] = asyncio.Future()
 
         def act() -> None:
-            action()
-            done.set()
+            try:
+                outcome = action()
+            except TriptychError as error:
+                _settle(done, done.set_exception, error)
+            else:
+                _settle(done, done.set_result, outcome)
 
         self._post(act)
-        await done.wait()
+        return await done
 
     def _drain_inbox(self) -> None:
         while self._inbox:
@@ -304,3 +350,8 @@ class EngineLoop:
         for outbox in self._outboxes.values():
             outbox.put(welcome)
         self._on_ready_change(ready)
+
+
+def _settle(done: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+    if not done.done():  # else whoever asked has left
+        settle(outcome)

@@ -12,6 +12,7 @@ def export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStat
     metrics.waiting.set(status.num_waiting)
     metrics.used_blocks.set(status.num_used_blocks)
     metrics.blocks.set(status.num_blocks)
+    metrics.asleep.set(status.asleep)
     for counter, name in (
         (metrics.steps, "num_steps"),
         (metrics.scheduled_tokens, "num_scheduled_tokens"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.enginecore.executor.base import Connected, Executor, WorkerLost
-from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError
+from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +57,15 @@ class WorkerLink:
         self._on_unreachable = on_unreachable
         self.has_session = False
         """There are rows, and maybe steps, that a broken stream can be resumed for."""
+        self.is_worker_asleep = False
+        """The last attempt to dial found it so."""
         self._boot_id = ""
         self._heard_at = 0.0
         """When a result came last, or the stream began."""
         self._num_idle_resumes = 0
 
     async def connect(self) -> Connected:
-        """For the first time. Raises StaleEpoch: another engine has this one's worker."""
+        """With no session to resume. Raises StaleEpoch: another engine has this one's worker."""
         connected = await self._dial(math.inf)
         self.has_session = True
         return connected
@@ -89,6 +91,10 @@ class WorkerLink:
         self._give_up()
         self.has_session, self._num_idle_resumes = True, 0
         return Recovery(connected, is_crash)
+
+    def end_session(self) -> None:
+        """The worker has ended it."""
+        self._give_up()
 
     def note_result(self, received_at: float) -> None:
         """A step has come back."""
@@ -117,11 +123,13 @@ class WorkerLink:
                 raise
             except (TriptychError, WorkerLost) as error:
                 why = str(error)[:_MAX_WHY]
+                self.is_worker_asleep = isinstance(error, WorkerAsleep)
                 if why != last_why:
                     level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
                     log.log(level, "worker %s: %s", self._address, why)
                     last_why = why
             else:
+                self.is_worker_asleep = False
                 self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
                 return connected
             if time.monotonic() > hope_ends_at:

@@ -52,6 +52,16 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainResponse:
         return await self._forward("Drain", request, context)
 
+    async def Sleep(
+        self, request: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.SleepResponse:
+        return await self._forward("Sleep", request, context)
+
+    async def Wake(
+        self, request: admin_pb2.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.WakeResponse:
+        return await self._forward("Wake", request, context)
+
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ResetPrefixCacheResponse:

@@ -15,6 +15,7 @@ from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner.base import Runner
 from services.worker.runner_thread import PhaseChange, RunnerThread
+from services.worker.sleep import SleepControl
 from services.worker.watchdog import StepHung, Watchdog
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
@@ -60,7 +61,8 @@ async def run(arguments: ServiceArguments) -> int:
     thread = RunnerThread(functools.partial(_load, arguments), on_phase=on_phase, on_ready=on_ready)
     gate = SessionGate(board, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s)
     watchdog = Watchdog(thread.steps, hang_timeout_s=config.worker.hang_timeout_s)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerDoor(gate, board, metrics), server.grpc)
+    sleep = SleepControl(gate, thread, board, set_ready=server.set_ready)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerDoor(gate, sleep, board, metrics), server.grpc)
     port = server.bind(config.worker.host, config.worker.port, option="worker.port")
     metrics_port = serve_metrics(config.worker.host, config.worker.metrics_port, option="worker.metrics_port")
     await server.start()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from services.worker import host
+from services.worker.attention.choice import installed_packages
 from services.worker.resolution import resolve_for_device
 from triptych.config.architecture import ModelArchitecture
 from triptych.config.fields import EngineConfig
@@ -40,6 +41,8 @@ def resolve_config(
         native_bfloat16=native_bfloat16,
         native_kernels=bool(isa()),
         native_float8=has_native_float8(device),
+        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        attention_packages=installed_packages(),
     )
 
 
@@ -107,6 +110,13 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory()
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes on `device` that this process has taken."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return host.resident_memory()
 
 
 def device_name(device: torch.device) -> str:

@@ -12,10 +12,12 @@ from services.worker.gate import Entry, SessionGate
 from services.worker.hello import EngineHello
 from services.worker.info import InfoBoard, WorkerState
 from services.worker.session import DrainNotice, StepStream
+from services.worker.sleep import SleepControl
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.types.step import StepResult
+from triptych.wire.admin import sleep_level
 from triptych.wire.worker import (
     PROTOCOL_VERSION,
     plan_from_proto,
@@ -32,8 +34,11 @@ _HELLO_TIMEOUT_S = 10.0  # a peer that opens the stream and says nothing
 class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
     """Serves `triptych.internal.v1.WorkerService`."""
 
-    def __init__(self, gate: SessionGate, board: InfoBoard, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, gate: SessionGate, sleep: SleepControl, board: InfoBoard, metrics: WorkerMetrics
+    ) -> None:
         self._gate = gate
+        self._sleep = sleep
         self._board = board
         self._metrics = metrics
 
@@ -68,6 +73,18 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WatchInfoResponse]:
         async for state in self._board.watch():
             yield worker_pb2.WatchInfoResponse(info=_info(state))
+
+    async def Sleep(
+        self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SleepResponse:
+        released_bytes = await self._sleep.fall_asleep(request.session_name, sleep_level(request.level))
+        return worker_pb2.SleepResponse(released_bytes=released_bytes)
+
+    async def Wake(
+        self, request: worker_pb2.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WakeResponse:
+        await self._sleep.wake()
+        return worker_pb2.WakeResponse()
 
     async def _read_steps(
         self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: StepStream

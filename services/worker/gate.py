@@ -17,8 +17,15 @@ from services.worker.info import InfoBoard, WorkerState
 from services.worker.runner_thread import RunnerThread
 from services.worker.session import Session, StepStream
 from triptych.config.shared import check_shared
-from triptych.errors import EngineUnavailable, HandshakeMismatch, StaleEpoch, WorkerHeld
-from triptych.types.facts import WorkerFacts
+from triptych.errors import (
+    EngineUnavailable,
+    HandshakeMismatch,
+    ProtocolViolation,
+    StaleEpoch,
+    WorkerAsleep,
+    WorkerHeld,
+)
+from triptych.types.facts import Phase, WorkerFacts
 from triptych.wire.worker import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
@@ -67,12 +74,17 @@ class SessionGate:
         side may learn of it much later.
 
         Raises:
+            WorkerAsleep: until somebody wakes it.
             EngineUnavailable: not ready yet; says how far it is.
             StaleEpoch: an engine that started later has taken this one's place.
             WorkerHeld: another engine's stream is open; names it.
             HandshakeMismatch: protocol, fingerprint or config differ; names them.
         """
         state = self._board.state
+        if state.phase == Phase.ASLEEP:
+            raise WorkerAsleep(
+                "the worker is asleep; AdminService.Wake, asked of an engine that dials it, wakes it"
+            )
         if not state.is_ready or state.facts is None:
             raise EngineUnavailable(f"the worker is {state.phase} ({state.progress:.0%})")
         self._check_turn(hello)
@@ -83,6 +95,29 @@ class SessionGate:
         if session is not None and is_known and session.can_resume(hello.last_result_seen):
             return Entry(session, session.attach(hello.last_result_seen), is_resumed=True)
         return self._begin(hello, state.facts)
+
+    def dismiss(self, session_name: str) -> None:
+        """End the session of this name because the worker goes to sleep.
+
+        Raises:
+            WorkerHeld: another session holds the worker; names its engine.
+            EngineUnavailable: none does: it is over; or the worker is not ready.
+            ProtocolViolation: a step is in flight in it.
+        """
+        session, state = self._holder, self._board.state
+        if not state.is_ready:
+            raise EngineUnavailable(f"the worker is {state.phase}")
+        if session is None:
+            raise EngineUnavailable(
+                f"session {session_name!r} is over, and whoever had it holds this worker no more"
+            )
+        if session.name != session_name:
+            raise WorkerHeld(f"this worker is held by {session.hello}, which alone may put it to sleep")
+        if session.num_in_flight:
+            raise ProtocolViolation(f"{session.num_in_flight} steps are in flight; sleep when they are back")
+        self._cancel_expiry()
+        session.dismiss()
+        self._end(session)
 
     def leave(self, entry: Entry) -> None:
         """A stream has ended. Its session stays for a while, unless there is nothing left to go on with."""

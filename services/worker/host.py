@@ -66,6 +66,12 @@ def free_memory(root: Path = ROOT) -> int:
     return min([_available_memory(root), *_cgroup_free_memory(root)])
 
 
+def resident_memory(root: Path = ROOT) -> int:
+    """Bytes of memory behind this process's pages."""
+    resident_pages = (root / "proc/self/statm").read_text().split()[1]
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cpuinfo(root: Path) -> Iterator[tuple[str, str]]:
     for line in (root / "proc/cpuinfo").read_text().splitlines():
         key, colon, text = line.partition(":")

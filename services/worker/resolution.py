@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from services.worker.attention.choice import (
+    AttentionSite,
+    choose_attention_backend,
+    choose_batch_invariance,
+)
 from triptych.config.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig
+from triptych.config.fields import EngineConfig, ParallelConfig
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
@@ -20,6 +25,8 @@ def resolve_for_device(
     native_bfloat16: bool,
     native_kernels: bool,
     native_float8: bool = False,
+    compute_capability: tuple[int, int] = (0, 0),
+    attention_packages: frozenset[str] = frozenset(),
 ) -> ResolvedConfig:
     """Join the operator's config, the checkpoint's architecture and what is known of the device.
 
@@ -28,11 +35,13 @@ def resolve_for_device(
         native_bfloat16: whether it multiplies bfloat16 itself.
         native_kernels: whether the native kernels for CPUs are built and understood here.
         native_float8: whether it multiplies 8-bit floats itself.
+        compute_capability: of a CUDA device.
+        attention_packages: see `installed_packages`.
     Raises:
-        ConfigError: a max_model_len above the model's own.
+        ConfigError: a max_model_len above the model's own, or a rank that its group does not have.
         FeatureDisabled: a value that this build knows and does not serve.
     """
-    refuse_unbuilt(engine)
+    rank = find_rank(engine.parallel, device)
     own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
     if asked > own_limit:
         raise ConfigError(
@@ -47,20 +56,60 @@ def resolve_for_device(
         device=device,
         native_kernels=native_kernels,
         native_float8=native_float8,
+        num_ranks=rank.tensor_parallel_size,
+    )
+    kv_dtype = choose_kv_dtype(engine.cache.dtype, dtype, device=device, native_kernels=native_kernels)
+    site = AttentionSite(
+        architecture,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=engine.cache.block_size,
+        native_kernels=native_kernels,
+        compute_capability=compute_capability,
+        packages=attention_packages,
     )
     return ResolvedConfig(
         engine=engine,
         architecture=architecture,
-        rank=RankFacts(local_rank=engine.parallel.local_rank, device=device),
+        rank=rank,
         dtype=dtype,
-        kv_dtype=choose_kv_dtype(engine.cache.dtype, dtype, device=device, native_kernels=native_kernels),
+        kv_dtype=kv_dtype,
         quantization=quantization,
+        attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
         batch_invariant=choose_batch_invariance(engine),
     )
 
 
+def find_rank(parallel: ParallelConfig, device: str) -> RankFacts:
+    """This process's place among the ranks.
+
+    Raises:
+        ConfigError: there is no such rank.
+        FeatureDisabled: layers on other ranks.
+    """
+    size = parallel.tensor_parallel_size
+    if parallel.pipeline_parallel_size > 1:
+        raise FeatureDisabled(
+            f"parallel.pipeline_parallel_size = {parallel.pipeline_parallel_size}",
+            "every rank runs all layers; set it to 1",
+        )
+    if parallel.rank >= size:
+        raise ConfigError(
+            f"parallel.rank: {parallel.rank}, but parallel.tensor_parallel_size = {size} ranks are numbered from 0"
+        )
+    return RankFacts(
+        rank=parallel.rank,
+        local_rank=parallel.local_rank,
+        tensor_parallel_rank=parallel.rank,
+        tensor_parallel_size=size,
+        device=device,
+    )
+
+
 def refuse_unbuilt(engine: EngineConfig) -> None:
-    """Refuse, naming key and value, what the config can say and this worker does not do.
+    """Refuse, naming key and value, what the config can say and no served worker does yet: an engine feeds one worker,
+    though runners of several ranks can be created.
 
     Raises:
         FeatureDisabled: more than one worker per model.
@@ -71,7 +120,10 @@ def refuse_unbuilt(engine: EngineConfig) -> None:
         ("parallel.rank", engine.parallel.rank, 0),
     ):
         if value != served:
-            raise FeatureDisabled(f"{key} = {value}", f"this worker serves {key} = {served} alone; set it so")
+            raise FeatureDisabled(
+                f"{key} = {value}",
+                f"an engine does not feed several workers yet, so a worker serves {key} = {served} alone; set it so",
+            )
 
 
 def choose_dtype(requested: str, architecture: ModelArchitecture, *, native_bfloat16: bool) -> str:
@@ -123,6 +175,7 @@ def choose_quantization(
     device: str,
     native_kernels: bool,
     native_float8: bool = False,
+    num_ranks: int = 1,
 ) -> str:
     """The form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
 
@@ -132,6 +185,7 @@ def choose_quantization(
     Args:
         dtype: of activations.
         device, native_kernels, native_float8: as `resolve_for_device` takes them.
+        num_ranks: that share out the inputs of some layers.
     Raises:
         FeatureDisabled: a form that no kernel multiplies there.
     """
@@ -142,18 +196,12 @@ def choose_quantization(
         _obstacle_on_cpu(wanted, dtype, native_kernels=native_kernels)
         if device == "cpu"
         else _obstacle_on_cuda(wanted, device, native_float8=native_float8)
-    ) or _indivisible_inputs(architecture)
+    ) or _indivisible_inputs(architecture, num_ranks)
     if requested == "auto":
         return "q4" if device == "cpu" and obstacle is None else "none"
     if obstacle is None:
         return requested
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
-
-
-def choose_batch_invariance(engine: EngineConfig) -> bool:
-    """Whether a request's numbers must not depend on its batch: what `model.batch_invariant` means."""
-    requested = engine.model.batch_invariant
-    return engine.model.quantization != "auto" if requested == "auto" else requested == "true"
 
 
 def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> str | None:
@@ -176,12 +224,15 @@ def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) ->
     return None
 
 
-def _indivisible_inputs(architecture: ModelArchitecture) -> str | None:
-    for name, size in (
-        ("hidden_size", architecture.hidden_size),
-        ("intermediate_size", architecture.intermediate_size),
-        ("num_heads * head_dim", architecture.num_heads * architecture.head_dim),
+def _indivisible_inputs(architecture: ModelArchitecture, num_ranks: int) -> str | None:
+    """Why groups would be cut, by the layers themselves or by the ranks that share out their inputs."""
+    for name, size, num_shares in (
+        ("hidden_size", architecture.hidden_size, 1),
+        ("intermediate_size", architecture.intermediate_size, num_ranks),
+        ("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks),
     ):
-        if size % _GROUP_SIZE:
-            return f"inputs are quantized in groups of {_GROUP_SIZE}, which do not divide {name} = {size}"
+        if size % (_GROUP_SIZE * num_shares):
+            shares = (" / parallel.tensor_parallel_size", f" / {num_shares}") if num_shares > 1 else ("", "")
+            what = f"{name}{shares[0]} = {size}{shares[1]}"
+            return f"inputs are quantized in groups of {_GROUP_SIZE}, which do not divide {what}"
     return None

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from services.worker.runner.base import PendingStep, Runner
 from services.worker.watchdog import StepClock
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[StepResult | Exception], None]
 PhaseChange = Callable[[str, float], None]
+T = TypeVar("T")
 
 # Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
 # by then or has none, so this delays a result, not a step.
@@ -48,6 +50,14 @@ class _Planned:
     plan: StepPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """Something other than a step, which belongs to no session: `act`, and who waits for what it returns."""
+
+    act: Callable[[Runner], object]
+    answer: asyncio.Future[Any]
+
+
 class RunnerThread:
     """Owned by the app. All methods are called on the event loop; all callbacks arrive there."""
 
@@ -62,7 +72,7 @@ class RunnerThread:
         self._on_phase = on_phase
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[_Opened | _Planned | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Opened | _Planned | _Asked | None] = queue.SimpleQueue()
         self._current = 0
         self.steps = StepClock()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -85,6 +95,16 @@ class RunnerThread:
         """Drop the plans of this session that have not begun."""
         if session == self._current:
             self._current += 1
+
+    async def ask(self, act: Callable[[Runner], T]) -> T:
+        """Have the thread call `act` when it has done all before; between sessions, since whoever is in one is dropped.
+
+        Raises:
+            TriptychError: as `act` does. After any other exception the thread ends, and nobody is answered.
+        """
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put(_Asked(act, answer))
+        return await answer
 
     async def stop(self, grace_s: float) -> None:
         """End the thread after the step in hand; past `grace_s` leave it to the end of the process."""
@@ -114,8 +134,19 @@ class RunnerThread:
                     steps.open(item.deliver)
                 case _Planned() if item.session == self._current:
                     steps.launch(item.plan, idle_ns)
+                case _Asked():
+                    steps.drop()
+                    self._answer(item, runner)
 
-    def _next_item(self, steps: _StepsInFlight) -> tuple[_Opened | _Planned | None, int]:
+    def _answer(self, asked: _Asked, runner: Runner) -> None:
+        try:
+            outcome = asked.act(runner)
+        except TriptychError as error:
+            self._post(_settle, asked.answer, asked.answer.set_exception, error)
+        else:
+            self._post(_settle, asked.answer, asked.answer.set_result, outcome)
+
+    def _next_item(self, steps: _StepsInFlight) -> tuple[_Opened | _Planned | _Asked | None, int]:
         """What comes next, and for how long there was nothing to do; results are delivered meanwhile."""
         while steps.are_any:
             try:
@@ -157,10 +188,15 @@ class _StepsInFlight:
 
     def open(self, deliver: Deliver) -> None:
         """A session begins; of the steps of the one before nobody hears."""
-        self._launched.clear()
-        self._watch_oldest()
+        self.drop()
         self._runner.reset()
         self._deliver = deliver
+
+    def drop(self) -> None:
+        """The session is over: nobody hears of its steps."""
+        self._launched.clear()
+        self._watch_oldest()
+        self._deliver = None
 
     def launch(self, plan: StepPlan, idle_ns: int) -> None:
         """Begin a step and deliver what is done; a failure is delivered behind the results before it."""
@@ -225,6 +261,11 @@ class _Launched:
     pending: PendingStep
     idle_ns: int
     """Nothing was to be done so long before the step came."""
+
+
+def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+    if not answer.done():  # else whoever asked has left
+        settle(outcome)
 
 
 def _is_done(pending: PendingStep) -> bool:

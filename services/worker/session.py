@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.worker.hello import EngineHello
 from services.worker.runner_thread import RunnerThread
-from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, StepGap
+from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, StepGap, WorkerAsleep
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
@@ -153,6 +153,12 @@ class Session:
         """Another session, of the same engine or of one that started later, begins."""
         self._hang_up(successor)
         self.close()
+
+    def dismiss(self) -> None:
+        """The worker goes to sleep; the stream ends."""
+        if self.stream is not None:
+            self.stream.end(WorkerAsleep("the worker goes to sleep"))
+            self.stream = None
 
     def close(self) -> None:
         """Forget it all: steps that have not begun are never computed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from services.worker.resolution import refuse_unbuilt
 from services.worker.runner.base import Runner
 from services.worker.runner_thread import PhaseChange
 from triptych.config import EngineConfig
@@ -19,6 +20,7 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
         ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
         ConfigError, FeatureDisabled: what the operator asks for cannot be done here.
     """
+    refuse_unbuilt(config)
     on_phase(Phase.LOADING, 0.0)
     directory = resolve_model(config.model.model)
     boot_id = str(uuid.uuid4())

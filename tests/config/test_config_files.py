@@ -52,7 +52,7 @@ def test_cpu_tiny_overrides_a_few_options_and_is_small():
     tiny, usual = load_config(file=file, env={}), EngineConfig()
     assert tiny.scheduler.max_num_seqs < usual.scheduler.max_num_seqs
     assert tiny.scheduler.max_num_batched_tokens < usual.scheduler.max_num_batched_tokens
-    assert tiny.cache.memory_fraction < usual.cache.memory_fraction
+    assert 0 < tiny.cache.memory_fraction < 0.5, "which is usual on a CPU"
     document = yaml.safe_load(file.read_text())
     for leaf, section in document.items():
         for name, value in section.items():

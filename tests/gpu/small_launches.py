@@ -15,6 +15,10 @@ from triptych_kernels import ops
 from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.dispatch import TRITON_OPS
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
+from triptych_kernels.quantized_format import QuantizedFormat
+from triptych_kernels.triton.expert_stack import ExpertStack
+from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
 
 _BLOCK_SIZE, _NUM_BLOCKS, _VOCAB_SIZE = 16, 12, 1031
 _HEADS = 6, 2, 64  # query heads, key heads, head size
@@ -38,6 +42,10 @@ class Launches:
     def fused_moe(self) -> None:
         w13, w2 = self._normal(4, 2 * 48, 40), self._normal(4, 40, 48)
         ops.fused_moe(self._normal(7, 40), self._normal(7, 4), w13, w2, top_k=2, impl="triton")
+        for bits in (4, 8):
+            self._mix_quantized(GroupQuantizedExperts, QuantizedFormat(bits, is_affine=bits == 4))
+        for element in LARGEST_ELEMENT:
+            self._mix_quantized(ChannelQuantizedExperts, element)
 
     def gated_linear(self) -> None:
         ops.gated_linear(self._normal(5, 40), self._normal(2 * 33, 40), impl="triton")
@@ -121,6 +129,16 @@ class Launches:
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def _mix_quantized(self, create: Callable[..., ExpertStack], *format: object) -> None:
+        """Of one row, a few and many per expert."""
+        w13 = create(4, 2 * 160, 96, self.dtype, *format, device=self.device, gated=True)
+        w2 = create(4, 96, 160, self.dtype, *format, device=self.device)
+        for stack in (w13, w2):
+            for weight in stack:
+                weight.fill_rows(0, self._normal(*weight.shape))
+        for num_tokens in (1, 7, 70):
+            ops.fused_moe(self._normal(num_tokens, 96), self._normal(num_tokens, 4), w13, w2, top_k=2)
 
     def _heads(self) -> tuple[Tensor, ...]:
         num_heads, num_kv_heads, head_dim = _HEADS

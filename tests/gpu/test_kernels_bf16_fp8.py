@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +15,10 @@ from triptych_kernels import ops
 from triptych_kernels.columns import PenaltyColumns
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.quantized_format import BLOCK_FORMATS
+from triptych_kernels.triton.expert_stack import ExpertStack
+from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 BF16 = torch.bfloat16
@@ -243,19 +249,13 @@ def test_products_sum_in_float32(num_tokens: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 200])
 def test_experts_are_weighed_and_summed(num_tokens: int, device: torch.device) -> None:
-    num_experts, hidden, inner, top_k = 8, 264, 200, 2
+    num_experts, hidden, inner = 8, 264, 200
     x, router = normal(device, num_tokens, hidden), torch.randn(num_tokens, num_experts, device=device)
     w13, w2 = normal(device, num_experts, 2 * inner, hidden), normal(device, num_experts, hidden, inner)
     w13, w2 = w13 / hidden**0.5, w2 / inner**0.5
     with poisoned_allocations():
-        out = ops.fused_moe(x, router, w13, w2, top_k=top_k, impl="triton")
-    weights, chosen = oracles.float64(router).topk(top_k)
-    weights = weights.softmax(-1)
-    expected = torch.zeros(num_tokens, hidden, dtype=torch.float64)
-    for token in range(num_tokens):
-        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
-            inside = oracles.silu_and_mul(oracles.float64(x[token]) @ oracles.float64(w13[expert]).T)
-            expected[token] += weight * (inside @ oracles.float64(w2[expert]).T)
+        out = ops.fused_moe(x, router, w13, w2, top_k=2, impl="triton")
+    expected = mixed(x, router, oracles.float64(w13), oracles.float64(w2))
     assert oracles.relative_error(out, expected) < 2 * ROUNDED_ONCE
 
 
@@ -293,3 +293,62 @@ class TestQuantizedProducts:
             out = ops.linear(x, weight)
         expected = oracles.float64(x) @ oracles.float64(original).T
         assert oracles.relative_error(out, expected) < 1.5 * EIGHT_BITS[element_dtype]
+
+    @pytest.mark.parametrize("num_tokens", [1, 40, 100, 400])
+    @pytest.mark.parametrize("batch_invariant", [True, False])
+    @pytest.mark.parametrize("format_name", ["Q4_0", "Q4_1", "Q8_0"])
+    def test_experts_in_groups_mix_as_what_they_stand_for(
+        self, format_name: str, batch_invariant: bool, num_tokens: int, device: torch.device
+    ) -> None:
+        """Tiles of 16, 32 and 64 rows, and of 128 where many rows may round their weights."""
+        options = {"device": device, "batch_invariant": batch_invariant}
+        create = partial(GroupQuantizedExperts, format=BLOCK_FORMATS[format_name], **options)
+        w13, w2, _ = random_experts(create, device)
+        held = [stacked_rows(stack, device) for stack in (w13, w2)]
+        x, router = normal(device, num_tokens, 352), torch.randn(num_tokens, 4, device=device)
+        with poisoned_allocations():
+            out = ops.fused_moe(x, router, w13, w2, top_k=2)
+        expected = mixed(x, router, *held)
+        assert oracles.relative_error(out, expected) < 2 * ROUNDED_ONCE
+
+    @pytest.mark.parametrize("num_tokens", [1, 40, 400])
+    @pytest.mark.parametrize("element_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_experts_in_bytes_mix_bytes(
+        self, element_dtype: torch.dtype, num_tokens: int, device: torch.device
+    ) -> None:
+        create = partial(ChannelQuantizedExperts, element_dtype=element_dtype, device=device)
+        w13, w2, originals = random_experts(create, device)
+        x, router = normal(device, num_tokens, 352), torch.randn(num_tokens, 4, device=device)
+        with poisoned_allocations():
+            out = ops.fused_moe(x, router, w13, w2, top_k=2)
+        # inputs and weights of both products; a gate's error counts with its up's
+        assert oracles.relative_error(out, mixed(x, router, *originals)) < 3 * EIGHT_BITS[element_dtype]
+
+
+def random_experts(
+    create: Callable[..., ExpertStack], device: torch.device
+) -> tuple[ExpertStack, ExpertStack, list[Tensor]]:
+    """Four experts of 352 inputs and 160 columns, and their weights before they are rounded."""
+    w13 = create(4, 2 * 160, 352, BF16, gated=True)
+    w2 = create(4, 352, 160, BF16)
+    originals = [normal(device, 4, *stack[0].shape) / stack[0].in_features ** 0.5 for stack in (w13, w2)]
+    for stack, original in zip((w13, w2), originals, strict=True):
+        for weight, rows in zip(stack, original, strict=True):
+            weight.fill_rows(0, rows)
+    return w13, w2, [oracles.float64(original) for original in originals]
+
+
+def stacked_rows(stack: ExpertStack, device: torch.device) -> Tensor:
+    every = torch.arange(stack[0].out_features, device=device)
+    return torch.stack([oracles.float64(weight.rows(every, torch.float32)) for weight in stack])
+
+
+def mixed(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """The two best experts of each token, in float64 on the CPU."""
+    weights, chosen = oracles.float64(router).topk(2)
+    weights, inputs = weights.softmax(-1), oracles.float64(x)
+    out = torch.zeros(inputs.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            out[token] += weight * (oracles.silu_and_mul(inputs[token] @ w13[expert].T) @ w2[expert].T)
+    return out

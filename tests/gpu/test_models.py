@@ -22,7 +22,7 @@ from transformers import (
 
 from services.worker.device import resolve_config
 from services.worker.runner.create import create_runner
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from triptych.config.checkpoint import read_architecture
@@ -103,14 +103,15 @@ def make_runner(
     directory: Path,
     *,
     dtype: str = "float32",
+    quantization: str = "none",
     eager: bool = False,
     attention: str = "auto",
     num_blocks: int = 200,
     budget: int = 96,
-) -> ModelRunner:
+) -> SleepableRunner:
     model.save_pretrained(directory)
     engine = EngineConfig(
-        model=ModelConfig(model="random", dtype=dtype),
+        model=ModelConfig(model="random", dtype=dtype, quantization=quantization),
         cache=CacheConfig(num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
         worker=WorkerConfig(device=model.device.type, enforce_eager=eager, attention_backend=attention),
@@ -120,7 +121,7 @@ def make_runner(
 
 
 def generate(
-    runner: ModelRunner, prompts: list[list[int]], sampling: SamplingParams
+    runner: SleepableRunner, prompts: list[list[int]], sampling: SamplingParams
 ) -> tuple[list[list[int]], int]:
     """Tokens of each prompt, and how often a request lost its blocks to another."""
     engine = InProcessEngine(runner, max_num_batched_tokens=runner.facts.max_num_batched_tokens)
@@ -169,6 +170,23 @@ def test_graphs_change_no_token(model: PreTrainedModel, seed: int, tmp_path: Pat
             generate(make_runner(model, tmp_path, eager=eager), prompts, sampling) for eager in (False, True)
         ]
         assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q8", "int8", "fp8"])
+def test_graphs_change_no_token_of_quantized_experts(
+    quantization: str, seed: int, device: torch.device, tmp_path: Path
+) -> None:
+    model = mixtral().to(device).eval()
+    prompts = random_prompts(seed, 40, 3, 120)
+    tokens = [
+        generate(
+            make_runner(model, tmp_path, dtype="bfloat16", quantization=quantization, eager=eager),
+            prompts,
+            GREEDY,
+        )
+        for eager in (False, True)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 def test_bfloat16_is_as_near_as_that_of_transformers(

@@ -25,14 +25,16 @@ from services.worker.gate import SessionGate
 from services.worker.info import InfoBoard
 from services.worker.runner.base import CompletedStep
 from services.worker.runner_thread import RunnerThread
+from services.worker.sleep import SleepControl
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
 from triptych.config.shared import shared_config
+from triptych.errors import TriptychError
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
-from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
+from triptych.types.facts import KvShape, ModelFacts, Phase, SleepLevel, WorkerFacts
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
@@ -57,6 +59,10 @@ class NaiveRunner:
         self.may_step = threading.Event()
         self.may_step.set()
         self.num_steps = 0
+        self.level: SleepLevel | None = None
+        """At which it sleeps."""
+        self.sleep_error: TriptychError | None = None
+        self.wake_error: TriptychError | None = None
         self.fail_at: Callable[[StepPlan], bool] = lambda plan: False
         self.facts = WorkerFacts(
             boot_id="boot",
@@ -73,6 +79,7 @@ class NaiveRunner:
         return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
+        assert self.level is None, "it sleeps"
         assert self.may_step.wait(DEADLINE_S), "nobody let the step go on"
         if self.fail_at(plan):
             raise RuntimeError("told to fail")
@@ -81,6 +88,17 @@ class NaiveRunner:
 
     def reset(self) -> None:
         self.worker = NaiveWorker()
+
+    def sleep(self, level: SleepLevel) -> int:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.level = level
+        return level.value << 30
+
+    def wake(self) -> None:
+        if self.wake_error is not None:
+            raise self.wake_error
+        self.level = None
 
 
 class WorkerStack:
@@ -102,7 +120,8 @@ class WorkerStack:
         self._gate = SessionGate(
             self.board, self._thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
         )
-        door = WorkerDoor(self._gate, self.board, WorkerMetrics.create(CollectorRegistry()))
+        sleep = SleepControl(self._gate, self._thread, self.board, set_ready=self._server.set_ready)
+        door = WorkerDoor(self._gate, sleep, self.board, WorkerMetrics.create(CollectorRegistry()))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, self._server.grpc)
         self.port = 0
 

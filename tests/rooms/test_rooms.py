@@ -80,6 +80,8 @@ BY_NAME = {
     "libs/triptych/client/cli/__init__.py": "one module per command, from its own package",
     "libs/triptych/client/cli/chat.py": "readline, for its effect on input()",
     "kernels/triptych_kernels/dispatch.py": "an implementation of an op, from its own package",
+    "services/worker/attention/flash_attn.py": "a package that need not be installed",
+    "services/worker/attention/flashinfer.py": "likewise",
     "services/worker/models/registry.py": "a model family, from its own package",
 }
 """File -> what it imports by a name that is put together at run time, out of sight of the checks."""

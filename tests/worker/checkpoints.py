@@ -13,7 +13,7 @@ from services.worker.device import resolve_config
 from services.worker.loader import load_model, open_checkpoint
 from services.worker.models.base import CausalLM
 from services.worker.runner.create import create_runner
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.worker.tiny import tiny_config
 from triptych.config.architecture import ModelArchitecture
 from triptych.config.checkpoint import read_architecture
@@ -52,7 +52,7 @@ def load_checkpoint(directory: Path, *, quantization: str = "none") -> tuple[Cau
     return load_model(config, open_checkpoint(directory)), architecture
 
 
-def make_runner(directory: Path) -> ModelRunner:
+def make_runner(directory: Path) -> SleepableRunner:
     """A runner of five requests, 16 tokens a step."""
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny"),

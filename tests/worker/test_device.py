@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker.attention.choice import choose_batch_invariance
 from services.worker.device import choose_device, resolve_config, use_device, use_threads
 from services.worker.resolution import (
-    choose_batch_invariance,
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
     resolve_for_device,
 )
+from services.worker.startup import load_runner
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
@@ -70,9 +71,22 @@ def test_the_caches_precision_can_be_set_apart():
         (EngineConfig(parallel=ParallelConfig(rank=1)), "parallel.rank = 1"),
     ],
 )
-def test_what_is_not_built_is_refused_by_key_and_value(engine, names):
-    with pytest.raises(FeatureDisabled, match=names):
-        resolve_config(engine, tiny_architecture())
+def test_what_no_worker_serves_is_refused_by_key_and_value_before_anything_is_loaded(engine, names):
+    with pytest.raises(FeatureDisabled, match=f"{names}: an engine does not feed several workers yet"):
+        load_runner(engine, lambda phase, progress: pytest.fail("it has begun"))
+
+
+def test_ranks_beyond_the_group_are_refused():
+    parallel = ParallelConfig(tensor_parallel_size=2, rank=2)
+    with pytest.raises(ConfigError, match=r"parallel.rank: 2, but parallel.tensor_parallel_size = 2 ranks"):
+        resolve_config(EngineConfig(parallel=parallel, worker=CPU), tiny_architecture())
+
+
+def test_a_rank_is_told_its_place():
+    parallel = ParallelConfig(tensor_parallel_size=4, rank=3, local_rank=1)
+    rank = resolve_config(EngineConfig(parallel=parallel, worker=CPU), tiny_architecture()).rank
+    assert (rank.rank, rank.tensor_parallel_rank, rank.tensor_parallel_size) == (3, 3, 4)
+    assert (rank.local_rank, rank.device) == (1, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def test_measured_blocks_take_the_fraction_of_what_is_free():
     assert plan.max_model_len == 40
 
 
+@pytest.mark.parametrize(("device", "num_blocks"), [("cpu", 10), ("cuda:1", 18)])
+def test_what_the_operator_leaves_open_follows_from_the_device(device: str, num_blocks: int) -> None:
+    config = config_with(CacheConfig(block_size=4), max_num_seqs=2)
+    config = replace(config, rank=replace(config.rank, device=device))
+    assert plan_kv_cache(config, 20 * BLOCK_BYTES).shape.num_blocks == num_blocks
+
+
 def test_what_steps_take_comes_out_of_the_share_that_is_granted():
     config = config_with(CacheConfig(block_size=4, memory_fraction=0.5))
     plan = plan_kv_cache(config, 22 * BLOCK_BYTES, activation_bytes=3 * BLOCK_BYTES + 1)

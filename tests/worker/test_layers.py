@@ -92,7 +92,7 @@ def test_qkv_ranks_hold_a_key_head_with_its_query_heads(
 def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
     tensors = {"m.gate_proj.weight": whole(8, 5), "m.up_proj.weight": whole(8, 5) * 2}
     down = {"d.weight": whole(5, 8)}
-    x, partial_sums = whole(3, 5), []
+    x, partial_sums = whole(3, 5), []  # nobody adds them up: the ranks are not connected
     for rank in range(4):
         gate_up = GatedLinear(5, 8, activation="silu", bias=False, config=rank_config(rank, 4), prefix="m")
         row = RowLinear(8, 5, bias=False, config=rank_config(rank, 4), prefix="d")
@@ -106,12 +106,35 @@ def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
     torch.testing.assert_close(sum(partial_sums), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_first_rank_alone_adds_the_bias() -> None:
+    tensors = {"d.weight": whole(5, 8), "d.bias": whole(5)}
+    x, partial_sums = whole(3, 8), []
+    for rank in range(2):
+        row = RowLinear(8, 5, bias=True, config=rank_config(rank, 2), prefix="d")
+        fill(row, tensors)
+        partial_sums.append(row(x[:, rank * 4 : rank * 4 + 4]))
+        with pytest.raises(ModelError, match=r"d.bias: the checkpoint holds \[4\], the model needs \[5\]"):
+            fill(row, tensors | {"d.bias": whole(4)})
+    torch.testing.assert_close(sum(partial_sums), x @ tensors["d.weight"].T + tensors["d.bias"])
+
+
 def test_ranks_share_out_the_vocabulary() -> None:
     table = whole(6, 4)
     for rank in range(3):
         embedding = VocabEmbedding(6, 4, config=rank_config(rank, 3), prefix="e")
         fill(embedding, {"e.weight": table})
         assert torch.equal(dense(embedding.weight), table[rank * 2 : rank * 2 + 2])
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_is_shared_out_in_aligned_pieces() -> None:
+    table = whole(70, 4)
+    shares = []
+    for rank in range(4):
+        head = LogitsHead(70, 4, tied_to=None, config=rank_config(rank, 4), prefix="h")
+        fill(head, {"h.weight": table})
+        shares.append(dense(head.weight))
+    assert [len(share) for share in shares] == [16, 16, 16, 22]
+    assert torch.equal(torch.cat(shares), table)
 
 
 def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> None:
@@ -131,7 +154,7 @@ def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> No
         lambda config: QKVLinear(4, 6, 4, 2, bias=False, config=config, prefix="a"),
         lambda config: GatedLinear(4, 7, activation="silu", bias=False, config=config, prefix="a"),
         lambda config: RowLinear(7, 4, bias=False, config=config, prefix="a"),
-        lambda config: VocabEmbedding(7, 4, config=config, prefix="a"),
+        lambda config: VocabEmbedding(32, 4, config=config, prefix="a"),
     ],
     ids=["query heads", "key heads", "gate", "row", "vocabulary"],
 )

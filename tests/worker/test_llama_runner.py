@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.device import resolve_config
 from services.worker.runner.create import create_runner
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan
 from triptych.config.checkpoint import read_architecture
@@ -54,7 +54,7 @@ def directory(oracle: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory
     return directory
 
 
-def make_runner(directory: Path, phases: list[tuple[str, float]] | None = None) -> ModelRunner:
+def make_runner(directory: Path, phases: list[tuple[str, float]] | None = None) -> SleepableRunner:
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
@@ -71,7 +71,7 @@ def make_runner(directory: Path, phases: list[tuple[str, float]] | None = None) 
 
 
 @pytest.fixture(scope="module")
-def runner(directory: Path) -> ModelRunner:
+def runner(directory: Path) -> SleepableRunner:
     return make_runner(directory)
 
 

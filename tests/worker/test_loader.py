@@ -95,6 +95,18 @@ class TestSafetensors:
         open_checkpoint(tmp_path).read("model.norm.weight", torch.float32).zero_()
         assert path.read_bytes() == before
 
+    def test_the_device_converts_what_is_stored_in_another_dtype(
+        self, tmp_path: Path, model: LlamaForCausalLM
+    ) -> None:
+        stored = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path, state_dict=stored)
+        checkpoint = open_checkpoint(tmp_path, device=torch.device("meta"))
+        name = "model.norm.weight"
+        assert checkpoint.read(name, torch.float32).device.type == "meta"
+        assert checkpoint.read(name, torch.bfloat16).device.type == "cpu", (
+            "it is copied to its place as it is"
+        )
+
     def test_a_file_that_is_cut_short_is_named_with_its_size(
         self, tmp_path: Path, model: LlamaForCausalLM
     ) -> None:

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from services.worker.layers.moe import PackedExpert
+from services.worker.layers.moe import HeldExpert, HeldExperts, Router
+from services.worker.layers.weights import find_weight_targets
 from services.worker.loader import open_checkpoint
 from services.worker.models.registry import create_model
 from tests.helpers.in_process import InProcessEngine
@@ -27,7 +28,7 @@ from tests.worker.checkpoints import (
 )
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.errors import FeatureDisabled, ModelError
+from triptych.errors import ModelError
 from triptych.types.facts import RankFacts
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import forced_isa, isa
@@ -91,7 +92,7 @@ def test_experts_quantized_to_8_bits_say_nearly_the_same(oracle: Any, directory:
     if not isa():
         pytest.skip("no native kernels are built for this processor")
     model, architecture = load_checkpoint(directory, quantization="q8")
-    experts = [module for module in model.modules() if isinstance(module, PackedExpert)]
+    experts = [module for module in model.modules() if isinstance(module, HeldExpert)]
     assert (
         {type(expert.w13) for expert in experts}
         == {type(expert.w2) for expert in experts}
@@ -141,14 +142,27 @@ def test_random_weights_have_the_names_and_shapes_of_saved_ones(oracle: Any, dir
     }
 
 
-def test_quantized_experts_are_refused_where_no_kernel_mixes_them() -> None:
+@pytest.mark.parametrize(
+    ("quantization", "bytes_per_weight"), [("q4", 20 / 32), ("q8", 34 / 32), ("int8", 1)]
+)
+def test_on_a_device_quantized_experts_stand_in_one_piece_for_each_product(
+    quantization: str, bytes_per_weight: float
+) -> None:
     architecture = tiny_architecture(
-        name="MixtralForCausalLM", hidden_size=32, num_heads=4, num_experts=4, num_experts_per_tok=2
-    )
-    config = tiny_config(architecture)
-    on_device = replace(config, rank=RankFacts(device="meta"), quantization="q8")
-    with pytest.raises(FeatureDisabled, match="quantization q8: mixtures of experts on meta are computed"):
-        create_model(config=on_device)
+        name="MixtralForCausalLM", hidden_size=64, num_heads=4, intermediate_size=128, num_layers=1,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config = replace(tiny_config(architecture), rank=RankFacts(device="meta"), quantization=quantization)
+    model = create_model(config=config)
+    (layer,) = (module for module in model.modules() if isinstance(module, HeldExperts))
+    targets = find_weight_targets(layer)
+    assert len(targets) == 3 * 4
+    for name, stack, size in (("w13", layer.w13, 256 * 64), ("w2", layer.w2, 64 * 128)):
+        scales = 4 * stack[0].out_features if quantization == "int8" else 0
+        assert [weight.num_bytes for weight in stack] == [size * bytes_per_weight + scales] * 4
+        assert [getattr(expert, name) for expert in layer.experts] == list(stack)
+    routers = [module.weight for module in model.modules() if isinstance(module, Router)]
+    assert [(type(weight), weight.dtype) for weight in routers] == [(torch.nn.Parameter, torch.float32)]
 
 
 def test_on_a_device_the_experts_stand_in_two_tensors_per_layer(oracle: Any, directory: Path) -> None:

@@ -29,13 +29,16 @@ from tests.worker.tiny import (
     tiny_config,
     tiny_facts,
 )
+from triptych.config.rank_group import OneRank, RankGroup
 from triptych.config.resolved import ResolvedConfig
 from triptych.types.step import StepPlan, StepResult
 
 CPU = torch.device("cpu")
 
 
-def runner_for(model: nn.Module, config: ResolvedConfig, link: DeferredLink | None) -> ModelRunner:
+def runner_for(
+    model: nn.Module, config: ResolvedConfig, link: DeferredLink | None, group: RankGroup | None = None
+) -> ModelRunner:
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     facts = tiny_facts(config, kv.max_model_len, kv.shape)
     return ModelRunner(
@@ -44,6 +47,7 @@ def runner_for(model: nn.Module, config: ResolvedConfig, link: DeferredLink | No
         facts=facts,
         enforce_eager=True,
         link=link,
+        group=group,
     )
 
 
@@ -264,6 +268,16 @@ def test_a_step_that_lacks_memory_once_is_tried_again() -> None:
     model.num_failures = 1
     second = runner.launch(step_plan(2))
     assert [int(step.wait().token_ids[0]) for step in (first, second)] == continuation([1, 2], 2)
+
+
+def test_a_step_that_lacks_memory_is_not_tried_again_while_other_ranks_wait_in_it() -> None:
+    model = MemoryHog(VOCAB)
+    config = tiny_config(tiny_architecture(vocab_size=VOCAB))
+    runner = runner_for(model, config, DeferredLink(), OneRank(0, 2))
+    model.num_failures = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.launch(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))
+    assert model.num_failures == 0
 
 
 def test_a_step_that_lacks_memory_twice_fails_its_own_requests_by_name() -> None:

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
 from services.worker.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
-from triptych.errors import EngineFailure, ProtocolViolation
+from triptych.errors import EngineFailure, MemoryShort, ProtocolViolation
 from triptych.types.step import StepPlan, StepResult
 
 DEADLINE_S = 10.0
@@ -215,3 +216,52 @@ async def test_stopping_delivers_what_is_in_flight() -> None:
         await stopping
         await it.until(lambda: it.answers == [1])
         assert it.thread.ended.done()
+
+
+async def test_what_is_asked_between_sessions_is_no_step_and_drops_those_in_flight() -> None:
+    async with stand() as it:
+        it.submit(1, 2)
+        steps = await it.launched(2)
+        may_answer = threading.Event()
+
+        def act(runner: HeldRunner) -> str:
+            assert runner is it.runner
+            assert may_answer.wait(DEADLINE_S)
+            return "done"
+
+        asked = asyncio.ensure_future(it.thread.ask(act))
+        await it.until(
+            lambda: it.thread.steps.step_id == 0
+        )  # however long it takes, the watchdog sees no step
+        may_answer.set()
+        assert await asked == "done"
+        for step in steps:
+            step.end()
+        it.submit(3)  # of a session that is over
+        assert await it.thread.ask(lambda runner: runner.num_resets) == 1
+        assert it.outcomes == []
+        again = it.thread.open_session(it.outcomes.append)
+        it.thread.submit(again, step_plan(1))
+        (await it.launched(3))[-1].end()
+        await it.until(lambda: it.answers == [1])
+
+
+async def test_a_refusal_is_told_to_whoever_asked_and_the_thread_goes_on() -> None:
+    def refuse(runner: HeldRunner) -> None:
+        raise MemoryShort("no room")
+
+    async with stand() as it:
+        with pytest.raises(MemoryShort, match="no room"):
+            await it.thread.ask(refuse)
+        assert await it.thread.ask(lambda runner: 5) == 5
+
+
+async def test_a_bug_in_what_is_asked_ends_the_thread_with_its_reason() -> None:
+    def fail(runner: HeldRunner) -> None:
+        raise ValueError("told to")
+
+    async with stand() as it:
+        asked = asyncio.ensure_future(it.thread.ask(fail))
+        await it.until(it.thread.ended.done)
+        assert isinstance(it.thread.ended.exception(), ValueError)
+        asked.cancel()

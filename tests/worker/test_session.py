@@ -24,6 +24,7 @@ from triptych.errors import (
     ProtocolViolation,
     StaleEpoch,
     StepGap,
+    WorkerAsleep,
     WorkerHeld,
 )
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
@@ -381,3 +382,31 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
         assert not thread.ended.done()
         runner.may_step.set()
         await asyncio.wait([thread.ended])
+
+
+async def test_a_session_is_dismissed_by_its_name_when_no_step_is_in_flight() -> None:
+    async with ready_gate() as (gate, runner, board):
+        with pytest.raises(EngineUnavailable, match="'boot/1' is over"):
+            gate.dismiss("boot/1")
+        entry = gate.open(HELLO)
+        with pytest.raises(WorkerHeld, match="held by engine engine-0"):
+            gate.dismiss("boot/9")
+        runner.may_step.clear()
+        entry.stream.submit(plan(1))
+        with pytest.raises(ProtocolViolation, match="1 steps are in flight"):
+            gate.dismiss(entry.session.name)
+        runner.may_step.set()
+        assert await take(entry, 1) == [1]
+        gate.dismiss(entry.session.name)
+        assert board.state.held_by == ""
+        with pytest.raises(WorkerAsleep):
+            await entry.stream.next_outcome()
+        assert not gate.open(resume(entry, 1)).is_resumed
+
+
+async def test_a_worker_that_drains_does_not_fall_asleep() -> None:
+    async with ready_gate() as (gate, _, board):
+        entry = gate.open(HELLO)
+        board.change(phase=Phase.DRAINING)
+        with pytest.raises(EngineUnavailable, match="the worker is draining"):
+            gate.dismiss(entry.session.name)

@@ -114,7 +114,11 @@ def test_the_operators_number_of_blocks_needs_no_memory(model):
 @pytest.mark.parametrize(
     ("leaves", "error", "match"),
     [
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, FeatureDisabled, "tensor_parallel_size = 2"),
+        (
+            {"parallel": ParallelConfig(pipeline_parallel_size=2)},
+            FeatureDisabled,
+            "pipeline_parallel_size = 2",
+        ),
         ({"model": ModelConfig(max_model_len=65)}, ConfigError, "model.max_model_len: 65"),
         ({"simulation": SimulationConfig(profile="/nowhere.json")}, ConfigError, r"profile: /nowhere\.json"),
         ({"simulation": SimulationConfig(free_memory_gib=1e-9)}, ConfigError, "cache.memory_fraction"),

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.dispatch import find_impl
+from triptych_kernels.held_weight import HeldWeight
 
-ExpertWeights = Tensor | Sequence[PackedWeight]
-"""All experts' weights of one product: stacked, or packed one by one."""
+ExpertWeights = Tensor | Sequence[HeldWeight]
+"""All experts' weights of one product: stacked, or each held as its device's products want it, of CUDA devices in an
+`ExpertStack`."""
 
 
 def fused_moe(
@@ -29,13 +30,14 @@ def fused_moe(
     The experts are those of the top_k largest logits, of equal ones those with the lowest number; p is the softmax
     over all logits, with `renormalize` over those of the chosen experts alone. Sums are taken in float32;
     silu(gate) * up is rounded to x's dtype, and the result once (plain torch rounds every product). Whatever a token
-    holds, NaN included, shows in no other token's result.
+    holds, NaN included, shows in no other token's result. Held weights may round the inputs of both products too, as
+    those of `ops.linear` may.
 
     Args:
         x: [num_tokens, hidden_size], the last axis contiguous.
         router_logits: [num_tokens, num_experts], the last axis contiguous, float32 or of x's dtype.
         w13: [num_experts, 2 * intermediate_size, hidden_size], gate first, contiguous, of x's dtype; or of each
-            expert a packed, gated weight of these two axes.
+            expert a held, gated weight of these two axes.
         w2: [num_experts, hidden_size, intermediate_size], likewise, not gated.
         top_k: from 1 to num_experts.
     Returns:
@@ -62,7 +64,7 @@ def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeigh
         if not fits or len(shape) != 3:
             raise ValueError(
                 f"fused_moe: {name} {list(shape)} must be [num_experts, out_features, in_features], contiguous or "
-                f"packed alike, for inputs in {x.dtype}"
+                f"held alike, for inputs in {x.dtype}"
             )
         shapes.append(shape)
     num_experts, hidden_size, intermediate_size = shapes[1]

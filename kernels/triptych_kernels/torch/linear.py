@@ -8,4 +8,7 @@ from torch.nn import functional
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype != x.dtype and x.device.type == "cuda" and bias is None and len(x):
+        # float32 sums as they are; else they would be rounded to 16 bits first, and take a second pass
+        return torch.mm(x, weight.t(), out_dtype=out_dtype)
     return functional.linear(x, weight, bias).to(out_dtype)

@@ -20,12 +20,19 @@ class NotedLaunch:
     specialization: str
     """As `JITFunction.preload` takes it."""
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.kernel.__name__)
+
     def compile(self) -> None:
-        """Compile for the calling thread's device, or find it in Triton's cache on disk; what was noted finds it here.
+        """Compile for the calling thread's device, or find it in Triton's cache on disk, and load it: a launch finds it
+        there.
 
         Most of it is done without the interpreter's lock, so that threads do not wait for each other.
         """
-        self.kernel.preload(self.specialization)
+        compiled = self.kernel.preload(self.specialization)
+        compiled.run  # noqa: B018 - loads it; up to Triton 3.6 this compiles the launcher, too
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triptych_kernels.triton.moe_tiles import place_of_program
+
 SUM_BLOCK = 1024  # elements of a token that one program adds up
 
 
@@ -15,7 +17,7 @@ def gate_up_product(
     GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of silu(gate) * up of one tile: row `tile * BLOCK_M + i` of `activated`."""
-    tile, column_block = _place_of_program(max_tiles, tl.cdiv(intermediate_size, BLOCK_N), GROUP)
+    tile, column_block = place_of_program(max_tiles, tl.cdiv(intermediate_size, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
     if num_rows > 0:
         row = tl.arange(0, BLOCK_M)
@@ -48,7 +50,7 @@ def down_product(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of the results of one tile, times their probabilities: row `pair` of `weighted`."""
-    tile, column_block = _place_of_program(max_tiles, tl.cdiv(hidden_size, BLOCK_N), GROUP)
+    tile, column_block = place_of_program(max_tiles, tl.cdiv(hidden_size, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
     if num_rows > 0:
         row = tl.arange(0, BLOCK_M)
@@ -79,20 +81,6 @@ def sum_pairs(weighted, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constex
     for rank in tl.static_range(TOP_K):
         total += tl.load(weighted + (token * TOP_K + rank) * hidden_size + column, mask=inside, other=0.0)
     tl.store(out + token * hidden_size + column, total, mask=inside)
-
-
-@triton.jit
-def _place_of_program(num_tiles, num_column_blocks, GROUP: tl.constexpr):
-    """This program's tile and block of columns.
-
-    GROUP tiles pass over all columns together: what they read of a weight is then read once from memory, and their
-    inputs stay in the L2 cache.
-    """
-    program = tl.program_id(0)
-    first = program // (GROUP * num_column_blocks) * GROUP
-    group = tl.minimum(num_tiles - first, GROUP)
-    within = program - first * num_column_blocks
-    return first + within % group, within // group
 
 
 @triton.jit

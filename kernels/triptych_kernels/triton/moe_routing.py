@@ -37,6 +37,14 @@ class Routing:
     tile_rows: Tensor
     """[max_tiles] int32, from 0 to BLOCK_M."""
 
+    @property
+    def num_pairs(self) -> int:
+        return len(self.probabilities)
+
+    @property
+    def max_tiles(self) -> int:
+        return len(self.tile_rows)
+
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """The number of tiles if the pairs are spread over the experts in the worst way: all with one row over."""

@@ -54,7 +54,8 @@ def attend_decodes(
     num_rows = len(seq_lens)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]
-    tiles = decode_tiles(query, kv_cache)
+    block_m = max(triton.next_power_of_2(num_heads // num_kv_heads), 16)
+    tiles = decode_tiles(query, kv_cache.dtype, head_dim, block_m)
     num_programs = num_sms(query.device) * tiles.programs_per_sm
     filled_by = num_kv_heads * (1 if batch_invariant else num_rows)
     target_splits = min(max(num_programs // filled_by, 1), _MAX_SPLITS)
@@ -72,7 +73,7 @@ def attend_decodes(
         query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
         query_starts, seq_lens, num_rows, scale, out, partials, log_totals, target_splits, max_splits,
         SOFT_CAP=soft_cap, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_SIZE=block_size,
-        ROWS=rows_block(num_rows), BLOCK_M=max(triton.next_power_of_2(num_heads // num_kv_heads), 16),
+        ROWS=rows_block(num_rows), BLOCK_M=block_m,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if max_splits > 1:

@@ -39,7 +39,7 @@ def attend_prefills(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
-    tiles = prefill_tiles(query, kv_cache)
+    tiles = prefill_tiles(query, kv_cache.dtype, head_dim)
     block_m = max(triton.next_power_of_2(group), tiles.block_m)
     tile_tokens = block_m // group
     _attend_tile[(_num_tiles(query_lens, tile_tokens), num_kv_heads)](

@@ -13,6 +13,9 @@ _BLOCK = 4096  # logits that a program copies
 _ENTRIES = 256  # that a program applies
 _BIASES = 64  # fewer, as each is compared to all of its row
 
+_OF_A_STEP = ("num_restricted", "num_entries")
+"""Arguments that change from step to step: a kernel is not compiled anew where they happen to be 1 or divide by 16."""
+
 
 def process_logits(
     logits: Tensor,
@@ -73,7 +76,7 @@ def _first_at_least(rows, num_entries, row):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _copy(
     logits, row_stride, token_stride, logits_rows, processed, vocab_size,
     restricted, num_restricted, BLOCK: tl.constexpr,
@@ -100,7 +103,7 @@ def _entries(rows, token_ids, num_entries, vocab_size, BLOCK: tl.constexpr):
     return entry, inside, row, row * vocab_size + tl.load(token_ids + entry, mask=inside, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _allow(
     logits, row_stride, token_stride, logits_rows, processed, vocab_size,
     rows, token_ids, num_entries, BLOCK: tl.constexpr,
@@ -111,13 +114,13 @@ def _allow(
     tl.store(processed + place, tl.load(source, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _ban(processed, vocab_size, rows, token_ids, num_entries, BLOCK: tl.constexpr):
     _, inside, _, place = _entries(rows, token_ids, num_entries, vocab_size, BLOCK)
     tl.store(processed + place, tl.full((BLOCK,), -float("inf"), tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _bias(processed, vocab_size, rows, token_ids, biases, num_entries, BLOCK: tl.constexpr):
     """Of entries that name the same logit the first adds all, one after the other."""
     entry, inside, row, place = _entries(rows, token_ids, num_entries, vocab_size, BLOCK)
@@ -133,7 +136,7 @@ def _bias(processed, vocab_size, rows, token_ids, biases, num_entries, BLOCK: tl
     tl.store(processed + place, x, mask=is_first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _penalize(
     processed, vocab_size, rows, token_ids, output_counts, presence, frequency, repetition,
     num_entries, BLOCK: tl.constexpr,

@@ -72,16 +72,21 @@ def _quantize_q4_0(x: Tensor) -> Groups:
 
 def _quantize_q4_1(x: Tensor) -> Groups:
     low = x.amin(-1)
-    scales = (x.amax(-1) - low) / 15
+    scales = _quotient(x.amax(-1) - low, 15.0)
     return Groups(_to_nibbles(x - low[..., None], scales, 0.5), scales.half(), low.half())
 
 
 def _quantize_q8_0(x: Tensor) -> Groups:
-    scales = x.abs().amax(-1) / 127
+    scales = _quotient(x.abs().amax(-1), 127.0)
     values = x * _inverse(scales)[..., None]
     # just below one half, so that what is just below it does not become a whole in the sum
     integers = (values + torch.full_like(values, 0.49999997).copysign(values)).trunc()
     return Groups(integers.short(), scales.half(), torch.zeros_like(scales.half()))
+
+
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    """Rounded once: on GPUs torch would multiply with the reciprocal of a plain number."""
+    return x / torch.full((), divisor, device=x.device)
 
 
 def _extreme(x: Tensor) -> Tensor:

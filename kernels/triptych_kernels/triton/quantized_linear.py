@@ -13,11 +13,14 @@ Two ways of it:
 
 A product by integers is cut into splits of the inputs that follow from the weight's shape and the device alone, and
 each split is summed in the same order for any number of rows: many rows' programs take the splits one after the other.
+Tiles may be measured ones, whose bits are those of the tiles below (`tuning.Tunable.same_bits`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from triptych_kernels.triton.paged_attention_plan import num_sms
 from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
+from triptych_kernels.triton.tuning import Tunable, row_bucket
 
 WIDE_ROWS = 65
 """So many rows or more are multiplied by weights where that is allowed: reasoned, a larger tile than what scaling the
@@ -72,7 +76,13 @@ def multiply_groups(
     num_rows = len(x)
     num_groups, out_features = scales.shape
     by_weights = not batch_invariant and num_rows >= WIDE_ROWS
-    tiles = _choose_tiles(num_rows, x.dtype, by_weights=by_weights)
+    bits = 4 if integers.dtype == torch.int32 else 8
+    if x.dtype == torch.float32:
+        tiles = _FLOAT32
+    else:
+        tunable = BY_WEIGHTS if by_weights else BY_INTEGERS
+        is_affine = minimums is not None
+        tiles = tunable.chosen(x.device, out_features, 32 * num_groups, bits, is_affine, row_bucket(num_rows))
     num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     split_groups = (
         _split(num_groups, tiles.step, num_sms(x.device) // (num_tiles[0] * num_tiles[1]))
@@ -90,23 +100,65 @@ def multiply_groups(
         _multiply_groups[(num_tiles[1], num_tiles[0], num_parts)](
             x, x.stride(0), integers, scales, minimums, bias if is_whole else None, out,
             num_rows, out_features, num_groups, split_groups,
-            BITS=4 if integers.dtype == torch.int32 else 8, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
+            BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
             STEP=tiles.step, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation)
 
 
-def _choose_tiles(num_rows: int, dtype: torch.dtype, *, by_weights: bool) -> _Tiles:
-    if dtype == torch.float32:  # no tensor cores, so a tile is what registers hold of multiplications
-        return _Tiles(block_n=32, block_m=16, step=2, num_warps=4, num_stages=2)
-    if by_weights:
-        return _Tiles(block_n=128, block_m=128, step=2, num_warps=8, num_stages=4)
-    if num_rows <= 16:
+# no tensor cores, so a tile is what registers hold of multiplications
+_FLOAT32 = _Tiles(block_n=32, block_m=16, step=2, num_warps=4, num_stages=2)
+
+
+def _default_by_integers(
+    out_features: int, in_features: int, bits: int, is_affine: bool, rows: int
+) -> _Tiles:
+    if rows <= 16:
         return _Tiles(block_n=128, block_m=16, step=4, num_warps=4, num_stages=4)
-    if num_rows <= 32:
+    if rows <= 32:
         return _Tiles(block_n=128, block_m=32, step=4, num_warps=4, num_stages=3)
     return _Tiles(block_n=128, block_m=64, step=2, num_warps=8, num_stages=4)
+
+
+def _candidates_by_integers(
+    out_features: int, in_features: int, bits: int, is_affine: bool, rows: int
+) -> Iterator[_Tiles]:
+    """Sums and the products of a group stand in registers side by side, so tiles are small."""
+    for block_n, block_m, step in product((64, 128), (16, 32, 64), (2, 4)):
+        if not min(rows, 128) // 2 <= block_m <= rows:
+            continue
+        for num_warps, num_stages in product((4, 8) if block_n == 128 else (4,), (3, 4, 5)):
+            if block_n * block_m // (32 * num_warps) <= 64:
+                yield _Tiles(block_n, block_m, step, num_warps, num_stages)
+
+
+def _default_by_weights(out_features: int, in_features: int, bits: int, is_affine: bool, rows: int) -> _Tiles:
+    return _Tiles(block_n=128, block_m=128, step=2, num_warps=8, num_stages=4)
+
+
+def _candidates_by_weights(
+    out_features: int, in_features: int, bits: int, is_affine: bool, rows: int
+) -> Iterator[_Tiles]:
+    for block_n, block_m, num_warps, num_stages in product((64, 128), (64, 128, 256), (4, 8), (3, 4, 5)):
+        if block_m <= rows and 32 <= block_n * block_m // (32 * num_warps) <= 128:
+            yield _Tiles(block_n, block_m, 2, num_warps, num_stages)
+
+
+_KEY = ("out_features", "in_features", "bits", "is_affine", "rows")
+BY_INTEGERS = Tunable(
+    "quantized_linear",
+    _KEY,
+    default=_default_by_integers,
+    candidates=_candidates_by_integers,
+    same_bits=True,
+)
+BY_WEIGHTS = Tunable(
+    "quantized_linear_by_weights",
+    _KEY,
+    default=_default_by_weights,
+    candidates=_candidates_by_weights,
+)
 
 
 def _invariant_split(num_groups: int, out_features: int, device: torch.device) -> int:
@@ -132,14 +184,14 @@ def _multiply_groups(
     if LOOPS_SPLITS:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for first in range(0, num_groups, split_groups):
-            total += _sum_groups(
+            total += sum_groups(
                 x, x_stride, integers, scales, minimums, outputs, rows,
                 first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
                 BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     else:
         first = split * split_groups
-        total = _sum_groups(
+        total = sum_groups(
             x, x_stride, integers, scales, minimums, outputs, rows,
             first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
             BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
@@ -148,7 +200,7 @@ def _multiply_groups(
 
 
 @triton.jit
-def _sum_groups(
+def sum_groups(
     x, x_stride, integers, scales, minimums, outputs, rows, begin, end, num_rows, out_features,
     BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -13,6 +13,8 @@ Scales, and in affine formats minimums, stand beside it: [groups, out_features] 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,43 @@ from triptych_kernels.triton.quantized_linear import multiply_groups
 from triptych_kernels.triton.quantized_rows import find_rows
 
 _FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes for each meanwhile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupStorage:
+    """The tensors of a weight, or with one more axis in front those of several alike."""
+
+    integers: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+
+    @classmethod
+    def zeros(cls, *shape: int, format: QuantizedFormat, device: torch.device) -> GroupStorage:
+        """Of weights [..., out_features, in_features].
+
+        Raises:
+            ValueError: a number of inputs that groups do not divide.
+        """
+        *alike, out_features, in_features = shape
+        if in_features % GROUP_SIZE:
+            raise ValueError(
+                f"a weight of {in_features} inputs cannot be quantized; they must be a multiple of {GROUP_SIZE}"
+            )
+        num_groups = in_features // GROUP_SIZE
+        units, elements, dtype = -(-num_groups // 2), 8, torch.int32
+        if format.bits == 8:
+            units, elements, dtype = num_groups, GROUP_SIZE, torch.int8
+        scales = torch.zeros((*alike, num_groups, out_features), dtype=torch.float16, device=device)
+        return cls(
+            integers=torch.zeros((*alike, units, out_features, elements), dtype=dtype, device=device),
+            scales=scales,
+            minimums=torch.zeros_like(scales) if format.is_affine else None,
+        )
+
+    def __getitem__(self, index: int) -> GroupStorage:
+        """That of one weight among several."""
+        minimums = None if self.minimums is None else self.minimums[index]
+        return GroupStorage(self.integers[index], self.scales[index], minimums)
 
 
 class GroupQuantizedWeight(BlockWeight):
@@ -41,21 +80,20 @@ class GroupQuantizedWeight(BlockWeight):
         gated: bool = False,
         bias: bool = False,
         batch_invariant: bool = True,
+        storage: GroupStorage | None = None,
     ) -> None:
-        """Storage for a weight, all zero.
+        """A weight that is all zero.
 
         Args:
             in_features: a multiple of `GROUP_SIZE`.
             dtype: of what it is multiplied with.
             batch_invariant: False: products of many rows may round weights to `dtype`, which is faster; their results
                 are not those of fewer rows.
+            storage: its place among others; None: it gets one of its own.
         Raises:
             ValueError: a number of inputs that groups do not divide.
         """
-        if in_features % GROUP_SIZE:
-            raise ValueError(
-                f"a weight of {in_features} inputs cannot be quantized; they must be a multiple of {GROUP_SIZE}"
-            )
+        storage = storage or GroupStorage.zeros(out_features, in_features, format=format, device=device)
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
@@ -63,13 +101,7 @@ class GroupQuantizedWeight(BlockWeight):
         self.device = device
         self.gated = gated
         self.batch_invariant = batch_invariant
-        num_groups = in_features // GROUP_SIZE
-        unit, element = (-(-num_groups // 2), 8), torch.int32
-        if format.bits == 8:
-            unit, element = (num_groups, GROUP_SIZE), torch.int8
-        self.integers = torch.zeros((unit[0], out_features, unit[1]), dtype=element, device=device)
-        self.scales = torch.zeros((num_groups, out_features), dtype=torch.float16, device=device)
-        self.minimums = torch.zeros_like(self.scales) if format.is_affine else None
+        self.integers, self.scales, self.minimums = storage.integers, storage.scales, storage.minimums
         self.bias = torch.zeros(out_features, device=device) if bias else None
 
     @property

@@ -30,7 +30,10 @@ from triptych_kernels.triton.sample_scan import (
 from triptych_kernels.triton.select import bound_of_largest, list_where, listed_quads, load_maxima
 
 _NUM_WARPS = 8
-_MOST_TILE_GROUPS = 64  # groups that are looked into at a time, one for each of the best that are asked for
+# Groups that are looked into at a time: one for each of the best that are asked for, within bounds, so that few kernels
+# serve all requests.
+_LEAST_TILE_GROUPS = 16
+_MOST_TILE_GROUPS = 64
 
 
 def token_logprobs(
@@ -66,7 +69,7 @@ def token_logprobs(
         chosen_logprobs, ranks, top_ids, top_logprobs,
         num_chunks, num_groups,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks), NUM_GROUPS=triton.next_power_of_2(num_groups),
-        TILE_GROUPS=min(triton.next_power_of_2(max(num_top, 1)), _MOST_TILE_GROUPS), GROUP=GROUP,
+        TILE_GROUPS=min(max(triton.next_power_of_2(num_top), _LEAST_TILE_GROUPS), _MOST_TILE_GROUPS), GROUP=GROUP,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
     return chosen_logprobs, ranks, top_ids, top_logprobs
@@ -95,7 +98,7 @@ def _weigh(
         store_group_maxima(group_maxima, x, row, chunk, num_chunks, CHUNK, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_top",))  # which changes from step to step
 def _look_up(
     logits, stride, vocab_size, rows, token_ids, num_top,
     chunk_best, chunk_mass, chunk_likelier, group_maxima, groups,

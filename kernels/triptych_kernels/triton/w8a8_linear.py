@@ -1,12 +1,15 @@
 """Products of rows and weights that are both in 8 bits, with a scale per row and one per output.
 
 Like `quantized_linear` computed transposed and in splits of the inputs that follow from the weight's shape and the
-device alone, each scaled and then added in order: a row has the same bits in any batch.
+device alone, each scaled and then added in order: a row has the same bits in any batch. Tiles may be measured ones,
+whose bits are those of the tiles below (`tuning.Tunable.same_bits`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -15,20 +18,25 @@ from torch import Tensor
 
 from triptych_kernels.triton.paged_attention_plan import num_sms
 from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
+from triptych_kernels.triton.tuning import Tunable, row_bucket
 
-_BLOCK_K = 128
+BLOCK_K = 128
 """Inputs of one step: what the tensor cores may add in the fewer bits of their float8 sums, before float32."""
 
 _MIN_SPLIT_INPUTS = 512  # with fewer a split's sums are no longer small beside its weights
+_SPLIT_OUTPUTS = 128
+"""Of one program, as splits are reckoned."""
 _PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 128 outputs of 128 inputs, 128 KiB in flight
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Stages fit the 99 KiB of shared memory that a program has on Ada, where 8-bit floats begin."""
+    """Those by default fit the 99 KiB of shared memory that a program has on Ada, where 8-bit floats begin."""
 
+    block_n: int
+    """Outputs."""
     block_m: int
-    """Rows; a tile has 128 outputs."""
+    """Rows."""
     num_warps: int
     num_stages: int
 
@@ -51,11 +59,12 @@ def multiply_bytes(
     """
     num_rows, in_features = x.shape
     out_features = len(elements)
-    tiles = _choose_tiles(num_rows)
-    num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, 128)
-    wanted = _PROGRAMS_PER_SM * num_sms(x.device) // num_tiles[1]
+    tiles = TILES.chosen(x.device, out_features, in_features, x.dtype, row_bucket(num_rows))
+    num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
+    # whatever the tiles are: they may differ from one number of rows to another, splits may not
+    wanted = _PROGRAMS_PER_SM * num_sms(x.device) // triton.cdiv(out_features, _SPLIT_OUTPUTS)
     num_splits = max(min(wanted, in_features // _MIN_SPLIT_INPUTS), 1)
-    split_inputs = triton.cdiv(triton.cdiv(in_features, num_splits), _BLOCK_K) * _BLOCK_K
+    split_inputs = triton.cdiv(triton.cdiv(in_features, num_splits), BLOCK_K) * BLOCK_K
     num_splits = triton.cdiv(in_features, split_inputs)
     loops_splits = num_splits > 1 and num_tiles[0] > 1
     num_parts = 1 if loops_splits else num_splits
@@ -67,18 +76,42 @@ def multiply_bytes(
         _multiply_bytes[(num_tiles[1], num_tiles[0], num_parts)](
             x, x_scales, elements, scales, bias if is_whole else None, out,
             num_rows, out_features, in_features, split_inputs,
-            LOOPS_SPLITS=loops_splits, BLOCK_N=128, BLOCK_M=tiles.block_m, BLOCK_K=_BLOCK_K,
+            LOOPS_SPLITS=loops_splits, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m, BLOCK_K=BLOCK_K,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            # a split's sum is scaled, rounded and then added, whether a program takes one split or all
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation)
 
 
-def _choose_tiles(num_rows: int) -> _Tiles:
-    if num_rows <= 16:
-        return _Tiles(block_m=16, num_warps=4, num_stages=4)
-    if num_rows <= 64:
-        return _Tiles(block_m=64, num_warps=4, num_stages=4)
-    return _Tiles(block_m=128, num_warps=8, num_stages=3)
+def _default_tiles(out_features: int, in_features: int, element_dtype: torch.dtype, rows: int) -> _Tiles:
+    if rows <= 16:
+        return _Tiles(block_n=128, block_m=16, num_warps=4, num_stages=4)
+    if rows <= 64:
+        return _Tiles(block_n=128, block_m=64, num_warps=4, num_stages=4)
+    return _Tiles(block_n=128, block_m=128, num_warps=8, num_stages=3)
+
+
+def _candidates(
+    out_features: int, in_features: int, element_dtype: torch.dtype, rows: int
+) -> Iterator[_Tiles]:
+    """Up to what registers hold of sums, with enough bytes on their way and no more than 227 KiB."""
+    for block_n, block_m, num_warps in product((64, 128, 256), (16, 32, 64, 128, 256), (4, 8)):
+        sums = block_n * block_m // (32 * num_warps)  # of a thread
+        if not min(rows, 256) // 4 <= block_m <= rows or not min(rows, 64) // 4 <= sums <= 128:
+            continue
+        for num_stages in (3, 4, 6):
+            if 48 << 10 <= num_stages * (block_n + block_m) * BLOCK_K <= 227 << 10:
+                yield _Tiles(block_n, block_m, num_warps, num_stages)
+
+
+TILES = Tunable(
+    "w8a8_linear",
+    ("out_features", "in_features", "element_dtype", "rows"),
+    default=_default_tiles,
+    candidates=_candidates,
+    same_bits=True,
+)
 
 
 @triton.jit
@@ -94,14 +127,14 @@ def _multiply_bytes(
     if LOOPS_SPLITS:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for first in range(0, in_features, split_inputs):
-            part = _dot_bytes(
+            part = dot_bytes(
                 x, elements, outputs, rows, first, tl.minimum(first + split_inputs, in_features),
                 num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
             )  # fmt: skip
             total += part * output_scale * row_scale
     else:
         first = split * split_inputs
-        part = _dot_bytes(
+        part = dot_bytes(
             x, elements, outputs, rows, first, tl.minimum(first + split_inputs, in_features),
             num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
         )  # fmt: skip
@@ -110,7 +143,7 @@ def _multiply_bytes(
 
 
 @triton.jit
-def _dot_bytes(
+def dot_bytes(
     x, elements, outputs, rows, begin, end, num_rows, out_features, in_features,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

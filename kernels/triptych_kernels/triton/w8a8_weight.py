@@ -26,12 +26,14 @@ class ChannelQuantizedWeight(HeldWeight):
         device: torch.device,
         gated: bool = False,
         bias: bool = False,
+        storage: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Storage for a weight, all zero.
+        """A weight that is all zero.
 
         Args:
             dtype: of what it is multiplied with.
             element_dtype: int8, or float8_e4m3fn on devices that multiply it: compute capability 8.9 and above.
+            storage: its place among others, elements and scales; None: it gets one of its own.
         """
         assert element_dtype in LARGEST_ELEMENT, element_dtype
         self.out_features = out_features
@@ -39,8 +41,10 @@ class ChannelQuantizedWeight(HeldWeight):
         self.dtype = dtype
         self.device = device
         self.gated = gated
-        self.elements = torch.zeros((out_features, in_features), dtype=element_dtype, device=device)
-        self.scales = torch.zeros(out_features, device=device)
+        self.elements, self.scales = storage or (
+            torch.zeros((out_features, in_features), dtype=element_dtype, device=device),
+            torch.zeros(out_features, device=device),
+        )
         self.bias = torch.zeros(out_features, device=device) if bias else None
 
     @property

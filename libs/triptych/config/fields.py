@@ -82,7 +82,8 @@ class ModelConfig:
         "auto",
         "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
         "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true, but false "
-        "with `model.quantization = auto`.",
+        "with `model.quantization = auto`, and with a `worker.attention_backend` whose sums follow the batch: torch, "
+        "flash-attn, flashinfer.",
         WORKER,
         choices=("auto", "true", "false"),
     )
@@ -124,11 +125,11 @@ class CacheConfig:
         0, "KV blocks, the null block included; 0: sized from the memory left after loading.", WORKER, ge=0
     )
     memory_fraction: float = value(
-        0.5,
+        0.0,
         "Share of the memory free after loading that KV blocks may take; on a CUDA device together with what the "
-        "longest step takes, which is measured.",
+        "longest step takes, which is measured. 0: 0.9 there, 0.5 on a CPU, which others use as well.",
         WORKER,
-        gt=0,
+        ge=0,
         le=0.98,
     )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
@@ -183,6 +184,18 @@ class ParallelConfig:
     pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", WORKER, ge=1)
     rank: int = value(0, "This worker's number in its group.", WORKER, ge=0)
     local_rank: int = value(0, "This worker's accelerator on its machine.", WORKER, ge=0)
+    rendezvous_address: str = value(
+        "127.0.0.1:29500",
+        "Where rank 0 of the group listens and the other ranks meet it, host:port; not asked of a single rank.",
+        WORKER,
+    )
+    timeout_s: float = value(
+        600.0,
+        "Seconds that ranks wait for each other: at the rendezvous, while one of them still loads, and in an "
+        "operation that all take part in.",
+        WORKER,
+        gt=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +246,14 @@ class WorkerConfig:
     )
     num_threads: int = value(
         0, "CPU threads for the model; 0: the physical cores this process may use.", WORKER, ge=0
+    )
+    attention_backend: str = value(
+        "auto",
+        "What attends to the KV cache. triton: the project's kernels for CUDA devices; torch: plain torch, slow; "
+        "flash-attn, flashinfer: those packages, on CUDA devices, in 16 bits, installed by you. auto: triton on a CUDA "
+        "device, the native kernels on a CPU.",
+        WORKER,
+        choices=("auto", "triton", "torch", "flash-attn", "flashinfer"),
     )
     enforce_eager: bool = value(
         False,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from triptych.config.architecture import ModelArchitecture
 from triptych.config.fields import EngineConfig
+from triptych.config.rank_group import OneRank, RankGroup
 from triptych.types.facts import RankFacts
 
 
@@ -17,12 +18,17 @@ class ResolvedConfig:
     engine: EngineConfig
     architecture: ModelArchitecture
     rank: RankFacts = field(default_factory=RankFacts)
+    group: RankGroup = field(default_factory=OneRank)
+    """The ranks that compute each layer together, connected: of `rank.tensor_parallel_size`."""
     dtype: str = "float32"
     """`engine.model.dtype` with `auto` resolved for this machine: float32, bfloat16, float16."""
     kv_dtype: str = "float32"
     """`engine.cache.dtype` with `auto` resolved: int8, or one of `dtype`'s."""
     quantization: str = "none"
     """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8, fp8."""
+    attention_backend: str = "torch"
+    """`engine.worker.attention_backend` with `auto` resolved: native, triton, torch, flash-attn (of version 2),
+    flash-attn-3, flashinfer; none on a simulated device."""
     batch_invariant: bool = True
     """`engine.model.batch_invariant` with `auto` resolved."""
     tensor_types: Mapping[str, str] = field(default_factory=dict)

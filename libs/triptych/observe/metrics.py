@@ -64,6 +64,7 @@ class EngineMetrics:
     finished: Counter
     step_seconds: Histogram
     worker_losses: Counter
+    asleep: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> EngineMetrics:
@@ -91,6 +92,7 @@ class EngineMetrics:
                 registry=registry,
             ),
             worker_losses=counter("worker_losses", "Times that the worker's stream was lost."),
+            asleep=gauge("asleep", "1 while the worker sleeps."),
         )
 
 

@@ -30,6 +30,7 @@ class KvShape:
     """Tokens per block."""
     num_layers: int
     num_kv_heads: int
+    """Of this worker; where ranks share out the model's heads, its share."""
     head_dim: int
     dtype: str
     supported_block_sizes: tuple[int, ...] = (16,)
@@ -72,13 +73,14 @@ class WorkerFacts:
 
 
 class Phase:
-    """A worker's way to readiness, in order."""
+    """A worker's way to readiness, in order; from ready to asleep, and by way of loading back."""
 
     STARTING = "starting"
     LOADING = "loading"
     ALLOCATING = "allocating"
     WARMING = "warming"
     READY = "ready"
+    ASLEEP = "asleep"
     DRAINING = "draining"
 
 
@@ -91,6 +93,15 @@ class PauseMode(Enum):
     """They are aborted, and those that wait."""
     KEEP = auto()
     """They freeze."""
+
+
+class SleepLevel(Enum):
+    """What becomes of the weights while a worker sleeps; its KV cache is gone in any case."""
+
+    WEIGHTS_ON_HOST = 1
+    """They wait in the host's memory."""
+    WEIGHTS_DROPPED = 2
+    """They are read from the checkpoint again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +133,5 @@ class EngineStatus:
     paused: bool = False
     journal: str = "off"
     """off, recording, full, failed, closed."""
+    asleep: bool = False
+    """The worker sleeps until somebody wakes it."""

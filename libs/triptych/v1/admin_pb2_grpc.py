@@ -55,6 +55,16 @@ class AdminServiceStub(object):
                 request_serializer=triptych_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/triptych.v1.AdminService/Sleep',
+                request_serializer=triptych_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/triptych.v1.AdminService/Wake',
+                request_serializer=triptych_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_admin__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/triptych.v1.AdminService/Drain',
                 request_serializer=triptych_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -103,7 +113,23 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on after a pause or a drain.
+        """Goes on after a pause or a drain. A worker that sleeps sleeps on; a sleep that has not begun is called off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Frees the memory of the worker's accelerator until Wake: pauses, ends the worker's session, and answers when its
+        weights and its KV cache are gone from there. New requests queue; those that were kept are computed again after it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Brings the worker back, whoever put it to sleep, and goes on; answers when it can compute. No effect on one that
+        is awake. If its memory is not free now it sleeps on, and can be woken again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +185,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=triptych_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=triptych_dot_v1_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_admin__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=triptych_dot_v1_dot_admin__pb2.WakeRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_admin__pb2.WakeResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -290,6 +326,60 @@ class AdminService(object):
             '/triptych.v1.AdminService/Resume',
             triptych_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
             triptych_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.AdminService/Sleep',
+            triptych_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+            triptych_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.AdminService/Wake',
+            triptych_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
+            triptych_dot_v1_dot_admin__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

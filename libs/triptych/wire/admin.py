@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triptych.errors import InvalidRequest
-from triptych.types.facts import EngineStatus, PauseMode
+from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
 from triptych.v1 import admin_pb2
 
 _PAUSE_MODES = {
@@ -36,6 +36,15 @@ def pause_mode_from_proto(mode: int) -> PauseMode:
     if known is None:
         raise InvalidRequest("mode", f"{mode} is none of the modes known here, 1 to {max(_PAUSE_MODES)}")
     return known
+
+
+def sleep_level(number: int) -> SleepLevel:
+    """Raises InvalidRequest for a number that is no level."""
+    try:
+        return SleepLevel(number)
+    except ValueError:
+        known = " or ".join(str(level.value) for level in SleepLevel)
+        raise InvalidRequest("level", f"{number} is no level of sleep; it must be {known}") from None
 
 
 def pause_mode_to_proto(mode: PauseMode) -> admin_pb2.PauseMode:

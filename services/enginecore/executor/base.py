@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
 
@@ -65,6 +65,23 @@ class Executor(Protocol):
 
         Raises:
             WorkerLost: the stream has ended and all its results have been handed out.
+        """
+        ...
+
+    async def sleep(self, level: SleepLevel) -> int:
+        """End the session, in which no step is in flight, and have the worker give its memory back; how many bytes.
+
+        Raises:
+            TriptychError: it stays awake, or did not say; the session may be over all the same.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Have a worker that sleeps come back, whoever put it to sleep; no effect on one that is awake.
+
+        Raises:
+            MemoryShort: it has no room now, and sleeps on.
+            TriptychError: it cannot be reached, or not be woken; says why.
         """
         ...
 

@@ -15,6 +15,7 @@ from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation,
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.status import from_rpc_error
+from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.worker import (
     PROTOCOL_VERSION,
@@ -99,6 +100,24 @@ class GrpcExecutor:
         if not results and self._loss is not None:
             raise self._loss
         return results
+
+    async def sleep(self, level: SleepLevel) -> int:
+        assert self._channel is not None, "who has no session cannot end it"
+        request = worker_pb2.SleepRequest(session_name=self._hello.resume_session, level=level.value)
+        try:
+            response = await worker_pb2_grpc.WorkerServiceStub(self._channel).Sleep(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        await self._hang_up()
+        self.forget_session()
+        return int(response.released_bytes)
+
+    async def wake(self) -> None:
+        async with open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES) as channel:
+            try:
+                await worker_pb2_grpc.WorkerServiceStub(channel).Wake(worker_pb2.WakeRequest())
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
 
     async def close(self) -> None:
         if self._call is not None and self._loss is None and self._reader is not None:

@@ -33,6 +33,9 @@ class AttentionBatch:
         step's tokens   a a a a b c c          three rows, query_starts [0, 4, 5, 7]
         their positions 0 1 2 3 9 6 7          seq_lens [4, 10, 8]
 
+    A backend may keep what it made of a batch for the layers that follow, and knows the batch by its identity: another
+    step is another object. The one exception are decodes that a graph records, whose tensors change under it.
+
     Tensors are on the rank's device; the numbers and tuples say the same to code that loops on the host without
     waiting for the device. Where a program is recorded no step is known: they keep their defaults.
     """
@@ -57,7 +60,7 @@ class AttentionBackend(Protocol):
     """Attends to what already stands in the cache; one for all layers, so that it can prepare a step once."""
 
     name: str
-    """As `worker.attention_backend` says it."""
+    """As `ResolvedConfig.attention_backend` says it; auto: whatever the device's own kernels are."""
     in_graphs: bool
     """Whether a CUDA graph may record it in a step of decodes: it then allocates by the bounds that the batch's
     lists are, reads back nothing, and serves any lengths up to them when it is replayed."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
+from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.ops import paged_attention
+
+_NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
 
 
 class PagedAttention:
     """An `AttentionBackend`."""
 
     def __init__(self, impl: str | None = None) -> None:
-        """`impl`: triton or torch; None: the device's own."""
-        self.name = impl or "auto"
+        """`impl`: cpu, triton or torch; None: the device's own."""
+        self.name = _NAMES[impl]
         self.in_graphs = impl != "torch"  # which loops over rows on the host
         self._impl = impl
 
     def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+        if self._impl == "torch" and query.device.type == "meta":
+            raise NotRecordable("attention in plain torch loops over the rows of each step")
         return paged_attention(
             query,
             kv_cache.blocks,

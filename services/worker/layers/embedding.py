@@ -12,8 +12,8 @@ from services.worker.layers.weights import (
     create_linear_weight,
     empty_parameter,
     linear_target,
-    share,
 )
+from services.worker.parallel.shares import vocab_lengths
 from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import embedding, linear
 
@@ -29,7 +29,9 @@ class VocabEmbedding(WeightedLayer):
         self.prefix = prefix
         self.vocab_size = vocab_size
         """Of all ranks together."""
-        self.start, length = share(vocab_size, what="vocab_size", config=config)
+        self.group = config.group
+        lengths, rank = vocab_lengths(vocab_size, config=config), config.rank.tensor_parallel_rank
+        self.start, length = sum(lengths[:rank]), lengths[rank]
         self.weight: LinearWeight
         if config.architecture.tie_word_embeddings:
             self.weight, _ = create_linear_weight(
@@ -39,9 +41,15 @@ class VocabEmbedding(WeightedLayer):
             self.weight = empty_parameter(length, hidden_size, config=config)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] int64, ids of this rank's rows counted from its first
-        -> float32 [num_tokens, hidden_size]"""
-        return embedding(token_ids, self.weight, out_dtype=torch.float32)
+        """[num_tokens] int64 -> float32 [num_tokens, hidden_size], on every rank"""
+        if self.group.size == 1:
+            return embedding(token_ids, self.weight, out_dtype=torch.float32)
+        own_ids = token_ids - self.start
+        elsewhere = (own_ids < 0) | (own_ids >= self.weight.shape[0])
+        found = embedding(own_ids.masked_fill_(elsewhere, 0), self.weight, out_dtype=torch.float32)
+        # in float32 the sum, of which one rank has all, is exact whatever form the weights are held in
+        hidden: Tensor = self.group.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
+        return hidden
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape = (self.vocab_size, self.weight.shape[1])
@@ -49,7 +57,10 @@ class VocabEmbedding(WeightedLayer):
 
 
 class LogitsHead(WeightedLayer):
-    """A score per token of this rank's part of the vocabulary.
+    """A score per token: each rank computes its part of the vocabulary, and all are given the whole.
+
+    Every rank then draws the same tokens: the gathered logits have the same bits, the random numbers are keyed by the
+    request, and equal kernels on equal processors choose alike. So no token is sent.
 
     Tied, it reads the weight of the embedding and has none of its own.
     """
@@ -67,17 +78,21 @@ class LogitsHead(WeightedLayer):
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.is_tied = tied_to is not None
-        self.start, length = share(vocab_size, what="vocab_size", config=config)
+        self.group = config.group
+        self.lengths, rank = vocab_lengths(vocab_size, config=config), config.rank.tensor_parallel_rank
+        self.start = sum(self.lengths[:rank])
         if tied_to is None:
             self.weight, _ = create_linear_weight(
-                length, hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
+                self.lengths[rank], hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
             )
         else:
             self.weight = tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> float32 logits [num_rows, this rank's vocabulary]"""
-        return linear(hidden, self.weight, out_dtype=torch.float32)
+        """[num_rows, hidden_size] -> float32 logits [num_rows, vocab_size], on every rank"""
+        own = linear(hidden, self.weight, out_dtype=torch.float32)
+        logits: Tensor = self.group.all_gather(own, self.lengths)
+        return logits
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         if self.is_tied:

@@ -1,8 +1,8 @@
 """Projections: weights [out_features, in_features], packed where the checkpoint has them in pieces.
 
 With more than one tensor-parallel rank, the packed projections hold a share of their outputs (whole heads,
-whole MLP columns), and `RowLinear`, which follows them, the matching share of its inputs: its result is then
-a part of a sum over the ranks.
+whole MLP columns), and `RowLinear`, which follows them, the matching share of its inputs: what it computes is
+then a part of a sum over the ranks, which it takes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from services.worker.layers.weights import (
     bias_target,
     create_linear_weight,
     linear_target,
-    share,
+    unused_target,
 )
+from services.worker.parallel.shares import share, share_kv_heads
 from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import gated_linear, linear
 
@@ -181,24 +182,28 @@ class GatedLinear(WeightedLayer):
 
 
 class RowLinear(WeightedLayer):
-    """A projection of inputs that ranks share out."""
+    """A projection of inputs that ranks share out, and the sum over ranks; the first of them adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, config: ResolvedConfig, prefix: str
     ) -> None:
         super().__init__()
         self.prefix = prefix
+        self.group = config.group
         self.in_features = in_features
         """Of all ranks together."""
         self.start, length = share(in_features, what=f"inputs of {prefix}", config=config)
+        self.adds_bias = bias and config.rank.tensor_parallel_rank == 0
         self.weight, self.bias = create_linear_weight(
-            out_features, length, sources=[f"{prefix}.weight"], config=config, bias=bias
+            out_features, length, sources=[f"{prefix}.weight"], config=config, bias=self.adds_bias
         )
         self.has_bias = bias
+        """In the checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, this rank's inputs] -> [num_tokens, out_features]"""
-        return linear(x, self.weight, self.bias)
+        """[num_tokens, this rank's inputs] -> [num_tokens, out_features], on every rank"""
+        out: Tensor = self.group.all_reduce(linear(x, self.weight, self.bias))
+        return out
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         out_features = self.weight.shape[0]
@@ -208,17 +213,9 @@ class RowLinear(WeightedLayer):
             )
         }
         if self.has_bias:
-            targets[f"{self.prefix}.bias"] = bias_target(self.weight, self.bias, out_features)
+            targets[f"{self.prefix}.bias"] = (
+                bias_target(self.weight, self.bias, out_features)
+                if self.adds_bias
+                else unused_target((out_features,))
+            )
         return targets
-
-
-def share_kv_heads(num_kv_heads: int, *, config: ResolvedConfig) -> tuple[int, int]:
-    """This rank's key heads: the first one, and how many.
-
-    Raises:
-        ConfigError: neither do the ranks share out the heads evenly, nor the heads the ranks.
-    """
-    num_ranks = config.rank.tensor_parallel_size
-    if num_ranks > num_kv_heads and num_ranks % num_kv_heads == 0:
-        return config.rank.tensor_parallel_rank // (num_ranks // num_kv_heads), 1
-    return share(num_kv_heads, what="num_kv_heads", config=config)

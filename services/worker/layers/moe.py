@@ -1,16 +1,18 @@
 """Sparse mixtures of experts: a router, and as many gated MLPs of which each token goes through a few.
 
-With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's: the result
-is then a part of a sum over the ranks.
+With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, and they sum
+up their results. The router is whole on each: equal inputs and kernels make equal choices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from services.worker.device import TORCH_DTYPES
+from services.worker.layers.quantization import choose_format, create_quantized_experts
 from services.worker.layers.weights import (
     LinearWeight,
     WeightedLayer,
@@ -18,11 +20,11 @@ from services.worker.layers.weights import (
     create_linear_weight,
     empty_parameter,
     linear_target,
-    share,
 )
+from services.worker.parallel.shares import share
 from triptych.config.resolved import ResolvedConfig
-from triptych.errors import FeatureDisabled
 from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
+from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import fused_moe, linear
 
 
@@ -67,22 +69,21 @@ class SparseMoE(nn.Module):
         Args:
             top_k: how many experts a token goes through.
             renormalize: weigh them by the softmax over them, rather than over all experts.
-        Raises:
-            FeatureDisabled: quantized weights on a device that has no mixture of them.
         """
         super().__init__()
+        self.group = config.group
         self.top_k = top_k
         self.renormalize = renormalize
         self.router = Router(hidden_size, num_experts, config=config, prefix=f"{prefix}.gate")
         sizes = ExpertSizes(
             hidden_size, intermediate_size, *share(intermediate_size, what="intermediate_size", config=config)
         )
-        create = PackedExperts if _packs(sizes, config) else StackedExperts
+        create = HeldExperts if _are_held(sizes, config) else StackedExperts
         self.experts = create(sizes, num_experts, expert_names, config=config, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> likewise"""
-        return fused_moe(
+        mixed = fused_moe(
             x,
             self.router(x),
             self.experts.w13,
@@ -90,6 +91,8 @@ class SparseMoE(nn.Module):
             top_k=self.top_k,
             renormalize=self.renormalize,
         )
+        out: Tensor = self.group.all_reduce(mixed)
+        return out
 
 
 class Router(WeightedLayer):
@@ -115,7 +118,7 @@ class Router(WeightedLayer):
 
 
 class StackedExperts(WeightedLayer):
-    """All experts' weights in two tensors, for kernels that walk over them."""
+    """All experts' weights in two plain tensors, for kernels that walk over them."""
 
     def __init__(
         self,
@@ -138,8 +141,8 @@ class StackedExperts(WeightedLayer):
         return targets
 
 
-class PackedExperts(nn.Module):
-    """Each expert's weights packed, and quantized if asked for, for the native products."""
+class HeldExperts(nn.Module):
+    """Each expert's weights as its device's products want them: packed, quantized."""
 
     def __init__(
         self,
@@ -151,56 +154,69 @@ class PackedExperts(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        experts = [
-            PackedExpert(sizes, names, config=config, prefix=f"{prefix}.{number}")
-            for number in range(num_experts)
-        ]
-        self.experts = nn.ModuleList(experts)
-        self.w13 = [expert.w13 for expert in experts]
-        self.w2 = [expert.w2 for expert in experts]
+        prefixes = [f"{prefix}.{number}" for number in range(num_experts)]
+
+        def create(out_features: int, in_features: int, *projections: str) -> Sequence[HeldWeight]:
+            sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
+            return _create_held(
+                out_features, in_features, sources, gated=len(projections) == 2, config=config
+            )
+
+        self.w13 = create(2 * sizes.length, sizes.hidden_size, names.gate, names.up)
+        self.w2 = create(sizes.hidden_size, sizes.length, names.down)
+        self.experts = nn.ModuleList(
+            HeldExpert(w13, w2, sizes, names, expert)
+            for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
+        )
 
 
-class PackedExpert(WeightedLayer):
+class HeldExpert(WeightedLayer):
     """One expert's weights."""
 
     def __init__(
-        self, sizes: ExpertSizes, names: ExpertNames, *, config: ResolvedConfig, prefix: str
+        self, w13: HeldWeight, w2: HeldWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
     ) -> None:
         super().__init__()
-        self.prefix, self.sizes, self.names = prefix, sizes, names
-        self.w13 = self._create(2 * sizes.length, sizes.hidden_size, names.gate, names.up, config=config)
-        self.w2 = self._create(sizes.hidden_size, sizes.length, names.down, config=config)
-
-    def _create(
-        self, out_features: int, in_features: int, *names: str, config: ResolvedConfig
-    ) -> PackedWeight:
-        sources = [f"{self.prefix}.{name}.weight" for name in names]
-        weight, _ = create_linear_weight(
-            out_features, in_features, sources=sources, config=config, gated=len(names) == 2
-        )
-        assert isinstance(weight, PackedWeight), "_packs has asked for both"
-        return weight
+        self.w13, self.w2 = w13, w2
+        self.sizes, self.names, self.prefix = sizes, names, prefix
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         return _expert_targets(self.w13, self.w2, self.sizes, self.names, self.prefix)
 
 
-def _packs(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
-    """Whether experts are packed one by one rather than stacked.
-
-    Raises:
-        FeatureDisabled: quantized weights on a device that has no mixture of them.
-    """
+def _are_held(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
+    """Whether experts' weights are more than plain tensors, stacked."""
     if config.rank.device != "cpu":
-        if config.quantization != "none":
-            raise FeatureDisabled(
-                f"quantization {config.quantization}",
-                f"mixtures of experts on {config.rank.device} are computed with unquantized weights alone; set "
-                "model.quantization to none",
-            )
-        return False
+        return config.quantization != "none"
     dtype = TORCH_DTYPES[config.dtype]
     return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
+
+
+def _create_held(
+    out_features: int,
+    in_features: int,
+    sources: Sequence[Sequence[str]],
+    *,
+    gated: bool,
+    config: ResolvedConfig,
+) -> Sequence[HeldWeight]:
+    """Storage for one product of every expert: each for itself on CPUs, else quantized, in one piece.
+
+    Args:
+        sources: of each expert, the tensors of the checkpoint that it is made of.
+    """
+    if config.rank.device != "cpu":
+        format = choose_format([name for names in sources for name in names], config=config)
+        assert format is not None, "plain ones are stacked"
+        return create_quantized_experts(
+            len(sources), out_features, in_features, format, gated=gated, config=config
+        )
+    weights = []
+    for names in sources:
+        weight, _ = create_linear_weight(out_features, in_features, sources=names, config=config, gated=gated)
+        assert isinstance(weight, HeldWeight), "_are_held has asked whether they can be packed"
+        weights.append(weight)
+    return weights
 
 
 def _expert_targets(

@@ -97,3 +97,25 @@ def create_quantized_weight(
         bias=bias,
         batch_invariant=config.batch_invariant,
     )
+
+
+def create_quantized_experts(
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    format: WeightFormat,
+    *,
+    gated: bool,
+    config: ResolvedConfig,
+) -> Sequence[HeldWeight]:
+    """Storage for one product of a mixture's experts in the form that products on this rank's CUDA device read."""
+    from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
+    from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+
+    dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
+    shape = (num_experts, out_features, in_features)
+    if isinstance(format, ChannelFormat):
+        return ChannelQuantizedExperts(*shape, dtype, format.dtype, device=device, gated=gated)
+    return GroupQuantizedExperts(
+        *shape, dtype, format, device=device, gated=gated, batch_invariant=config.batch_invariant
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from services.worker.device import TORCH_DTYPES
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.config.resolved import ResolvedConfig
-from triptych.errors import ConfigError, ModelError
+from triptych.errors import ModelError
 from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
 from triptych_kernels.held_weight import BlockWeight, Half, HeldWeight
 
@@ -39,7 +39,7 @@ class WeightTarget:
     start: int = 0
     """Where this rank's share begins on it."""
     fill_blocks: Callable[[str, Tensor], object] | None = None
-    """Takes this rank's share of a tensor's rows as stored: GGML's name of the form, and [rows, bytes] uint8. None:
+    """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8. None:
     the weight is not held in blocks."""
 
     @property
@@ -59,10 +59,13 @@ class WeightTarget:
                 f"the model needs {list(self.checkpoint_shape)}"
             )
         if isinstance(tensor, StoredBlocks):
-            rows, columns = self.checkpoint_shape
-            if self.fill_blocks is not None and (self.dim == 0 or self.length == columns):
-                own_rows = (self.start, self.length) if self.dim == 0 else (0, rows)
-                self.fill_blocks(tensor.type, tensor.data.narrow(0, *own_rows))
+            if self.fill_blocks is not None:
+                start, length = self.start, self.length
+                if self.dim == 1:
+                    # blocks lie along the inputs, and no rank holds a part of one: see `choose_quantization`
+                    row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
+                    start, length = start * row_bytes // columns, length * row_bytes // columns
+                self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
                 return
             tensor = tensor.dequantize()
         self.fill(tensor.narrow(self.dim, self.start, self.length))
@@ -120,6 +123,11 @@ def create_linear_weight(
         return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
     parameter = empty_parameter(out_features, in_features, config=config)
     return parameter, empty_parameter(out_features, config=config) if bias else None
+
+
+def unused_target(checkpoint_shape: tuple[int, ...]) -> WeightTarget:
+    """For a tensor of the checkpoint that another rank has use for; this one only checks its shape."""
+    return WeightTarget(lambda tensor: None, checkpoint_shape, length=0)
 
 
 def linear_target(
@@ -183,20 +191,6 @@ def weight_bytes(model: nn.Module) -> int:
     """Memory that the weights take, tied ones counted once."""
     held = sum(weight.num_bytes for weight in held_weights(model))
     return held + sum(parameter.nbytes for parameter in model.parameters())
-
-
-def share(size: int, *, what: str, config: ResolvedConfig) -> tuple[int, int]:
-    """This rank's part of `size` equal things: the first one, and how many.
-
-    Args:
-        what: names the things, for the error.
-    Raises:
-        ConfigError: they cannot be shared out evenly.
-    """
-    rank, num_ranks = config.rank.tensor_parallel_rank, config.rank.tensor_parallel_size
-    if size % num_ranks:
-        raise ConfigError(f"parallel.tensor_parallel_size: {num_ranks} does not divide {what} = {size}")
-    return rank * (size // num_ranks), size // num_ranks
 
 
 def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:

@@ -38,7 +38,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor, in `dtype`, on the CPU unless it was drawn elsewhere; KeyError if there is none of that name.
+        """One tensor, in `dtype`, on the CPU or where it was drawn or converted; KeyError if none has that name.
 
         It may be a view of the file, mapped privately: copy it to where it shall live, and drop it.
         """

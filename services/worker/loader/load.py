@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """(bytes read, bytes in all), as stored; called after each tensor."""
 
+Meanwhile = Callable[[CausalLM], AbstractContextManager[object]]
+
 
 def open_checkpoint(
     directory: Path, *, format: str = "auto", seed: int = 0, device: torch.device | None = None
@@ -42,7 +44,7 @@ def open_checkpoint(
         directory: from `triptych.hub.resolve_model`.
         format: `load.format`: auto, safetensors, gguf, or random, which reads config.json alone.
         seed: `model.seed`, for random weights.
-        device: draws random weights; None: the CPU.
+        device: draws random weights, and converts stored ones; None: the CPU.
     Raises:
         ModelError: there are none, or a file is missing, cut short or not understood.
     """
@@ -54,21 +56,27 @@ def open_checkpoint(
             f"load.format: {format}, but {directory} holds {'GGUF' if is_gguf else 'no GGUF'} weights; "
             "set it to auto"
         )
-    return GgufCheckpoint(directory) if is_gguf else SafetensorsCheckpoint(directory)
+    return GgufCheckpoint(directory) if is_gguf else SafetensorsCheckpoint(directory, device)
 
 
 def load_model(
-    config: ResolvedConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+    meanwhile: Meanwhile = nullcontext,
 ) -> CausalLM:
     """Create the model that `config.architecture` names and stream the weights into it, tensor by tensor.
 
+    Args:
+        meanwhile: entered with the model before it has weights, left when it has them all.
     Raises:
         FeatureDisabled: an architecture that no model is registered for.
         ModelError: a tensor is missing, left over or of another shape.
     """
     config = replace(config, tensor_types={name: stored.type for name, stored in checkpoint.tensors.items()})
     model = create_model(config=config)
-    with _one_thread():
+    with meanwhile(model), _one_thread():
         model.load_weights(_stream(checkpoint, config, progress))
     if config.dtype == "bfloat16" and not config.batch_invariant:
         _allow_wide_products(model)

@@ -22,13 +22,16 @@ _TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of all files, mapped: reading one touches its pages alone."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device | None = None) -> None:
         """Open the files; the library checks that each is whole.
 
+        Args:
+            device: converts tensors that are stored in another dtype than they are asked for; None: the CPU.
         Raises:
             ModelError: a file is missing, cut short, damaged or no safetensors file; or a tensor has a type
                 that cannot be read, stands in two files, or is missing though the shard index names it.
         """
+        self._device = device or torch.device("cpu")
         self.tensors: dict[str, StoredTensor] = {}
         self.file_name_to_size: dict[str, int] = {}
         self._files: dict[str, safe_open] = {}  # by the name of the tensor
@@ -43,6 +46,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
+        if tensor.dtype != dtype:
+            # a GPU converts faster than it is sent the numbers, and bfloat16 is half of what is made of it
+            tensor = tensor.to(self._device)
         return tensor.to(dtype)
 
     def _add_file(self, path: Path) -> None:

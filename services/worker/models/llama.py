@@ -244,17 +244,12 @@ def _refuse_unbuilt(config: ResolvedConfig) -> None:
     """Stop at what would change the maths.
 
     Raises:
-        FeatureDisabled: another activation than silu, or more than one rank.
+        FeatureDisabled: another activation than silu, or layers on other ranks.
     """
     architecture, rank = config.architecture, config.rank
     if architecture.hidden_act != "silu":
         raise FeatureDisabled(
             f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone"
-        )
-    if rank.tensor_parallel_size > 1:
-        raise FeatureDisabled(
-            f"tensor_parallel_size {rank.tensor_parallel_size}",
-            "layers shard their weights, but sums over ranks are not built; set it to 1",
         )
     if rank.pipeline_parallel_size > 1:
         raise FeatureDisabled(

@@ -62,4 +62,7 @@ def create_model(*, config: ResolvedConfig) -> CausalLM:
     Raises:
         FeatureDisabled: no model for this architecture, or it asks for something that is not built.
     """
+    assert config.group.size == config.rank.tensor_parallel_size, (
+        "whoever shares out layers connects the ranks"
+    )
     return find_model(config.architecture.name)(config=config)

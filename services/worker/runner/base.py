@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
 MAX_WINDOW = 4  # steps in flight that a runner accepts: past that a stop comes back too late to save work
@@ -40,7 +40,7 @@ class CompletedStep:
         return self.result
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Computes steps, strictly in order, on one thread; holds the rows of one session at a time."""
 
     @property
@@ -65,4 +65,27 @@ class Runner(Protocol):
     def reset(self) -> None:
         """Forget every row and expect step 1: a new session begins. Steps that have not been waited for are
         waited for here, and nobody hears of them."""
+        ...
+
+
+class Runner(StepRunner, Protocol):
+    """One whose memory can be given back for a while."""
+
+    def sleep(self, level: SleepLevel) -> int:
+        """Forget every row and give back the memory of keys and values, and of weights as `level` says; until `wake`
+        nothing else may be called but `facts`. Returns the bytes that the device has got back.
+
+        Raises:
+            MemoryShort: the weights have no room where they shall wait; rows are forgotten, nothing else has changed.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take memory again, with the facts that were told, and expect step 1. After an error it sleeps on and can be
+        woken again.
+
+        Raises:
+            MemoryShort: the device has no room now.
+            ModelError: the checkpoint is not there any more, or is one of another model.
+        """
         ...

@@ -5,31 +5,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from services.worker import host
 from services.worker.attention.base import AttentionBackend
-from services.worker.attention.paged import PagedAttention
+from services.worker.attention.create import create_attention
 from services.worker.device import device_name, free_memory, use_device, use_threads
 from services.worker.layers.weights import weight_bytes
-from services.worker.loader import fingerprint, load_model, open_checkpoint
+from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
+from services.worker.loader.load import Meanwhile
 from services.worker.models.base import CausalLM
+from services.worker.parallel.agreement import check_agreement
+from services.worker.parallel.connect import connect
 from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.base import Runner
 from services.worker.runner.device_link import CudaLink
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.kv_plan import KvPlan, plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
+from services.worker.runner.warm_up import warm_up
 from triptych.config.resolved import ResolvedConfig
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, ModelError
 from triptych.types.facts import Phase
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan
 from triptych_kernels.cpu.library import amx_refusal, isa
 
 log = logging.getLogger(__name__)
@@ -37,58 +41,99 @@ log = logging.getLogger(__name__)
 PhaseChange = Callable[[str, float], None]
 """(phase, progress within it, 0..1)"""
 
-_WARM_UP_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
-
 
 def create_runner(
     config: ResolvedConfig, directory: Path, *, boot_id: str, on_phase: PhaseChange
-) -> ModelRunner:
+) -> SleepableRunner:
     """Load the model, size and reserve its KV cache, warm up. Called on the thread that will compute.
+
+    With several ranks each creates a runner of its own: they wait for each other here, and carry out the same plans.
 
     Args:
         directory: where the checkpoint stands, from `triptych.hub`.
         boot_id: a uuid drawn at process start.
+        on_phase: called meanwhile, and again whenever the runner wakes.
     Raises:
         ModelError: files that are missing, cut short or not understood.
         ConfigError: the KV cache does not fit into the memory left.
         FeatureDisabled: an architecture that no model is registered for.
+        RankUnavailable, HandshakeMismatch: another rank is not there, or has another model or config.
     """
     engine, device = config.engine, torch.device(config.rank.device)
     use_device(device)
+    config = replace(config, group=connect(config))
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
         _tell_of_host(num_threads, host.numa_nodes(), host.huge_pages())
         _warn_of_missing_kernels()
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
-    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
-    model = load_model(config, checkpoint, progress=lambda done, total: on_phase(Phase.LOADING, done / total))
+    checkpoint, identity = _open(config, directory)
+    check_agreement(
+        config, fingerprint=identity, processor=isa() if device.type == "cpu" else device_name(device)
+    )
+
+    def load(checkpoint: Checkpoint, meanwhile: Meanwhile = nullcontext) -> CausalLM:
+        return load_model(
+            config,
+            checkpoint,
+            progress=lambda done, total: on_phase(Phase.LOADING, done / total),
+            meanwhile=meanwhile,
+        )
+
+    model = load(checkpoint, partial(_compiled_ahead, config) if device.type == "cuda" else nullcontext)
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    attention = PagedAttention()
-    kv = _plan_kv_cache(config, model, attention, device)
-    kv_caches = allocate_kv_cache(kv.shape, device)
+    kv = _plan_kv_cache(config, model, create_attention(config), device)
     facts = worker_facts(
         config,
         kv,
         boot_id=boot_id,
-        fingerprint=fingerprint(checkpoint, config.architecture, config.dtype, config.quantization),
+        fingerprint=identity,
         device_name=device_name(device),
         weight_bytes=weight_bytes(model),
         load_s=load_s,
     )
-    runner = ModelRunner(
-        model=model,
-        kv_caches=kv_caches,
-        facts=facts,
-        attention=attention,
-        enforce_eager=engine.worker.enforce_eager,
-        link=CudaLink(device) if device.type == "cuda" else None,
-    )
-    on_phase(Phase.WARMING, 0.0)
-    warm_up(runner)
-    return runner
+
+    def load_again() -> CausalLM:
+        checkpoint, found = _open(config, directory)  # the files may be new ones
+        if found != identity:
+            raise ModelError(
+                f"{directory} holds another model now, of fingerprint {found} instead of {identity}; put the weights "
+                "back, or start the worker again"
+            )
+        return load(checkpoint)
+
+    def start(model: CausalLM) -> ModelRunner:
+        runner = ModelRunner(
+            model=model,
+            kv_caches=allocate_kv_cache(kv.shape, device),
+            facts=facts,
+            attention=create_attention(config),
+            enforce_eager=engine.worker.enforce_eager,
+            link=CudaLink(device) if device.type == "cuda" else None,
+            group=config.group,
+        )
+        on_phase(Phase.WARMING, 0.0)
+        warm_up(runner)
+        return runner
+
+    needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.block_bytes, kv.activation_bytes)
+    return SleepableRunner(model, device=device, needs=needs, load=load_again, start=start)
+
+
+def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint and its fingerprint."""
+    engine, device = config.engine, torch.device(config.rank.device)
+    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
+    return checkpoint, fingerprint(checkpoint, config.architecture, config.dtype, config.quantization)
+
+
+def _compiled_ahead(config: ResolvedConfig, model: CausalLM) -> AbstractContextManager[None]:
+    from services.worker.runner.compile_ahead import compiled_ahead  # imports triton: not for CPUs
+
+    return compiled_ahead(config, model)
 
 
 def _plan_kv_cache(
@@ -96,13 +141,16 @@ def _plan_kv_cache(
 ) -> KvPlan:
     """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
 
+    The rank with the least decides for all.
+
     Raises:
         ConfigError: see `plan_kv_cache`; or not even that step fits.
     """
+    group = config.group
+    free_bytes = group.minimum(free_memory(device))
     if device.type != "cuda":
-        return plan_kv_cache(config, free_memory(device))
+        return plan_kv_cache(config, free_bytes)
     engine, scheduler = config.engine, config.engine.scheduler
-    free_bytes = free_memory(device)
     alone = plan_kv_cache(config, free_bytes)
     try:
         activation_bytes = measure_activations(
@@ -122,7 +170,8 @@ def _plan_kv_cache(
             f"({error}); lower it or scheduler.max_num_seqs"
         ) from None
     # asked again: what was loaded to run the step, kernels and workspaces, stays
-    kv = plan_kv_cache(config, free_memory(device), activation_bytes=activation_bytes)
+    free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
+    kv = plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes)
     log.info(
         "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
         kv.shape.num_blocks,
@@ -131,41 +180,6 @@ def _plan_kv_cache(
         activation_bytes >> 20,
     )
     return kv
-
-
-def warm_up(runner: Runner) -> None:
-    """Run a small prefill and a decode, so that the first request does not pay for lazy set-up.
-
-    They are ordinary steps of a session of their own and leave keys and values in the first blocks: for a
-    runner whose blocks nobody counts on yet.
-    """
-    facts = runner.facts
-    num_prompt = min(_WARM_UP_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
-    if num_prompt < 1:
-        return  # a context of two tokens has no decode to warm up
-    row = NewRow(
-        slot=0,
-        generation=0,
-        token_ids=np.zeros(num_prompt, np.uint32),
-        num_prompt_tokens=num_prompt,
-        num_computed_tokens=0,
-        num_cached_tokens=0,
-        block_ids=np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32),
-        sampling=SamplingParams(top_p=0.9, logprobs=1),
-        seed=0,
-    )
-    runner.reset()
-    runner.execute(
-        StepPlan(
-            step_id=1,
-            last_result_seen=0,
-            new_rows=(row,),
-            chunk_slots=np.zeros(1, np.uint32),
-            chunk_lengths=np.array([num_prompt], np.uint32),
-        )
-    )
-    runner.execute(StepPlan(step_id=2, last_result_seen=1))
-    runner.reset()
 
 
 def _tell_of_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:

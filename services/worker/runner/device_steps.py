@@ -38,7 +38,14 @@ class DeviceSteps:
         rows: RequestRows,
         link: DeviceLink,
         last_tokens: LastTokens,
+        retries: bool = True,
     ) -> None:
+        """
+        Args:
+            retries: a step without memory is launched once more, and then fails its requests. False: it ends the
+                session, since other ranks wait in the middle of it.
+        """
+        self._retries = retries
         self._backend = backend
         self._sampler = sampler
         self._rows = rows
@@ -54,13 +61,13 @@ class DeviceSteps:
         """
         slots = step.sampling_slots
         try:
-            output = _retry_without_cache(lambda: self._backend.forward(sizes))
+            output = self._launch(lambda: self._backend.forward(sizes))
             if self._sampler.needs_history(slots):
                 self.settle()
-            choice = _retry_without_cache(
-                lambda: self._sampler.choose(output.logits, output.token_ids, slots)
-            )
+            choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
         except torch.OutOfMemoryError as error:
+            if not self._retries:
+                raise
             return CompletedStep(self._fail(step_id, step, sizes, error))
         if choice.token_ids is not choice.first:
             assert output.slots is not None, "the backend of a device keeps last tokens"
@@ -97,6 +104,9 @@ class DeviceSteps:
             gap_ns=times.gap_ns,
         )
         launched.result = publish(launched.step_id, launched.step, launched.generation, sampled, timings)
+
+    def _launch(self, launch: Callable[[], T]) -> T:
+        return _retry_without_cache(launch) if self._retries else launch()
 
     def _fail(
         self, step_id: int, step: StepRows, sizes: StepSizes, error: torch.OutOfMemoryError

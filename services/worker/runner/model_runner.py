@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from services.worker.attention.base import AttentionBackend, KvCache
+from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
@@ -28,6 +29,7 @@ from services.worker.runner.last_tokens import LastTokens
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.sampler import Sampler
+from triptych.config.rank_group import OneRank, RankGroup
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
@@ -45,6 +47,7 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         enforce_eager: bool = False,
         link: DeviceLink | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Stand ready for step 1.
 
@@ -53,7 +56,9 @@ class ModelRunner:
             attention: None: the project's own, as the device has it.
             enforce_eager: see `create_forward_backend` and `create_device_backend`.
             link: to the asynchronous device where the model stands; None: the thread that launches a step computes it.
+            group: of the ranks that compute the same steps; None: there are no others.
         """
+        self._group = group or OneRank()
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,
@@ -77,9 +82,9 @@ class ModelRunner:
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
         self._device_steps: DeviceSteps | None = None
         if link is None:
-            self._backend = create_forward_backend(
-                model, kv_caches, self._inputs, enforce_eager=enforce_eager
-            )
+            # a recorded program is native kernels alone: no sums over ranks between them
+            eager = enforce_eager or self._group.size > 1
+            self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=eager)
         else:
             last_tokens = LastTokens(max_num_seqs, link.device)
             self._backend = create_device_backend(
@@ -98,8 +103,10 @@ class ModelRunner:
                 rows=self._rows,
                 link=link,
                 last_tokens=last_tokens,
+                retries=self._group.size == 1,
             )
-        self._facts = replace(facts, kernels=self._backend.description)
+        kernels = describe_kernels(self._backend.description, self._inputs.attention)
+        self._facts = replace(facts, kernels=kernels)
         self._last_step_id = 0
 
     @property
@@ -139,9 +146,11 @@ class ModelRunner:
             )
         sizes = self._inputs.gather(self._rows, step)
         if self._device_steps is not None:
-            return self._device_steps.launch(plan.step_id, step, sizes, started)
+            with self._group.step():
+                return self._device_steps.launch(plan.step_id, step, sizes, started)
         prepared = time.perf_counter_ns()
-        output = self._backend.forward(sizes)
+        with self._group.step():
+            output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
         sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
         self._rows.advance(step)

@@ -10,7 +10,7 @@ from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
 from services.worker.simulation.vocabulary import I64
 from triptych.errors import ProtocolViolation
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, empty_u32
 from triptych.types.step_time import StepWork
 
@@ -58,6 +58,14 @@ class SimulatedRunner:
         """Forget every row and expect step 1."""
         self._rows.clear()
         self._last_step_id = 0
+
+    def sleep(self, level: SleepLevel) -> int:
+        """Forget every row; there is no memory to give back."""
+        self.reset()
+        return 0
+
+    def wake(self) -> None:
+        """Nothing is to be taken again."""
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Carry out one step at once; see `execute`."""

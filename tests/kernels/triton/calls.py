@@ -30,7 +30,9 @@ from triptych_kernels.ops import (
 )
 from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.triton.quantize_rows import quantize_rows
+from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 
@@ -116,6 +118,9 @@ def _paged_attention(
     )
 
 
+_MIXTRAL = 8, 2, 4096, 14336  # num_experts, top_k, hidden_size, intermediate_size
+
+
 def _fused_moe(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, inner: int) -> object:
     return fused_moe(
         _meta(num_tokens, hidden_size),
@@ -125,6 +130,28 @@ def _fused_moe(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, 
         top_k=top_k,
         impl="triton",
     )
+
+
+def _quantized_moe(num_tokens: int, bits: int, *, affine: bool = False, **options: bool) -> object:
+    num_experts, top_k, hidden_size, inner = _MIXTRAL
+    format, meta = QuantizedFormat(bits, is_affine=affine), torch.device("meta")
+    stacks = [
+        GroupQuantizedExperts(
+            num_experts, *shape, torch.bfloat16, format, device=meta, gated=gated, **options
+        )
+        for gated, shape in ((True, (2 * inner, hidden_size)), (False, (hidden_size, inner)))
+    ]
+    return fused_moe(_meta(num_tokens, hidden_size), _float32(num_tokens, num_experts), *stacks, top_k=top_k)
+
+
+def _w8a8_moe(num_tokens: int, element: torch.dtype) -> object:
+    num_experts, top_k, hidden_size, inner = _MIXTRAL
+    meta = torch.device("meta")
+    stacks = [
+        ChannelQuantizedExperts(num_experts, *shape, torch.bfloat16, element, device=meta, gated=gated)
+        for gated, shape in ((True, (2 * inner, hidden_size)), (False, (hidden_size, inner)))
+    ]
+    return fused_moe(_meta(num_tokens, hidden_size), _float32(num_tokens, num_experts), *stacks, top_k=top_k)
 
 
 def _quantized(
@@ -200,6 +227,16 @@ CALLS: dict[str, Callable[[], object]] = {
     "fused_moe, Mixtral, 256 tokens": lambda: _fused_moe(256, 8, 2, 4096, 14336),
     "fused_moe, Mixtral, 4096 tokens": lambda: _fused_moe(4096, 8, 2, 4096, 14336),
     "fused_moe, 128 experts": lambda: _fused_moe(256, 128, 8, 2048, 768),
+    "fused_moe, 4 bits, 1 token": lambda: _quantized_moe(1, 4, affine=True),
+    "fused_moe, 4 bits, 128 tokens": lambda: _quantized_moe(128, 4, affine=True),
+    "fused_moe, 4 bits, 256 tokens": lambda: _quantized_moe(256, 4, affine=True),
+    "fused_moe, 4 bits, 4096 tokens by weights": lambda: _quantized_moe(
+        4096, 4, affine=True, batch_invariant=False
+    ),
+    "fused_moe, 8 bits, 1 token": lambda: _quantized_moe(1, 8),
+    "fused_moe, 8 bits, 4096 tokens by weights": lambda: _quantized_moe(4096, 8, batch_invariant=False),
+    "fused_moe, int8, 1 token": lambda: _w8a8_moe(1, torch.int8),
+    "fused_moe, float8, 4096 tokens": lambda: _w8a8_moe(4096, torch.float8_e4m3fn),
     "gated_linear, silu": lambda: gated_linear(_meta(256, 4096), _meta(28672, 4096), impl="triton"),
     "gated_linear, gelu": lambda: gated_linear(
         _meta(256, 2304), _meta(18432, 2304), activation="gelu_pytorch_tanh", impl="triton"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -21,6 +22,18 @@ class _Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return _fail
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda name, kernel, shared, device: (object(), object(), 0, 0, 1024),
+    )
+
+
+def _fail(*_: object) -> None:
+    raise AssertionError("there is no device to launch on")
 
 
 def believe_in_hopper() -> None:

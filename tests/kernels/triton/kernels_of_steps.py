@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +20,17 @@ from triton import knobs
 
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.registry import create_model
+from services.worker.runner import compile_ahead
 from services.worker.runner.activation_memory import measure_activations
 from tests.kernels.triton.hopper import believe_in_hopper
+from tests.worker.deferred import DeferredLink
+from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.config.checkpoint import read_architecture
 from triptych.config.fields import EngineConfig
 from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, RankFacts
 from triptych_kernels import dispatch
+from triptych_kernels.cpu.library import forced_isa
 from triptych_kernels.ops import embedding, silu_and_mul
 from triptych_kernels.triton.compile_ahead import noted_launches
 
@@ -37,7 +42,6 @@ STEPS = ((8192, 256), (8192, 1), (8192, 2), (512, 64), (333, 200), (48, 16), (17
 
 def launches_of_steps() -> list[list[str]]:
     """Names of the kernels that each of `STEPS` would compile beyond those before it."""
-    dispatch._impl_for = lambda op, operand: "triton" if op in dispatch.TRITON_OPS else "torch"
     model = create_model(config=_config())
     kv = KvShape(num_blocks=1, block_size=16, num_layers=2, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     seen: dict[Any, None] = {}
@@ -86,10 +90,29 @@ def compile_two() -> tuple[int, int]:
     return ahead, num_compiled + len(left)
 
 
+def launches_at_start() -> list[str]:
+    """Names of the kernels that a worker compiles while it reads the weights of a tiny model."""
+    compile_ahead.CudaLink = lambda device: DeferredLink()  # type: ignore[assignment,misc]
+    with forced_isa(""):  # as on a device, no weights are packed for native kernels
+        config = replace(
+            tiny_config(tiny_architecture(head_dim=16, max_position_embeddings=2048)),
+            attention_backend="triton",
+        )
+        noted = compile_ahead._launches_of_steps(config, create_model(config=config), torch.device("cpu"))
+    return [launch.name for launch in noted]
+
+
 def main() -> None:
     believe_in_hopper()
     ahead, at_launch = compile_two()
-    json.dump({"ahead": ahead, "at_launch": at_launch, "steps": launches_of_steps()}, sys.stdout)
+    dispatch._impl_for = lambda op, operand: "triton" if op in dispatch.TRITON_OPS else "torch"
+    found = {
+        "ahead": ahead,
+        "at_launch": at_launch,
+        "start": launches_at_start(),
+        "steps": launches_of_steps(),
+    }
+    json.dump(found, sys.stdout)
 
 
 def _config() -> ResolvedConfig:

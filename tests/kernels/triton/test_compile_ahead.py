@@ -31,6 +31,13 @@ def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -
     assert found["at_launch"] == 0
 
 
+def test_a_start_compiles_what_steps_and_every_kind_of_sampling_launch(found: dict[str, Any]) -> None:
+    assert set(found["start"]) >= set(found["steps"][0]), "whatever the model"
+    assert len(found["start"]) > len(found["steps"][0]) + 1, (
+        "logits are changed and log-probabilities told, too"
+    )
+
+
 def test_steps_of_other_sizes_compile_next_to_nothing(found: dict[str, Any]) -> None:
     """Or the first request of a size would wait for a compiler."""
     longest, *others = found["steps"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from services.worker.layers import weights
+from services.worker.layers import moe, weights
 from services.worker.layers.linear import GatedLinear
-from services.worker.layers.quantization import WeightFormat
+from services.worker.layers.moe import ExpertNames, SparseMoE
+from services.worker.layers.quantization import WeightFormat, choose_format
+from services.worker.layers.weights import load_weights
 from services.worker.loader import load_model
 from services.worker.loader.random import RandomCheckpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config
+from triptych.config.architecture import ModelArchitecture
 from triptych.config.resolved import ResolvedConfig
+from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.quantized_format import ChannelFormat
+from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 
 ARCHITECTURE = tiny_architecture(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, head_dim=16)
+MIXTRAL = replace(ARCHITECTURE, name="MixtralForCausalLM", num_experts=4, num_experts_per_tok=2)
 
 
 def create_for_triton(
@@ -45,10 +53,27 @@ def create_for_triton(
     return GroupQuantizedWeight(out_features, in_features, torch.float32, format, **options)
 
 
-def logprobs(quantization: str) -> np.ndarray:
+def create_experts_for_triton(
+    out_features: int,
+    in_features: int,
+    sources: Sequence[Sequence[str]],
+    *,
+    gated: bool,
+    config: ResolvedConfig,
+) -> GroupQuantizedExperts | ChannelQuantizedExperts:
+    """What `moe._create_held` creates on a CUDA device."""
+    format = choose_format([name for names in sources for name in names], config=config)
+    options = {"device": torch.device("cpu"), "gated": gated}
+    shape = (len(sources), out_features, in_features)
+    if isinstance(format, ChannelFormat):
+        return ChannelQuantizedExperts(*shape, torch.float32, format.dtype, **options)
+    return GroupQuantizedExperts(*shape, torch.float32, format, **options)
+
+
+def logprobs(quantization: str, architecture: ModelArchitecture = ARCHITECTURE) -> np.ndarray:
     """Of a few tokens, by a model of one layer with random weights and a tied head."""
-    config = replace(tiny_config(ARCHITECTURE), quantization=quantization)
-    model = load_model(config, RandomCheckpoint(ARCHITECTURE, seed=0))
+    config = replace(tiny_config(architecture), quantization=quantization)
+    model = load_model(config, RandomCheckpoint(architecture, seed=0))
     runner = runner_for(model, config, enforce_eager=True)
     return np.concatenate(teacher_forced_logprobs(runner, [[5, 9, 2, 7]], [1]))
 
@@ -79,3 +104,45 @@ def test_a_layer_whose_inputs_are_rounded_too_is_loaded_and_multiplied(
     exact = plain(x)
     # of 8-bit floats, the interpreter rounds some by half
     assert (rounded(x) - exact).norm() < (0.02 if quantization == "int8" else 0.3) * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter says so
+@pytest.mark.parametrize("quantization", ["q4", "q8"])
+def test_quantized_experts_say_what_the_cpus_say(monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    native = logprobs(quantization, MIXTRAL)
+    change = np.abs(logprobs("none", MIXTRAL) - native).max()
+    monkeypatch.setattr(weights, "create_quantized_weight", create_for_triton)
+    monkeypatch.setattr(moe, "_create_held", create_experts_for_triton)
+    # the CPU's products round their inputs to 16 bits
+    assert np.abs(logprobs(quantization, MIXTRAL) - native).max() < 0.02 * change
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter says so
+@pytest.mark.parametrize(("quantization", "largest_error"), [("q8", 0.02), ("int8", 0.03), ("fp8", 0.3)])
+def test_the_ranks_shares_of_quantized_experts_sum_to_nearly_the_whole_mixture(
+    monkeypatch: pytest.MonkeyPatch, quantization: str, largest_error: float
+) -> None:
+    hidden, inner = 32, 64
+    names = ExpertNames(gate="w1", up="w3", down="w2")
+    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    torch.manual_seed(0)
+    tensors = {"m.gate.weight": torch.randn(2, hidden)}
+    for expert in range(2):
+        for name, shape in shapes.items():
+            tensors[f"m.experts.{expert}.{name}.weight"] = torch.randn(shape) * shape[1] ** -0.5
+
+    def mix(x: torch.Tensor, rank: int = 0, size: int = 1, quantization: str = "none") -> torch.Tensor:
+        facts = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
+        config = replace(tiny_config(), rank=facts, quantization=quantization)
+        layer = SparseMoE(
+            hidden, inner, 2, 2, renormalize=True, expert_names=names, config=config, prefix="m"
+        )
+        load_weights(layer, tensors.items())
+        return layer(x)
+
+    x = torch.randn(3, hidden)
+    exact = mix(x)
+    monkeypatch.setattr(moe, "_create_held", create_experts_for_triton)
+    total = sum(mix(x, rank, 2, quantization) for rank in range(2))
+    # of 8-bit floats, the interpreter rounds some by half
+    assert 0 < (total - exact).norm() < largest_error * exact.norm()

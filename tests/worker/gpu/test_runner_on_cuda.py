@@ -11,7 +11,7 @@ import torch
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.activation_memory import measure_activations
 from services.worker.runner.graph_recorder import CudaGraphRecorder, Cut
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
@@ -21,7 +21,7 @@ NUM_STEPS = 24
 
 
 @pytest.fixture
-def runners(device: torch.device, tmp_path: Path) -> tuple[ModelRunner, ModelRunner]:
+def runners(device: torch.device, tmp_path: Path) -> tuple[SleepableRunner, SleepableRunner]:
     """With graphs, and without, of one checkpoint."""
     model = SHAPES["groups of 3, heads of 64, tied"]().to(device).eval()
     return make_runner(model, tmp_path), make_runner(model, tmp_path, eager=True)
@@ -107,7 +107,7 @@ def test_a_step_without_memory_fails_its_requests_and_not_the_runner(runners, de
 def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> None:
     _, eager = runners
     facts = eager.facts
-    model = eager._backend._forward._model
+    model = eager.model
     measured = measure_activations(
         model,
         facts.kv,

@@ -281,3 +281,25 @@ class WorkerInfo(_message.Message):
     facts: WorkerFacts
     held_by: str
     def __init__(self, phase: _Optional[str] = ..., progress: _Optional[float] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., held_by: _Optional[str] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("session_name", "level")
+    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    session_name: str
+    level: int
+    def __init__(self, session_name: _Optional[str] = ..., level: _Optional[int] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("released_bytes",)
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

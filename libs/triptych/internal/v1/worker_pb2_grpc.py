@@ -50,6 +50,16 @@ class WorkerServiceStub(object):
                 request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.SerializeToString,
                 response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/triptych.internal.v1.WorkerService/Sleep',
+                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.SleepRequest.SerializeToString,
+                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/triptych.internal.v1.WorkerService/Wake',
+                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.SerializeToString,
+                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -85,6 +95,22 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Ends a session, which has no step in flight, and frees the memory of weights and KV cache. Of the engine that holds
+        the worker only. Until Wake every hello is UNAVAILABLE (WORKER_ASLEEP).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Makes the worker ready again, with the facts that it had; no effect on one that does not sleep. Without the memory
+        for that RESOURCE_EXHAUSTED (MEMORY_SHORT), naming what is needed and what is free, and it sleeps on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +128,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchInfo,
                     request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.FromString,
                     response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.SleepRequest.FromString,
+                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.FromString,
+                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -186,6 +222,60 @@ class WorkerService(object):
             '/triptych.internal.v1.WorkerService/WatchInfo',
             triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.SerializeToString,
             triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.internal.v1.WorkerService/Sleep',
+            triptych_dot_internal_dot_v1_dot_worker__pb2.SleepRequest.SerializeToString,
+            triptych_dot_internal_dot_v1_dot_worker__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.internal.v1.WorkerService/Wake',
+            triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.SerializeToString,
+            triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,62 @@
+"""From a resolved config to the attention backend, and what it adds to a worker's description."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from services.worker.attention.base import AttentionBackend
+from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
+from services.worker.attention.flashinfer import FlashInferAttention
+from services.worker.attention.paged import PagedAttention
+from services.worker.parallel.shares import share, share_kv_heads
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_IMPLS = {"native": "cpu", "triton": "triton", "torch": "torch"}
+
+
+def create_attention(config: ResolvedConfig) -> AttentionBackend:
+    """The backend that `config.attention_backend` names, ready for the rank's device.
+
+    Raises:
+        ConfigError: its package is installed, but cannot be used on this machine.
+    """
+    try:
+        attention = _create(config)
+    except ImportError as error:
+        raise ConfigError(
+            f"worker.attention_backend: {config.attention_backend} is installed, but not for this machine ({error}); "
+            "install a build for its torch and driver, or set it to auto"
+        ) from error
+    if config.rank.device.startswith("cuda"):
+        between = "" if attention.in_graphs else ", launched between CUDA graphs and never in one"
+        log.info("attention by %s%s", attention.name, between)
+    return attention
+
+
+def describe_kernels(forward: str, attention: AttentionBackend) -> str:
+    """For people, as in "triton graphs" or "triton eager, attention by flashinfer".
+
+    Args:
+        forward: what the forward backend says of itself, its own kernels' attention implied.
+    """
+    is_implied = attention.name in ("auto", "native", "triton") or attention.name == forward
+    return forward if is_implied else f"{forward}, attention by {attention.name}"
+
+
+def _create(config: ResolvedConfig) -> AttentionBackend:
+    if config.attention_backend == "flash-attn":
+        return FlashAttention2()
+    if config.attention_backend == "flash-attn-3":
+        return FlashAttention3()
+    if config.attention_backend == "flashinfer":
+        _, num_heads = share(config.architecture.num_heads, what="num_heads", config=config)
+        _, num_kv_heads = share_kv_heads(config.architecture.num_kv_heads, config=config)
+        return FlashInferAttention(
+            torch.device(config.rank.device), heads_per_kv_head=num_heads // num_kv_heads
+        )
+    return PagedAttention(_IMPLS[config.attention_backend])

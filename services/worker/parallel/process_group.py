@@ -1,0 +1,128 @@
+"""The ranks of one model over torch.distributed: NCCL between CUDA devices, gloo between CPUs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.nn import functional
+
+from services.worker.parallel.rendezvous import meet
+from triptych.config.resolved import ResolvedConfig
+from triptych.errors import RankUnavailable
+
+log = logging.getLogger(__name__)
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+
+
+class ProcessGroup:
+    """A `RankGroup` of processes. torch.distributed allows one at a time in each."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        """Meet the others and set up every connection, so that no step and no capture has to.
+
+        Raises:
+            ConfigError, RankUnavailable: see `connect`.
+        """
+        started = time.monotonic()
+        self.rank = config.rank.tensor_parallel_rank
+        self.size = config.rank.tensor_parallel_size
+        self._device = torch.device(config.rank.device)
+        self._timeout_s = config.engine.parallel.timeout_s
+        self._failure = ""
+        self._num_exchanges = 0
+        self._store = meet(config.engine.parallel, self.rank, self.size)
+        on_cuda = self._device.type == "cuda"
+        with self._naming("meeting"):
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                store=PrefixStore("group", self._store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self._timeout_s),
+                device_id=self._device if on_cuda else None,  # NCCL connects now, not at the first sum
+            )
+        self._warm_up()
+        log.info(
+            "rank %d of %d on %s, connected in %.1f s",
+            self.rank,
+            self.size,
+            self._device,
+            time.monotonic() - started,
+        )
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `RankGroup`."""
+        with self._naming("all_reduce"):
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """See `RankGroup`."""
+        longest, num_rows = max(lengths), len(tensor)
+        if tensor.shape[1] < longest:
+            tensor = functional.pad(tensor, (0, longest - tensor.shape[1]))
+        gathered = tensor.new_empty(self.size, num_rows, longest)
+        with self._naming("all_gather"):
+            _all_gather(gathered.view(-1, longest), tensor.contiguous())
+        parts = zip(gathered, lengths, strict=True)
+        return torch.cat([part[:, :length] for part, length in parts], dim=1)
+
+    def minimum(self, number: int) -> int:
+        tensor = torch.tensor(number, dtype=torch.int64, device=self._device)
+        with self._naming("minimum"):
+            dist.all_reduce(tensor, dist.ReduceOp.MIN)
+            return int(tensor)
+
+    def exchange(self, text: str) -> list[str]:
+        prefix = f"exchange/{self._num_exchanges}"
+        self._num_exchanges += 1
+        with self._naming("exchange"):
+            self._store.set(f"{prefix}/{self.rank}", text)
+            return [self._store.get(f"{prefix}/{rank}").decode() for rank in range(self.size)]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See `RankGroup`."""
+        if self._failure:
+            raise RankUnavailable(
+                f"rank {self.rank} of {self.size}: a step failed ({self._failure}), which the other ranks may still "
+                "compute; restart all ranks"
+            )
+        try:
+            yield
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _warm_up(self) -> None:
+        """One of each, so that buffers and channels are there before memory is measured and graphs are captured."""
+        ones = torch.ones(1, 1, device=self._device)
+        total = self.all_gather(self.all_reduce(ones), (1,) * self.size)
+        assert total.tolist() == [[float(self.size)] * self.size], "a sum over the ranks"
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Say what failed, and where. Memory is another matter, and others know what to do about it."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch's own among them: all of torch.distributed's are
+            reason = str(error).partition("\n")[0]
+            raise RankUnavailable(
+                f"rank {self.rank} of {self.size}: {what} failed: {reason}; where another rank is gone, or did "
+                f"not come within {self._timeout_s:g} s (parallel.timeout_s), restart all ranks"
+            ) from error

@@ -1,0 +1,51 @@
+"""The real model falls asleep in the middle of a stream, and the stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.local import LocalCluster
+from triptych.types.events import DeltaEvent
+from triptych.v1 import admin_pb2, admin_pb2_grpc
+
+pytestmark = pytest.mark.model
+
+PROMPT = "The history of the sea begins with"
+SAMPLING = {"max_tokens": 40, "temperature": 0.7, "seed": 11, "ignore_eos": True}
+
+
+async def stream(client: GenerationClient, tokens: list[int], begun: asyncio.Event) -> list[int]:
+    async for event in client.generate(PROMPT, SAMPLING):
+        if isinstance(event, DeltaEvent):
+            tokens += event.token_ids
+            if len(tokens) > 4:
+                begun.set()
+    return tokens
+
+
+async def test_a_stream_goes_on_over_both_levels_of_sleep_with_the_same_tokens(cluster: LocalCluster) -> None:
+    async with (
+        asyncio.timeout(120),
+        GenerationClient(cluster.address) as client,
+        grpc.aio.insecure_channel(cluster.address) as channel,
+    ):
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        expected = await stream(client, [], asyncio.Event())
+        assert len(expected) == SAMPLING["max_tokens"]
+        for level in (1, 2):
+            tokens: list[int] = []
+            begun = asyncio.Event()
+            task = asyncio.create_task(stream(client, tokens, begun))
+            await begun.wait()
+            response = await admin.Sleep(admin_pb2.SleepRequest(level=level, mode=admin_pb2.PAUSE_MODE_KEEP))
+            status = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
+            assert (status.asleep, status.num_waiting, task.done()) == (True, 1, False), "it ended too soon"
+            if level == 2:
+                assert response.released_bytes > 300 << 20, "of float32 weights of 135M"
+            await admin.Wake(admin_pb2.WakeRequest())
+            assert await task == expected
+            assert not (await admin.GetStatus(admin_pb2.GetStatusRequest())).status.asleep

@@ -1,0 +1,230 @@
+"""Launchers take the tiles that are stored for their device, and only what their kernels offer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
+from tests.kernels.triton.test_paged_attention import build_step
+from triptych_kernels.ops import linear
+from triptych_kernels.quantized_format import QuantizedFormat
+from triptych_kernels.triton import (
+    paged_attention_decode,
+    paged_attention_prefill,
+    quantized_linear,
+    tuning,
+    w8a8_linear,
+)
+from triptych_kernels.triton.paged_attention_plan import DECODE, PREFILL, DecodeTiles, PrefillTiles
+from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.tuning import as_plain, row_bucket
+from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+
+NAME = "Some GPU 80GB/x"
+DECODE_KEY = {"head_dim": 64, "kv_dtype": "float16", "block_m": 16}
+
+Store = Callable[..., Path]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes every device one of that name, and writes its file."""
+
+    def forget() -> None:
+        tuning.file_of_device.cache_clear()
+        for tunable in NAME_TO_TUNABLE.values():
+            tunable.forget()
+
+    def write(kernels: Any, **head: Any) -> Path:
+        path = tmp_path / "Some_GPU_80GB_x.json"
+        head = {"device": NAME, "compute_capability": [9, 0], "kernels": kernels, **head}
+        path.write_text(json.dumps(head))
+        return path
+
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tuning, "device_name", lambda device: NAME)
+    forget()
+    yield write
+    forget()
+
+
+def entry(key: dict[str, Any], config: Any) -> dict[str, Any]:
+    plain = config if isinstance(config, dict) else as_plain(config)
+    return {"key": key, "config": plain, "measured": "never", "us": 1.0, "default_us": 2.0}
+
+
+class Spy:
+    """A kernel that notes how it is launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.options.append(options)
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+def spy_on(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Spy:
+    spy = Spy(getattr(module, name))
+    monkeypatch.setattr(module, name, spy)
+    return spy
+
+
+def test_attention_is_launched_with_what_is_stored(
+    store: Store, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    store(
+        {
+            "paged_attention_decode": [entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))],
+            "paged_attention_prefill": [
+                entry({"head_dim": 64, "kv_dtype": "float16"}, PrefillTiles(64, 32, 4, 2))
+            ],
+        }
+    )
+    decode = spy_on(monkeypatch, paged_attention_decode, "_attend_splits")
+    prefill = spy_on(monkeypatch, paged_attention_prefill, "_attend_tile")
+    build_step([(1, 300), (40, 90), (1, 3)], torch.float16, device).assert_attends_like_the_reference()
+    (options,) = decode.options
+    assert (options["BLOCK_N"], options["num_warps"], options["num_stages"]) == (64, 8, 3)
+    (options,) = prefill.options
+    assert (options["BLOCK_M"], options["BLOCK_N"], options["num_warps"], options["num_stages"]) == (
+        64,
+        32,
+        4,
+        2,
+    )
+
+
+def test_a_quantized_product_is_launched_with_what_is_stored_for_its_bucket_of_rows(
+    store: Store, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    key = {"out_features": 96, "in_features": 64, "bits": 4, "is_affine": True, "rows": 32}
+    tiles = next(t for t in quantized_linear.BY_INTEGERS.candidates(*key.values()) if t.block_n == 64)
+    store({"quantized_linear": [entry(key, tiles)]})
+    kernel = spy_on(monkeypatch, quantized_linear, "_multiply_groups")
+    weight = GroupQuantizedWeight(96, 64, torch.float16, QuantizedFormat(4, True), device=device)
+    weight.fill_rows(0, torch.randn(96, 64))
+    for num_rows in (16, 17):
+        linear(torch.randn(num_rows, 64).half().to(device), weight)
+    default = quantized_linear.BY_INTEGERS.default(96, 64, 4, True, 16)
+    launched = [(o["BLOCK_N"], o["BLOCK_M"], o["num_warps"], o["num_stages"]) for o in kernel.options]
+    assert launched == [(t.block_n, t.block_m, t.num_warps, t.num_stages) for t in (default, tiles)]
+
+
+def test_an_8_bit_product_is_launched_with_what_is_stored_and_says_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    weight = ChannelQuantizedWeight(160, 96, torch.float16, torch.int8, device=device)
+    weight.fill_rows(0, torch.randn(160, 96).half())
+    x = torch.randn(20, 96).half().to(device)
+    by_default = linear(x, weight)
+    w8a8_linear.TILES.forget()
+    tuning.file_of_device.cache_clear()
+    key = {"out_features": 160, "in_features": 96, "element_dtype": "int8", "rows": 32}
+    tiles = next(t for t in w8a8_linear.TILES.candidates(160, 96, torch.int8, 32) if t.block_n == 64)
+    store({"w8a8_linear": [entry(key, tiles)]})
+    kernel = spy_on(monkeypatch, w8a8_linear, "_multiply_bytes")
+    assert torch.equal(linear(x, weight), by_default)
+    assert kernel.options[0]["BLOCK_N"] == 64
+
+
+def test_where_nothing_is_stored_the_default_serves_and_the_log_says_so_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=tuning.__name__)
+    cpu = torch.device("cpu")
+    for head_dim in (64, 128):
+        for _ in range(2):
+            assert DECODE.chosen(cpu, head_dim, torch.float16, 16) == DECODE.default(
+                head_dim, torch.float16, 16
+            )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kernels: nothing measured is stored for {NAME}, so all tiles are the reasoned ones"
+    ]
+
+
+def test_another_key_than_the_stored_one_has_its_default(store: Store) -> None:
+    store({"paged_attention_decode": [entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))]})
+    cpu = torch.device("cpu")
+    assert DECODE.chosen(cpu, 64, torch.float16, 16) == DecodeTiles(64, 8, 3, 3)
+    for key in ((128, torch.float16, 16), (64, torch.bfloat16, 16), (64, torch.float16, 32)):
+        assert DECODE.chosen(cpu, *key) == DECODE.default(*key)
+
+
+def test_a_device_is_asked_for_its_name_and_the_file_is_read_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store({"paged_attention_decode": [entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))]})
+    cpu = torch.device("cpu")
+    first = DECODE.chosen(cpu, 64, torch.float16, 16)
+    path.unlink()
+    monkeypatch.setattr(tuning, "device_name", None)
+    assert DECODE.chosen(cpu, 64, torch.float16, 16) is first
+    PREFILL.chosen(cpu, 64, torch.float16)
+
+
+GOOD = entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([entry(DECODE_KEY, DecodeTiles(64, 8, 9, 3))], "none of the"),
+        ([entry(DECODE_KEY, {"block_n": 64})], "none of the"),
+        (
+            [entry({"head_dim": 64}, DecodeTiles(64, 8, 3, 3))],
+            "the key must name head_dim, kv_dtype, block_m",
+        ),
+        ([entry(DECODE_KEY | {"kv_dtype": "float17"}, DecodeTiles(64, 8, 3, 3))], "'float17' is neither"),
+        ([GOOD, GOOD], "stands there twice"),
+        ([GOOD | {"speed": 1}], "entry 0"),
+    ],
+)
+def test_an_entry_that_the_kernel_does_not_offer_is_refused_by_file_and_entry(
+    store: Store, entries: list[dict[str, Any]], said: str
+) -> None:
+    path = store({"paged_attention_decode": entries})
+    with pytest.raises(ValueError, match=said) as refusal:
+        DECODE.chosen(torch.device("cpu"), 64, torch.float16, 16)
+    assert str(path) in str(refusal.value)
+    assert "paged_attention_decode" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [({"device": "Other GPU"}, "'Other GPU'"), ({"compute_capability": 9}, "not a file of tiles")],
+)
+def test_a_file_of_another_device_or_form_is_refused(store: Store, head: dict[str, Any], said: str) -> None:
+    path = store({}, **head)
+    with pytest.raises(ValueError, match=said) as refusal:
+        DECODE.chosen(torch.device("cpu"), 64, torch.float16, 16)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "bucket"),
+    [(0.5, 16), (16, 16), (16.5, 32), (17, 32), (65, 128), (513, 4096), (100_000, 4096)],
+)
+def test_buckets_of_rows(num_rows: float, bucket: int) -> None:
+    assert row_bucket(num_rows) == bucket
+
+
+@pytest.mark.parametrize("name", NAME_TO_TUNABLE)
+def test_forcing_a_config_ends(name: str) -> None:
+    tunable, cpu = NAME_TO_TUNABLE[name], torch.device("cpu")
+    with tunable.forced(cpu, (1,), "outer"):
+        with tunable.forced(cpu, (1,), "inner"):
+            assert tunable.chosen(cpu, 1) == "inner"
+        assert tunable.chosen(cpu, 1) == "outer"
+    assert (cpu, (1,)) not in tunable._choices

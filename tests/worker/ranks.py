@@ -1,0 +1,214 @@
+"""Runners of several ranks, each a process of its own: `python -m tests.worker.ranks JOB` forks them and waits.
+
+They are forked from one process that has imported torch and started no thread: importing takes longer than computing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from services.worker.device import resolve_config
+from services.worker.loader.random import RandomCheckpoint
+from services.worker.runner.create import create_runner
+from tests.worker.sampling_kinds import KINDS
+from tests.worker.tiny import new_row, step_plan
+from triptych.config.checkpoint import read_architecture
+from triptych.config.fields import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from triptych.errors import RankUnavailable
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0  # of a whole job; it takes 5 s
+TIMEOUT_S = 20.0  # of ranks for each other
+LOGPROBS = SamplingParams(temperature=0.0, logprobs=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model, computed by so many ranks."""
+
+    directory: Path
+    num_ranks: int
+    port: int = 0
+    """Of the rendezvous; unused by one rank."""
+    quantization: str = "none"
+    device: str = "cpu"
+    dtype: str = "float32"
+    loses_a_rank: bool = False
+    """In the end the last rank leaves, and the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank says."""
+
+    token_ids: list[list[int]]
+    """Of each step."""
+    logprobs: list[np.ndarray]
+    """Of the steps that asked for some."""
+    kernels: str
+    fingerprint: str
+    num_blocks: int
+    num_kv_heads: int
+    weight_bytes: int
+    after_the_loss: tuple[str, ...] = ()
+    """What the next two steps said when a rank had left."""
+
+
+def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
+    """A model of these sizes whose logits differ, as safetensors."""
+    (directory / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(11)
+    shapes = {name: t.shape for name, t in RandomCheckpoint(read_architecture(directory), 0).tensors.items()}
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def plans() -> list[StepPlan]:
+    """Prompts in chunks beside decodes, all kinds of sampling, and a request that leaves."""
+    rng = np.random.default_rng(5)
+    kinds = [LOGPROBS, *KINDS.values()]
+    prompts = [rng.integers(3, 90, length).tolist() for length in (1, 4, 5, 9, 17, 6, 11)]
+    rows = [
+        new_row(slot, prompt, range(1 + 8 * slot, 9 + 8 * slot), sampling=sampling, seed=slot)
+        for slot, (prompt, sampling) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    first = step_plan(1, new=rows[:4], chunks={0: 1, 1: 4, 2: 5, 3: 5})
+    second = step_plan(2, new=rows[4:], chunks={3: 4, 4: 17, 5: 6, 6: 11})
+    return [
+        first,
+        second,
+        *(step_plan(step_id, removed=[2] if step_id == 7 else []) for step_id in range(3, 11)),
+    ]
+
+
+def compute(case: Case, rank: int) -> Answer:
+    """Create this rank's runner and carry out the plans."""
+    engine = EngineConfig(
+        model=ModelConfig(model="somewhere/tiny", quantization=case.quantization, dtype=case.dtype),
+        cache=CacheConfig(block_size=4, num_blocks=60),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        worker=WorkerConfig(device=case.device, num_threads=1),
+        parallel=ParallelConfig(
+            tensor_parallel_size=case.num_ranks,
+            rank=rank,
+            local_rank=rank,
+            rendezvous_address=f"127.0.0.1:{case.port}",
+            timeout_s=TIMEOUT_S,
+        ),
+    )
+    config = resolve_config(engine, read_architecture(case.directory))
+    runner = create_runner(config, case.directory, boot_id="b", on_phase=lambda phase, progress: None)
+    runner.reset()
+    results = [runner.execute(plan) for plan in plans()]
+    after_the_loss: list[str] = []
+    if case.loses_a_rank:
+        if rank == case.num_ranks - 1:
+            torch.distributed.destroy_process_group()
+        for _ in range(2 if rank < case.num_ranks - 1 else 0):
+            runner.reset()
+            try:
+                runner.execute(step_plan(1, new=[new_row(0, [5, 6], [1])], chunks={0: 2}))
+            except RankUnavailable as error:
+                after_the_loss.append(str(error))
+    facts = runner.facts
+    del runner
+    gc.collect()  # NCCL waits for graphs to be gone
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return Answer(
+        token_ids=[result.token_ids.tolist() for result in results],
+        logprobs=[result.logprobs.logprobs for result in results if result.logprobs is not None],
+        kernels=facts.kernels,
+        fingerprint=facts.model.fingerprint,
+        num_blocks=facts.kv.num_blocks,
+        num_kv_heads=facts.kv.num_kv_heads,
+        weight_bytes=facts.weight_bytes,
+        after_the_loss=tuple(after_the_loss),
+    )
+
+
+def run_ranks(cases: dict[str, Case], directory: Path) -> dict[str, list[Answer]]:
+    """Name -> what each of its ranks says. No process outlives this call."""
+    job = directory / "job.pickle"
+    job.write_bytes(pickle.dumps(cases))
+    command = [sys.executable, "-m", "tests.worker.ranks", str(job)]
+    sources = os.pathsep.join(str(ROOT / source) for source in ("libs", "kernels", "."))
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": sources},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that all of them can be killed
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, output
+    finally:
+        with suppress(ProcessLookupError):  # as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return {
+        name: [pickle.loads((directory / f"{name}.{rank}").read_bytes()) for rank in range(case.num_ranks)]
+        for name, case in cases.items()
+    }
+
+
+def _run_rank(rank: int, job: Path) -> None:
+    cases: dict[str, Case] = pickle.loads(job.read_bytes())
+    for name, case in cases.items():
+        if rank < case.num_ranks:
+            (job.parent / f"{name}.{rank}").write_bytes(pickle.dumps(compute(case, rank)))
+
+
+def main(job: Path) -> int:
+    """1 as soon as a rank fails; the others are ended then."""
+    cases: dict[str, Case] = pickle.loads(job.read_bytes())
+    context = multiprocessing.get_context("fork")
+    num_ranks = max(case.num_ranks for case in cases.values())
+    ranks = [context.Process(target=_run_rank, args=(rank, job), daemon=True) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    running = list(ranks)
+    while running:
+        wait([process.sentinel for process in running])
+        running = [process for process in running if process.is_alive()]
+        if any(process.exitcode for process in ranks if process not in running):
+            for process in running:
+                process.terminate()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # what is pickled must not say that it comes from __main__
+    from tests.worker import ranks
+
+    sys.exit(ranks.main(Path(sys.argv[1])))

@@ -1,0 +1,208 @@
+"""What `worker.attention_backend` means on a device, and what it is refused for by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.worker.attention.choice import (
+    FLASH_ATTN,
+    FLASH_ATTN_3,
+    FLASHINFER,
+    AttentionSite,
+    choose_attention_backend,
+    choose_batch_invariance,
+    installed_packages,
+)
+from services.worker.resolution import resolve_for_device
+from tests.worker.tiny import tiny_architecture
+from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
+from triptych.errors import FeatureDisabled
+
+HOPPER = AttentionSite(
+    tiny_architecture(head_dim=128),
+    device="cuda:0",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    block_size=256,
+    native_kernels=True,
+    compute_capability=(9, 0),
+    packages=frozenset({FLASH_ATTN, FLASHINFER}),
+)
+CPU = replace(
+    HOPPER,
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    compute_capability=(0, 0),
+    packages=frozenset(),
+)
+
+
+def refusal(requested: str, site: AttentionSite, **changes: Any) -> str:
+    with pytest.raises(FeatureDisabled) as refused:
+        choose_attention_backend(requested, replace(site, **changes))
+    assert refused.value.feature == f"worker.attention_backend = {requested}"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, "native"),
+        ({"dtype": "bfloat16"}, "native"),
+        ({"dtype": "float16"}, "torch"),
+        ({"native_kernels": False}, "torch"),
+        ({"device": "simulated"}, "none"),
+        ({"device": "cuda:3"}, "triton"),
+        ({"device": "cuda:0", "kv_dtype": "int8"}, "triton"),
+    ],
+)
+def test_auto_is_what_the_project_has_for_the_device(changes, chosen) -> None:
+    assert choose_attention_backend("auto", replace(CPU, **changes)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("requested", "changes", "chosen"),
+    [
+        ("triton", {}, "triton"),
+        ("torch", {}, "torch"),
+        ("torch", {"kv_dtype": "int8"}, "torch"),
+        ("flash-attn", {}, "flash-attn"),
+        (
+            "flash-attn",
+            {"dtype": "float16", "kv_dtype": "float16", "compute_capability": (8, 0)},
+            "flash-attn",
+        ),
+        ("flash-attn", {"compute_capability": (8, 0), "block_size": 512}, "flash-attn"),
+        ("flash-attn", {"packages": frozenset({FLASH_ATTN, FLASH_ATTN_3}), "block_size": 16}, "flash-attn-3"),
+        ("flash-attn", {"packages": frozenset({FLASH_ATTN_3}), "block_size": 1}, "flash-attn-3"),
+        (
+            "flash-attn",
+            {"packages": frozenset({FLASH_ATTN, FLASH_ATTN_3}), "compute_capability": (10, 0)},
+            "flash-attn",
+        ),
+        ("flashinfer", {"block_size": 5}, "flashinfer"),
+        (
+            "flashinfer",
+            {"compute_capability": (7, 5), "dtype": "float16", "kv_dtype": "float16"},
+            "flashinfer",
+        ),
+    ],
+)
+def test_what_fits_is_served(requested, changes, chosen) -> None:
+    assert choose_attention_backend(requested, replace(HOPPER, **changes)) == chosen
+
+
+@pytest.mark.parametrize("requested", ["triton", "flash-attn", "flashinfer"])
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_what_needs_cuda_is_refused_elsewhere(requested, device) -> None:
+    assert f"CUDA devices alone, and this is {device}" in refusal(requested, HOPPER, device=device)
+
+
+@pytest.mark.parametrize(
+    ("requested", "changes", "says"),
+    [
+        ("flash-attn", {"packages": frozenset()}, "flash-attn is not installed"),
+        ("flashinfer", {"packages": frozenset()}, "flashinfer-python is not installed"),
+        (
+            "flash-attn",
+            {"block_size": 16},
+            "reads pages of a multiple of 256 tokens, and cache.block_size is 16; set cache.block_size to 256",
+        ),
+        (
+            "flash-attn",
+            {"packages": frozenset({FLASH_ATTN_3}), "compute_capability": (8, 6)},
+            "compute capability 9.x, and this device has 8.6",
+        ),
+        (
+            "flash-attn",
+            {
+                "packages": frozenset({FLASH_ATTN, FLASH_ATTN_3}),
+                "compute_capability": (8, 6),
+                "block_size": 16,
+            },
+            "cache.block_size is 16",
+        ),
+        (
+            "flash-attn",
+            {"compute_capability": (7, 5)},
+            "from compute capability 8.0 on, and this device has 7.5",
+        ),
+        (
+            "flashinfer",
+            {"compute_capability": (7, 0)},
+            "from compute capability 7.5 on, and this device has 7.0",
+        ),
+        ("flash-attn", {"architecture": tiny_architecture(head_dim=36)}, "the model's head_dim is 36"),
+        ("flash-attn", {"architecture": tiny_architecture(head_dim=264)}, "the model's head_dim is 264"),
+        ("flashinfer", {"architecture": tiny_architecture(head_dim=96)}, "the model's head_dim is 96"),
+        ("flash-attn", {"dtype": "float32", "kv_dtype": "float32"}, "not model.dtype = float32"),
+        ("flashinfer", {"dtype": "float32"}, "not model.dtype = float32"),
+        ("flash-attn", {"kv_dtype": "int8"}, "which is bfloat16, not cache.dtype = int8"),
+        ("flashinfer", {"kv_dtype": "float16"}, "which is bfloat16, not cache.dtype = float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_it_is_and_what_to_set(requested, changes, says) -> None:
+    message = refusal(requested, HOPPER, **changes)
+    assert says in message
+    assert "to auto" in message
+
+
+def test_plain_torch_is_refused_where_it_would_spell_out_the_cache() -> None:
+    assert "cache.dtype = int8" in refusal("torch", CPU, kv_dtype="int8")
+    assert "nothing attends" in refusal("torch", CPU, device="simulated")
+
+
+def test_the_configs_word_reaches_the_resolved_config() -> None:
+    engine = EngineConfig(
+        cache=CacheConfig(block_size=256), worker=WorkerConfig(attention_backend="flash-attn")
+    )
+    config = resolve_for_device(
+        engine,
+        tiny_architecture(dtype="bfloat16"),
+        device="cuda:0",
+        native_bfloat16=True,
+        native_kernels=False,
+        compute_capability=(9, 0),
+        attention_packages=frozenset({FLASH_ATTN}),
+    )
+    assert (config.attention_backend, config.batch_invariant) == ("flash-attn", False)
+
+
+@pytest.mark.parametrize(
+    ("attention", "requested", "is_invariant"),
+    [
+        ("auto", "auto", True),
+        ("triton", "true", True),
+        ("flash-attn", "auto", False),
+        ("flashinfer", "false", False),
+        ("torch", "auto", False),
+    ],
+)
+def test_numbers_that_follow_the_batch_are_not_promised_otherwise(attention, requested, is_invariant) -> None:
+    assert choose_batch_invariance(engine_of(attention, requested)) == is_invariant
+
+
+@pytest.mark.parametrize("attention", ["flash-attn", "flashinfer", "torch"])
+def test_a_promise_that_the_attention_would_break_is_refused(attention) -> None:
+    with pytest.raises(
+        FeatureDisabled, match=f"batch_invariant = true: worker.attention_backend = {attention}"
+    ):
+        choose_batch_invariance(engine_of(attention, "true"))
+
+
+def engine_of(attention: str, batch_invariant: str) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(batch_invariant=batch_invariant), worker=WorkerConfig(attention_backend=attention)
+    )
+
+
+def test_packages_are_found_without_being_imported(monkeypatch, tmp_path) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("raise SystemExit('no device')")
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("raise SystemExit('no device')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_packages() >= {FLASH_ATTN_3, FLASHINFER}
