@@ -10,7 +10,7 @@ from triptych_kernels.triton.moe_tiles import place_of_program
 SUM_BLOCK = 1024  # elements of a token that one program adds up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])  # it changes from step to step
 def gate_up_product(
     x, x_stride, w13, activated, pairs, tile_experts, tile_rows, max_tiles, hidden_size, intermediate_size,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -43,7 +43,7 @@ def gate_up_product(
         tl.store(out, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])  # it changes from step to step
 def down_product(
     activated, w2, probabilities, weighted, pairs, tile_experts, tile_rows, max_tiles, hidden_size,
     intermediate_size,

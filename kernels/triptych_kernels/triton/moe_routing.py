@@ -84,7 +84,7 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool, block_m: int) ->
     return Routing(probabilities, pairs, tile_experts, tile_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # it changes from step to step
 def _choose(
     router_logits, stride, probabilities, chosen_experts, places, counts, num_tokens, num_experts,
     RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,
@@ -136,7 +136,7 @@ def _choose(
     tl.store(counts + tl.program_id(0) * num_experts + all_experts, count, mask=all_experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "max_tiles"])  # they change from step to step
 def _place(
     chosen_experts, places, counts, pairs, tile_experts, tile_rows,
     num_tokens, num_experts, num_programs, max_tiles,

@@ -174,7 +174,7 @@ BY_WEIGHTS = Tunable(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_pairs", "num_tokens"])  # they change from step to step
 def _gate_up_groups(
     x, x_stride, activated, integers, integers_stride, scales, minimums, scales_stride, num_groups,
     pairs, tile_experts, tile_rows, num_tiles, num_pairs, num_tokens, intermediate_size,
@@ -203,7 +203,7 @@ def _gate_up_groups(
         store_gated(activated, gate, up, columns, pair, num_pairs, intermediate_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_pairs"])  # they change from step to step
 def _down_groups(
     activated, activated_stride, probabilities, weighted, integers, integers_stride, scales, minimums, scales_stride,
     num_groups, pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size,

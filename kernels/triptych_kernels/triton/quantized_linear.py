@@ -172,7 +172,7 @@ def _split(num_groups: int, step: int, wanted: int) -> int:
     return triton.cdiv(triton.cdiv(num_groups, num_splits), step) * step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_groups(
     x, x_stride, integers, scales, minimums, bias, out, num_rows, out_features, num_groups, split_groups,
     BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr, STEP: tl.constexpr,

@@ -153,7 +153,7 @@ TILES = Tunable(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_pairs", "num_tokens"])  # they change from step to step
 def _gate_up_bytes(
     activated, x, x_scales, elements, scales, hidden_size, pairs, tile_experts, tile_rows, num_tiles, num_pairs,
     num_tokens, intermediate_size,
@@ -179,7 +179,7 @@ def _gate_up_bytes(
         store_gated(activated, gate, up, columns, pair, num_pairs, intermediate_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_pairs"])  # they change from step to step
 def _down_bytes(
     probabilities, weighted, activated, activated_scales, elements, scales, intermediate_size,
     pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size,

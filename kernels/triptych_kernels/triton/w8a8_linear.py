@@ -114,7 +114,7 @@ TILES = Tunable(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_bytes(
     x, x_scales, elements, scales, bias, out, num_rows, out_features, in_features, split_inputs,
     LOOPS_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -73,20 +73,17 @@ def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
 def _launches_of_steps(
     config: ResolvedConfig, model: CausalLM, device: torch.device
 ) -> dict[NotedLaunch, None]:
-    """Of a step full of prompt, of decodes at full context, many and one, and of sampling of every kind.
+    """Of steps of all sizes, at full context, and of sampling of every kind.
 
     None of the project's kernels computes anything meanwhile; the rest does, with whatever stands in memory.
     """
     engine = config.engine
-    scheduler, attention = engine.scheduler, create_attention(config)
+    attention = create_attention(config)
     few = replace(config, engine=replace(engine, cache=replace(engine.cache, num_blocks=_NUM_BLOCKS)))
     kv = plan_kv_cache(few, free_memory(device))
     with noted_launches() as noted:
         try:
-            for num_tokens, num_rows in (
-                (scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-                (1, 1),
-            ):
+            for num_tokens, num_rows in step_sizes(config):
                 measure_activations(
                     model,
                     kv.shape,
@@ -113,6 +110,20 @@ def _launches_of_steps(
         except torch.OutOfMemoryError:
             pass  # what has been noted is compiled; whether steps fit is asked again, and told, when weights stand
     return noted
+
+
+def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
+    """Tokens of steps with prompts, and requests, that between them launch the kernels of steps of all sizes.
+
+    Quantized products and mixtures of experts are cut by the number of rows; of the rest, a row by itself is its own
+    case.
+    """
+    scheduler = config.engine.scheduler
+    longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    if config.quantization == "none" and not config.architecture.num_experts:
+        return (longest, (1, 1))
+    powers = [1 << exponent for exponent in range(max(longest).bit_length())]
+    return (longest, *((min(size, longest[0]), min(size, longest[1])) for size in powers))
 
 
 def _unmeasured(launch: Callable[[], None]) -> int:

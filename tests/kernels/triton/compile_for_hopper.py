@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from triton.runtime import JITFunction
 
 from tests.kernels.triton.calls import CALLS
 from tests.kernels.triton.hopper import believe_in_hopper
+from triptych_kernels.triton.compile_ahead import noted_launches
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -45,6 +48,7 @@ class Launch:
 def compile_calls() -> dict[str, list[Launch] | str]:
     """The launches of each call, or what it raised."""
     believe_in_hopper()
+    _compile_side_by_side()
     launches: list[Launch] = []
     compile_and_launch = JITFunction.run
 
@@ -68,6 +72,17 @@ def compile_calls() -> dict[str, list[Launch] | str]:
         except Exception as error:
             outcome[name] = f"{type(error).__name__}: {error}"
     return outcome
+
+
+def _compile_side_by_side() -> None:
+    """What fails will fail again where it is asked for."""
+    with noted_launches() as noted:
+        for call in CALLS.values():
+            with suppress(Exception):
+                call()
+    with ThreadPoolExecutor() as threads:
+        for launch in noted:
+            threads.submit(launch.compile)
 
 
 def _describe(kernel: JITFunction, grid: tuple[int, ...], compiled: Any) -> Launch:
