@@ -14,8 +14,12 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.models.base import CausalLM
+from services.worker.runner.device.piecewise_graph import (
+    MAX_GRAPH_TOKENS,
+    PiecewiseGraphBackend,
+    token_buckets,
+)
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.piecewise_graph import MAX_GRAPH_TOKENS, PiecewiseGraphBackend, token_buckets
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.test_overlapped_steps import assert_same, plans, runner_for

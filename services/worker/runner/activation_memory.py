@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.models.base import CausalLM
+from services.worker.runner.device.piecewise_graph import MAX_GRAPH_TOKENS
 from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.piecewise_graph import MAX_GRAPH_TOKENS
 from services.worker.sampling.batch import SamplingBatch
 from triptych.types.facts import KvShape
 from triptych_kernels.ops import gather_rows

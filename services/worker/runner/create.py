@@ -24,7 +24,7 @@ from services.worker.models.base import CausalLM
 from services.worker.parallel.agreement import check_agreement
 from services.worker.parallel.connect import connect
 from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.device_link import CudaLink
+from services.worker.runner.device.link import CudaLink
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.kv_plan import KvPlan, plan_kv_cache
@@ -131,7 +131,7 @@ def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
 
 
 def _compiled_ahead(config: ResolvedConfig, model: CausalLM) -> AbstractContextManager[None]:
-    from services.worker.runner.compile_ahead import compiled_ahead  # imports triton: not for CPUs
+    from services.worker.runner.device.compile_ahead import compiled_ahead  # imports triton: not for CPUs
 
     return compiled_ahead(config, model)
 

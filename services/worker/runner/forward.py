@@ -1,23 +1,14 @@
-"""Which way a model is run, and the plainest one; another way is a file and a line here."""
+"""Which way a model is run by the thread that launches it, and the plainest one; another is a file and a line here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.cuda_graph import CudaGraphBackend
-from services.worker.runner.device_forward import DeviceEagerBackend, DeviceForward
-from services.worker.runner.device_inputs import DeviceInputs
-from services.worker.runner.device_link import DeviceLink
-from services.worker.runner.graph_recorder import CudaGraphRecorder, GraphRecorder
 from services.worker.runner.input_batch import InputBuffers, StepSizes
-from services.worker.runner.last_tokens import LastTokens
-from services.worker.runner.piecewise_graph import PiecewiseGraphBackend
 from services.worker.runner.recorded_forward import RecordedBackend
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable
@@ -62,47 +53,3 @@ def create_forward_backend(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
     return EagerBackend(model, kv_caches, inputs)
-
-
-def create_device_backend(
-    model: CausalLM,
-    kv_caches: Sequence[KvCache],
-    inputs: InputBuffers,
-    *,
-    link: DeviceLink,
-    last_tokens: LastTokens,
-    max_model_len: int,
-    vocab_size: int,
-    recorder: GraphRecorder | None,
-) -> ForwardBackend:
-    """The backend for an asynchronous device.
-
-    Args:
-        inputs: where every step that it will compute is gathered on the host.
-        recorder: of CUDA graphs; None: operations are launched one by one.
-    """
-    device_inputs = DeviceInputs(inputs, link)
-    forward = DeviceForward(model, kv_caches, last_tokens)
-    eager = DeviceEagerBackend(forward, device_inputs)
-    if recorder is None:
-        return eager
-    pieces = PiecewiseGraphBackend(
-        forward, device_inputs, host=inputs, others=eager, recorder=recorder, device=link.device
-    )
-    if not inputs.attention.in_graphs:
-        return pieces
-    return CudaGraphBackend(
-        forward,
-        device_inputs,
-        host=inputs,
-        others=pieces,
-        recorder=recorder,
-        device=link.device,
-        max_seq_len=max_model_len,
-        vocab_size=vocab_size,
-    )
-
-
-def create_graph_recorder(device: torch.device, *, enforce_eager: bool) -> GraphRecorder | None:
-    """None: nothing is to be recorded there."""
-    return CudaGraphRecorder(device) if device.type == "cuda" and not enforce_eager else None

@@ -17,15 +17,12 @@ from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.device_link import DeviceLink
-from services.worker.runner.device_steps import DeviceSteps
-from services.worker.runner.forward import (
-    create_device_backend,
-    create_forward_backend,
-    create_graph_recorder,
-)
+from services.worker.runner.device.create import create_device_backend, create_graph_recorder
+from services.worker.runner.device.last_tokens import LastTokens
+from services.worker.runner.device.link import DeviceLink
+from services.worker.runner.device.steps import DeviceSteps
+from services.worker.runner.forward import create_forward_backend
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
-from services.worker.runner.last_tokens import LastTokens
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.sampler import Sampler

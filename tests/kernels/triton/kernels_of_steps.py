@@ -21,8 +21,8 @@ from triton import knobs
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
-from services.worker.runner import compile_ahead
 from services.worker.runner.activation_memory import measure_activations
+from services.worker.runner.device import compile_ahead
 from tests.kernels.triton.hopper import believe_in_hopper
 from tests.worker.deferred import DeferredLink
 from tests.worker.tiny import tiny_architecture, tiny_config

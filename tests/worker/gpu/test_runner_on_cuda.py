@@ -10,7 +10,7 @@ import torch
 
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.graph_recorder import CudaGraphRecorder, Cut
+from services.worker.runner.device.graph_recorder import CudaGraphRecorder, Cut
 from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS

@@ -9,9 +9,9 @@ from torch import Tensor
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
-from services.worker.runner.device_inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from services.worker.runner.device.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from services.worker.runner.device.last_tokens import LastTokens
 from services.worker.runner.input_batch import StepSizes
-from services.worker.runner.last_tokens import LastTokens
 from triptych_kernels.ops import gather_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.runner.device_inputs import DeviceBatch
+from services.worker.runner.device.inputs import DeviceBatch
 
 
 class LastTokens:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
 from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.device_forward import DeviceForward
-from services.worker.runner.device_inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.device.forward import DeviceForward
+from services.worker.runner.device.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.device.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
 from services.worker.runner.input_batch import InputBuffers, StepSizes
 
 MAX_GRAPH_TOKENS = 512

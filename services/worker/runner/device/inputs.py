@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch
-from services.worker.runner.device_link import DeviceLink
+from services.worker.runner.device.link import DeviceLink
 from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.sampling.batch import SamplingBatch
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.device_forward import DeviceForward
-from services.worker.runner.device_inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.graph_recorder import GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.device.forward import DeviceForward
+from services.worker.runner.device.graph_recorder import GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.device.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
 from services.worker.runner.input_batch import InputBuffers, StepSizes
 
 

@@ -17,7 +17,7 @@ from services.worker.attention.create import create_attention
 from services.worker.device import free_memory
 from services.worker.models.base import CausalLM
 from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.device_link import CudaLink
+from services.worker.runner.device.link import CudaLink
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.kv_plan import plan_kv_cache

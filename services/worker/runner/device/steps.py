@@ -14,9 +14,9 @@ import torch
 
 from services.worker.runner.backend import ForwardBackend
 from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.device_link import DeviceLink, ReadBack
+from services.worker.runner.device.last_tokens import LastTokens
+from services.worker.runner.device.link import DeviceLink, ReadBack
 from services.worker.runner.input_batch import StepSizes
-from services.worker.runner.last_tokens import LastTokens
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.sampling.sampler import ChosenTokens, Sampler
