@@ -38,8 +38,9 @@ OTHER_ENV = {
     "HF_HUB_OFFLINE",
     "PATH",
     "PYTHONUNBUFFERED",
+    "TRITON_CACHE_DIR",
 }
-"""Variables that are no options: read by the loader, the hub, its client or Python itself."""
+"""Variables that are no options: read by the loader, the hub, its client, Triton or Python itself."""
 
 
 def default(key: str) -> object:

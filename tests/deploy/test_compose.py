@@ -179,7 +179,8 @@ def test_the_model_is_fetched_by_the_hub_into_the_volume_that_the_tiers_read():
     assert "outside" in model["networks"]
     for name, service in TIER.items():
         if service != "enginecore":
-            assert CONTAINERS[name]["volumes"] == ["models:/var/cache/triptych:ro"]
+            kernels = ["kernels:/var/cache/triton"] if name == "worker-gpu" else []
+            assert CONTAINERS[name]["volumes"] == ["models:/var/cache/triptych:ro", *kernels]
             assert CONTAINERS[name]["environment"]["TRIPTYCH_MODEL_MODEL"] == model["command"][0]
 
 

@@ -125,6 +125,16 @@ def test_its_environment_is_read_by_the_code(service):
     assert "/opt/triptych/bin" in env["PATH"].split(":")
 
 
+def test_only_a_cuda_worker_has_a_compiler_and_its_kernels_go_where_it_may_write(service):
+    env = dict(word.split("=", 1) for word in shlex.split(only(service, "ENV")))
+    commands = [value for instruction, value in final_stage(service) if instruction == "RUN"]
+    compiles = service == "worker"
+    assert ("TRITON_CACHE_DIR" in env) == compiles
+    assert any("*/cpu) exit" in line and "gcc libc6-dev" in line for line in commands) == compiles
+    if compiles:
+        assert any("install --directory" in line and env["TRITON_CACHE_DIR"] in line for line in commands)
+
+
 def test_everything_it_copies_is_there_and_reaches_the_builder(service):
     for sources, _ in copies(service):
         for source in sources:

@@ -166,6 +166,8 @@ def test_what_is_written_to_is_a_volume(service):
     mounts = {mount["mountPath"]: mount for mount in container(service)["volumeMounts"]}
     assert {mount["name"] for mount in mounts.values()} == set(volumes)
     writable = {"/tmp"} if service == "enginecore" else {"/tmp", "/var/cache/triptych"}
+    if service == "worker":
+        writable.add("/var/cache/triton")
     assert {path for path, mount in mounts.items() if not mount.get("readOnly")} == writable
     for path in writable:
         assert "emptyDir" in volumes[mounts[path]["name"]]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from triton.runtime import driver
 
 from services.worker import host
 from services.worker.attention.create import create_attention
@@ -24,6 +25,7 @@ from services.worker.runner.kv_plan import plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.warm_up import warm_up
 from triptych.config.resolved import ResolvedConfig
+from triptych.errors import ConfigError
 from triptych_kernels.triton.compile_ahead import NotedLaunch, noted_launches
 
 log = logging.getLogger(__name__)
@@ -40,9 +42,12 @@ def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
 
     Args:
         model: may have no weights yet.
+    Raises:
+        ConfigError: Triton cannot work on this machine.
     """
     started = time.perf_counter()
     device = torch.device(config.rank.device)
+    _reach_device()
     noted = _launches_of_steps(config, model, device)
     if not noted:
         yield
@@ -68,6 +73,17 @@ def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
         waiting_since - started,
         now - waiting_since,
     )
+
+
+def _reach_device() -> None:
+    try:
+        driver.active.get_current_device()
+    except Exception as error:
+        raise ConfigError(
+            f"worker.device: cuda, but Triton cannot work here: {error}; it compiles what it reaches the driver "
+            "through, which takes a C compiler and Python's headers: install gcc, libc6-dev and python3-dev, or set "
+            "worker.device to cpu"
+        ) from error
 
 
 def _launches_of_steps(
