@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 from triptych.text.tokenizer import Tokenizer
-
-NUM_NEW_TOKENS = 64
 
 _SHORT = (
     "Hello",
@@ -59,6 +56,3 @@ def _story(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
             f" {when.capitalize()}, {who} {did} {what}, and {draw.choice(_WHO)} {draw.choice(_DID)} it too."
         )
     return ids[:num_tokens]
-
-
-ORACLE_FILE = Path(__file__).with_name("smollm2_greedy.json")

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.oracle.prompts import NUM_NEW_TOKENS, ORACLE_FILE, oracle_prompts
+from tests.oracle.entries import NUM_NEW_TOKENS, ORACLE_FILE
+from tests.oracle.prompts import oracle_prompts
 from tests.oracle.reference import greedy, load_reference, weights_file
 from triptych.hub import resolve_model
 from triptych.text.chat_template import ChatTemplate

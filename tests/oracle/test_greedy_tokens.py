@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +13,9 @@ from services.worker.device import resolve_config
 from services.worker.runner.base import Runner
 from services.worker.runner.create import create_runner
 from tests.helpers.in_process import InProcessEngine
-from tests.oracle.prompts import NUM_NEW_TOKENS, ORACLE_FILE, oracle_prompts
-from tests.oracle.reference import greedy, load_reference, teacher_forced_logprobs, weights_file
+from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
+from tests.oracle.prompts import oracle_prompts
+from tests.oracle.reference import greedy, load_reference, teacher_forced_logprobs
 from triptych.config.checkpoint import read_architecture
 from triptych.config.loader import load_config
 from triptych.hub import resolve_model
@@ -28,19 +26,10 @@ from triptych.types.step import NewRow, StepPlan
 
 pytestmark = pytest.mark.model
 
-NEAR_TIE = 1e-4  # logits this close may swap when sums are taken in another order
-QUANTIZED_NEAR_TIE = 2e-3  # likewise when inputs of products keep 15 bits of their group's largest
 MAX_EXCUSED = 2  # of the 100 runs
 MAX_MODEL_LEN = 1600
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 LIVE = (0, 4, 12)  # entries that transformers computes again in this run
-
-
-@dataclass
-class Entry:
-    prompt: list[int]
-    tokens: list[int]
-    gaps: list[float]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +39,7 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def entries(directory: Path) -> list[Entry]:
-    document = json.loads(ORACLE_FILE.read_text())
-    digest = hashlib.sha256(weights_file(directory).read_bytes()).hexdigest()
-    assert document["weights_sha256"] == digest, "the oracle was recorded from other weights: make oracle"
-    return [Entry(**entry) for entry in document["entries"]]
+    return read_entries(directory)
 
 
 def make_runner(directory: Path, dtype: str, quantization: str = "none", cache_dtype: str = "auto") -> Runner:
@@ -83,26 +69,6 @@ def excused() -> Iterator[list[str]]:
     found: list[str] = []
     yield found
     assert len(found) <= MAX_EXCUSED, f"too many excused divergences: {found}"
-
-
-def check(
-    way: str,
-    entries: list[Entry],
-    outputs: list[list[int]],
-    excused: list[str],
-    *,
-    near_tie: float = NEAR_TIE,
-) -> None:
-    for entry, output in zip(entries, outputs, strict=True):
-        assert len(output) == NUM_NEW_TOKENS
-        if output == entry.tokens:
-            continue
-        at = next(
-            i for i, (ours, theirs) in enumerate(zip(output, entry.tokens, strict=True)) if ours != theirs
-        )
-        where = f"{way}, prompt of {len(entry.prompt)} tokens, token {at}, gap {entry.gaps[at]:.2g}"
-        assert entry.gaps[at] <= near_tie, f"{where}: {output[at]} instead of {entry.tokens[at]}"
-        excused.append(where)
 
 
 def test_the_oracle_was_recorded_from_these_prompts(directory: Path, entries: list[Entry]) -> None:
