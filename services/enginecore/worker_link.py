@@ -88,7 +88,8 @@ class WorkerLink:
         # A worker that lives and is asked in time keeps a session, unless a step has failed in it.
         has_died = self.has_session or connected.facts.boot_id != boot_id
         is_crash = is_crash or (has_died and not loss.is_orderly)
-        self._give_up()
+        if self.has_session:
+            self._on_given_up()  # of the session before; the executor has begun another in its place
         self.has_session, self._num_idle_resumes = True, 0
         return Recovery(connected, is_crash)
 

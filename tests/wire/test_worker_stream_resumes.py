@@ -191,6 +191,25 @@ async def test_a_stream_cut_again_while_it_resumes_is_resumed_after_all(kind) ->
         assert set(kinds[1:]) == {worker_pb2.SESSION_KIND_RESUMED}
 
 
+async def test_a_session_begun_with_a_new_worker_is_resumed_like_the_first() -> None:
+    async with relayed_stack() as (worker, relay, _, frontend):
+        await submit_all(frontend)
+        await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
+        await worker.stop()
+        other = WorkerStack(make_config(), NaiveRunner(make_config()))
+        other.runner.facts = replace(other.runner.facts, boot_id="another boot")
+        await other.start(worker.port)
+        try:
+            await frontend.wait_for(lambda: len(relay.welcomes) == 2)
+            relay.up = once_at(3, cut)
+            await all_end_undisturbed(frontend)
+        finally:
+            await other.stop()
+        kinds = [welcome.session for welcome in relay.welcomes]
+        fresh, resumed = worker_pb2.SESSION_KIND_FRESH, worker_pb2.SESSION_KIND_RESUMED
+        assert kinds == [fresh, fresh, resumed]
+
+
 async def test_many_cuts_one_after_the_other() -> None:
     async with relayed_stack() as (worker, relay, _, frontend):
         seen = 0
