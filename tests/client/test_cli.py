@@ -16,7 +16,7 @@ from tests.helpers.fake_frontend import SERVICE, FakeFrontend
 from triptych.client.cli import main
 from triptych.errors import EngineFailure
 
-COMMANDS = ("serve", "chat", "complete", "demo", "bench", "fit", "replay", "env", "health")
+COMMANDS = ("serve", "chat", "complete", "demo", "bench", "fit", "replay", "env", "health", "admin")
 NOBODY = "127.0.0.1:1"
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import READY_S
+from triptych.client.cli import main
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
@@ -150,3 +151,30 @@ async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status
+
+
+def test_an_operator_steers_it_from_the_command_line(
+    simulated: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def admin(*words: str) -> str:
+        code = main(["admin", *words, "--address", simulated.address])
+        said = capsys.readouterr()
+        return said.out.strip() if code == 0 else f"exit {code}: {said.err.strip()}"
+
+    def counters() -> dict[str, str]:
+        return dict(line.split(maxsplit=1) for line in admin("status").splitlines() if " " in line.strip())
+
+    assert counters()["ready"] == "true"
+    assert admin("pause", "--mode", "keep") == "paused"
+    assert counters()["paused"] == "true"
+    assert admin("resume") == "resumed"
+    assert counters()["paused"] == "false"
+    assert admin("sleep", "--level", "2") == "asleep; 0 MiB are free again"
+    assert counters()["asleep"] == "true"
+    assert admin("wake") == "awake"
+    assert admin("reset-prefix-cache").startswith("forgot ")
+    assert admin("drain") == "drained"
+    assert admin("resume") == "resumed"
+    refused = admin("status", "--engine-id", "nobody")
+    assert refused.startswith("exit 1: triptych admin: "), refused
+    assert "nobody" in refused

@@ -16,6 +16,7 @@ _COMMAND_TO_HELP = {
     "complete": "continue one prompt and leave",
     "demo": "start a stack, answer one prompt token by token, stop",
     "bench": "measure throughput and latency of a stack",
+    "admin": "look into an engine and steer it: status, pause, drain, sleep",
     "fit": "fit the simulated worker's step times to a recorded run",
     "replay": "run a step journal again, against the scheduler or a worker; report the first divergence",
     "env": "print what this machine and installation have, for bug reports",
