@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from services.worker.attention.choice import (
+    BATCH_INVARIANT_CHOICES,
     AttentionSite,
     choose_attention_backend,
-    choose_batch_invariance,
 )
 from triptych.config.architecture import ModelArchitecture
 from triptych.config.fields import EngineConfig, ParallelConfig
@@ -77,7 +77,7 @@ def resolve_for_device(
         kv_dtype=kv_dtype,
         quantization=quantization,
         attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
-        batch_invariant=choose_batch_invariance(engine),
+        batch_invariant=choose_batch_invariance(engine, site, quantization),
     )
 
 
@@ -202,6 +202,48 @@ def choose_quantization(
     if obstacle is None:
         return requested
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
+
+
+def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantization: str) -> bool:
+    """Whether a request's numbers must not depend on its batch: what `model.batch_invariant` means.
+
+    Args:
+        site: where attention and products are computed.
+        quantization: resolved.
+    Raises:
+        FeatureDisabled: they must not, but something that was asked for lets them.
+    """
+    requested = engine.model.batch_invariant
+    obstacle = _batch_dependence(engine.worker.attention_backend, site, quantization)
+    if requested == "auto":
+        return engine.model.quantization != "auto" and obstacle is None
+    if requested == "true" and obstacle is not None:
+        raise FeatureDisabled(
+            "model.batch_invariant = true", f"{obstacle}, or model.batch_invariant to auto or false"
+        )
+    return requested == "true"
+
+
+def _batch_dependence(attention: str, site: AttentionSite, quantization: str) -> str | None:
+    """What makes sums follow the rows that share a step, and what to set."""
+    if attention not in BATCH_INVARIANT_CHOICES:
+        return f"worker.attention_backend = {attention} cuts its sums by the rows that share a step; set that to auto"
+    if site.device.startswith("cuda") and (quantization == "none" or site.architecture.num_experts):
+        what = (
+            "the router of a mixture of experts"
+            if quantization != "none"
+            else "weights that are not quantized"
+        )
+        return (
+            f"on CUDA devices products with {what} are cuBLAS's, which cuts its sums by the number of rows; set "
+            "model.quantization to q4, q8, int8 or fp8 where there are no experts"
+        )
+    if site.device == "cpu" and not (site.native_kernels and site.dtype in _NATIVE_DTYPES):
+        return (
+            "without the native kernels products are torch's, which cuts its sums by the number of rows; build them "
+            f"with `python -m triptych_kernels.cpu.build` and set model.dtype to {' or '.join(_NATIVE_DTYPES)}"
+        )
+    return None
 
 
 def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> str | None:

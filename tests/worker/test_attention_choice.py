@@ -13,10 +13,9 @@ from services.worker.attention.choice import (
     FLASHINFER,
     AttentionSite,
     choose_attention_backend,
-    choose_batch_invariance,
     installed_packages,
 )
-from services.worker.resolution import resolve_for_device
+from services.worker.resolution import choose_batch_invariance, resolve_for_device
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled
@@ -172,6 +171,11 @@ def test_the_configs_word_reaches_the_resolved_config() -> None:
     assert (config.attention_backend, config.batch_invariant) == ("flash-attn", False)
 
 
+QUANTIZED_SITE = AttentionSite(
+    tiny_architecture(), "cuda:0", "bfloat16", "bfloat16", 256, native_kernels=False
+)
+
+
 @pytest.mark.parametrize(
     ("attention", "requested", "is_invariant"),
     [
@@ -183,7 +187,8 @@ def test_the_configs_word_reaches_the_resolved_config() -> None:
     ],
 )
 def test_numbers_that_follow_the_batch_are_not_promised_otherwise(attention, requested, is_invariant) -> None:
-    assert choose_batch_invariance(engine_of(attention, requested)) == is_invariant
+    engine = engine_of(attention, requested)
+    assert choose_batch_invariance(engine, QUANTIZED_SITE, "q8") == is_invariant
 
 
 @pytest.mark.parametrize("attention", ["flash-attn", "flashinfer", "torch"])
@@ -191,7 +196,7 @@ def test_a_promise_that_the_attention_would_break_is_refused(attention) -> None:
     with pytest.raises(
         FeatureDisabled, match=f"batch_invariant = true: worker.attention_backend = {attention}"
     ):
-        choose_batch_invariance(engine_of(attention, "true"))
+        choose_batch_invariance(engine_of(attention, "true"), QUANTIZED_SITE, "q8")
 
 
 def engine_of(attention: str, batch_invariant: str) -> EngineConfig:

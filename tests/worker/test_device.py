@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.attention.choice import choose_batch_invariance
+from services.worker.attention.choice import AttentionSite
 from services.worker.device import choose_device, resolve_config, use_device, use_threads
 from services.worker.resolution import (
+    choose_batch_invariance,
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
@@ -191,6 +192,11 @@ def test_8_bit_floats_are_served_where_the_device_multiplies_them(native_float8)
             resolve_for_device(engine, QUANTIZABLE, **device)
 
 
+def site(device: str, *, native_kernels: bool = True, **facts: object) -> AttentionSite:
+    architecture = tiny_architecture(**facts)
+    return AttentionSite(architecture, device, "float32", "float32", 16, native_kernels)
+
+
 @pytest.mark.parametrize(
     ("quantization", "requested", "is_invariant"),
     [
@@ -204,8 +210,26 @@ def test_8_bit_floats_are_served_where_the_device_multiplies_them(native_float8)
 def test_only_automatic_quantization_lets_the_batch_change_numbers_unasked(
     quantization, requested, is_invariant
 ):
-    model = ModelConfig(quantization=quantization, batch_invariant=requested)
-    assert choose_batch_invariance(EngineConfig(model=model)) == is_invariant
+    engine = EngineConfig(model=ModelConfig(quantization=quantization, batch_invariant=requested))
+    resolved = "q4" if quantization == "auto" else quantization
+    assert choose_batch_invariance(engine, site("cpu"), resolved) == is_invariant
+
+
+@pytest.mark.parametrize(
+    ("where", "quantization", "why"),
+    [
+        (site("cuda:0"), "none", "weights that are not quantized are cuBLAS's"),
+        (site("cuda:0", num_experts=4, num_experts_per_tok=2), "q4", "the router of a mixture"),
+        (site("cpu", native_kernels=False), "none", "products are torch's"),
+    ],
+)
+def test_products_that_follow_the_batch_are_not_promised_otherwise(where, quantization, why):
+    auto = EngineConfig(model=ModelConfig(quantization=quantization))
+    assert not choose_batch_invariance(auto, where, quantization)
+    wanted = replace(auto, model=replace(auto.model, batch_invariant="true"))
+    with pytest.raises(FeatureDisabled, match=rf"model\.batch_invariant = true: .*{why}"):
+        choose_batch_invariance(wanted, where, quantization)
+    assert choose_batch_invariance(wanted, site("cuda:0"), "int8")
 
 
 def test_a_context_above_the_models_own_is_refused_with_both_numbers():

@@ -82,8 +82,9 @@ class ModelConfig:
         "auto",
         "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
         "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true, but false "
-        "with `model.quantization = auto`, and with a `worker.attention_backend` whose sums follow the batch: torch, "
-        "flash-attn, flashinfer.",
+        "with `model.quantization = auto`, and where sums follow the batch: with weights that are not quantized on "
+        "CUDA devices, without native kernels on a CPU, and with torch, flash-attn or flashinfer as "
+        "`worker.attention_backend`.",
         WORKER,
         choices=("auto", "true", "false"),
     )

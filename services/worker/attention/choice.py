@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from triptych.config.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig
 from triptych.errors import FeatureDisabled
 
 FLASH_ATTN, FLASH_ATTN_3, FLASHINFER = "flash_attn", "flash_attn_interface", "flashinfer"
@@ -68,24 +67,6 @@ def choose_attention_backend(requested: str, site: AttentionSite) -> str:
     if obstacle is not None:
         raise FeatureDisabled(f"worker.attention_backend = {requested}", obstacle)
     return "flash-attn-3" if requested == "flash-attn" and _has_flash_attn_3(site) else requested
-
-
-def choose_batch_invariance(engine: EngineConfig) -> bool:
-    """Whether a request's numbers must not depend on its batch: what `model.batch_invariant` means.
-
-    Raises:
-        FeatureDisabled: they must not, but the attention that was asked for lets them.
-    """
-    requested, attention = engine.model.batch_invariant, engine.worker.attention_backend
-    if requested == "auto":
-        return engine.model.quantization != "auto" and attention in BATCH_INVARIANT_CHOICES
-    if requested == "true" and attention not in BATCH_INVARIANT_CHOICES:
-        raise FeatureDisabled(
-            "model.batch_invariant = true",
-            f"worker.attention_backend = {attention} cuts its sums by the rows that share a step; set that to auto, "
-            "or model.batch_invariant to auto or false",
-        )
-    return requested == "true"
 
 
 def _obstacle(requested: str, site: AttentionSite, *, on_cuda: bool) -> str | None:
