@@ -175,7 +175,7 @@ class ModelBench:
 
 
 def model_rows(bench: Bench, shelf: Shelf) -> Iterator[Row]:
-    """By model, so that each is loaded once in each mode; the other modes of one of them last."""
+    """By model, so that each is loaded once in each mode; other modes of one of them have a section of their own."""
     sizes, on_cuda = bench.sizes, bench.device.type == "cuda"
     for name, whole in (("8B", LLAMA_8B), ("Qwen3-0.6B", QWEN3_06B), ("Mixtral, half", MIXTRAL_HALF)):
         config = model_config(whole, sizes)
@@ -199,4 +199,4 @@ def model_rows(bench: Bench, shelf: Shelf) -> Iterator[Row]:
         other = replace(model, mode=mode)
         for num_streams in (1, sizes.streams):
             title = f"8B, decode, {num_streams} streams, context {sizes.context:,}, {words}"
-            yield Row("models", title, partial(other.decode, num_streams))
+            yield Row("other modes", title, partial(other.decode, num_streams))

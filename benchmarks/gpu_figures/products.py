@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_figures.few_rows import few_rows_rows
 from benchmarks.gpu_figures.limits import Bench
 from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.timing import Call
@@ -41,6 +42,8 @@ def product_rows(bench: Bench) -> Iterator[Row]:
         for name, stack in quantized_experts.items() if on_cuda else ():
             title = f"experts, {name}, {tokens}"
             yield Row("products", title, partial(measure_held_experts, bench, stack, num_tokens))
+    if on_cuda:
+        yield from few_rows_rows(bench)
 
 
 def measure_down(bench: Bench, num_tokens: int) -> Measured:

@@ -21,6 +21,7 @@ SECTIONS = (
     "attention",
     "models",
     "start",
+    "other modes",
     "elementwise",
     "products",
     "8-bit attention",

@@ -13,6 +13,7 @@ from benchmarks.gpu_tuning import experts, products
 from benchmarks.gpu_tuning.attention import decode_workloads, prefill_workloads
 from benchmarks.gpu_tuning.workload import Case, Workload
 from triptych_kernels.triton import (
+    few_rows,
     fused_moe,
     paged_attention_plan,
     quantized_experts,
@@ -25,6 +26,8 @@ from triptych_kernels.triton.tuning import ROW_BUCKETS, KeyValue, Tunable
 _TUNABLE_TO_WORKLOADS: dict[Tunable[Any], Callable[..., list[Workload]]] = {
     paged_attention_plan.DECODE: decode_workloads,
     paged_attention_plan.PREFILL: prefill_workloads,
+    few_rows.LINEAR: partial(products.few_rows_workloads, is_gated=False),
+    few_rows.GATED_LINEAR: partial(products.few_rows_workloads, is_gated=True),
     quantized_linear.BY_INTEGERS: partial(products.group_workloads, batch_invariant=True),
     quantized_linear.BY_WEIGHTS: partial(products.group_workloads, batch_invariant=False),
     w8a8_linear.TILES: products.channel_workloads,
@@ -43,6 +46,7 @@ _BFLOAT16, _INT8, _FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 # of down
 _LLAMA_8B = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 _QWEN3_06B = (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)
+_HEADS = (128256, 4096), (151936, 1024)  # of both
 _MIXTRAL = 8, 4096, 14336  # num_experts, hidden_size, intermediate_size
 _FEW_ROWS, _PROMPT, _OTHERS = (16, 64), (4096,), (32, 128, 512)
 assert {*_FEW_ROWS, *_PROMPT, *_OTHERS} == {*ROW_BUCKETS}
@@ -60,6 +64,8 @@ def create_case(name: str, key: tuple[KeyValue, ...]) -> Case:
 def all_cases(compute_capability: tuple[int, int]) -> Iterator[Case]:
     """Of a device that can do so much, most valuable first."""
     elements = (_FLOAT8, _INT8) if compute_capability >= (8, 9) else (_INT8,)
+    single, *several = few_rows.FEW_ROWS
+    yield from _few_rows_cases(single)
     for head_dim, kv_dtype in ((128, _BFLOAT16), (64, _BFLOAT16), *((128, element) for element in elements)):
         yield create_case("paged_attention_decode", (head_dim, kv_dtype, 16))
         yield create_case("paged_attention_prefill", (head_dim, kv_dtype))
@@ -71,8 +77,19 @@ def all_cases(compute_capability: tuple[int, int]) -> Iterator[Case]:
     ):
         yield from _linear_cases(buckets, shapes, elements)
     yield from _expert_cases((*_FEW_ROWS, *_PROMPT), elements)
+    for rows in several:
+        yield from _few_rows_cases(rows)
     yield from _linear_cases(_OTHERS, (*_LLAMA_8B, *_QWEN3_06B), elements)
     yield from _expert_cases(_OTHERS, elements)
+
+
+def _few_rows_cases(rows: int) -> Iterator[Case]:
+    for (attention_in, attention_out, gate_up, down), head in zip(
+        (_LLAMA_8B, _QWEN3_06B), _HEADS, strict=True
+    ):
+        yield create_case("gated_linear_few_rows", (*gate_up, _BFLOAT16, rows))
+        for shape in (down, attention_in, attention_out, head):
+            yield create_case("linear_few_rows", (*shape, _BFLOAT16, rows))
 
 
 def _linear_cases(

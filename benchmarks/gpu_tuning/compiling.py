@@ -75,14 +75,14 @@ def compile_candidate(case: Case, config: Any) -> int:
     """Compile what a candidate launches on all workloads, in a process that was started for that.
 
     Returns:
-        Bytes of shared memory of the largest program.
+        Bytes of shared memory of the largest program; 0 also if the candidate leaves the work to torch.
     """
     meta = torch.device("meta")
     _shared_bytes.clear()
     with case.tunable.forced(meta, case.key, config):
         for workload in case.build(meta):
             workload.calls[0]()
-    return max(_shared_bytes)
+    return max(_shared_bytes, default=0)
 
 
 def largest_shared_bytes(arch: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Workloads of products with quantized weights, at the rows that a bucket ends with."""
+"""Workloads of products, at the rows that a bucket ends with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,35 @@ from torch import Tensor
 
 from benchmarks.gpu_tuning.workload import Workload, num_copies
 from triptych_kernels.held_weight import HeldWeight
-from triptych_kernels.ops import linear
+from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 _DTYPE = torch.bfloat16
 _FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB
+
+
+def few_rows_workloads(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    rows: int,
+    *,
+    device: torch.device,
+    is_gated: bool,
+) -> list[Workload]:
+    """Of `linear_few_rows` and `gated_linear_few_rows`, with its activation."""
+    multiply = gated_linear if is_gated else linear
+
+    def create() -> Tensor:
+        return torch.empty((out_features, in_features), dtype=dtype, device=device).normal_()
+
+    weights = [create()]
+    if device.type != "meta":
+        weights += (create() for _ in range(num_copies(weights[0].nbytes) - 1))
+    x = torch.empty((rows, in_features), dtype=dtype, device=device).normal_()
+    return [Workload(f"{rows} rows", [partial(multiply, x, weight, impl="triton") for weight in weights])]
 
 
 def group_workloads(

@@ -44,6 +44,7 @@ TRITON_OPS = frozenset(
         "embedding",
         "fused_moe",
         "gated_linear",
+        "linear",
         "paged_attention",
         "process_logits",
         "rms_norm",

@@ -319,7 +319,14 @@ def test_shipped_files_compile_and_what_does_not_fit_is_named(file: TunedFile) -
     for one, config in ((file, candidates[0]), (too_small, largest)):
         outcome = Outcome(config, 1e-5, 2e-5, 1, ())
         stored.write(stored.with_outcome(one, case, outcome, "never"))
-    problems = compile_files([file.path, too_small.path, *shipped()])
+    both = file
+    for name, index in (("linear_few_rows", 0), ("gated_linear_few_rows", 1)):
+        few = create_case(name, (256, 1024, torch.bfloat16, 1))
+        both = stored.with_outcome(both, few, outcome_of(few, index), "never")
+    left_to_torch = both.kernel_to_entries["linear_few_rows"][0]
+    assert left_to_torch.config == {}
+    stored.write(replace(both, path=file.path.with_name("few.json")))
+    problems = compile_files([file.path, too_small.path, file.path.with_name("few.json"), *shipped()])
     assert len(problems) == 1, problems
     assert problems[0].startswith(f"{too_small.path}: {case.title}: {largest}: ")
     assert "bytes of shared memory, not up to 101376" in problems[0]

@@ -70,3 +70,9 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = float64(x).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """The gate by its approximation with tanh."""
+    gate, up = float64(x).chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up

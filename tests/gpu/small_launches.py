@@ -17,7 +17,9 @@ from triptych_kernels.dispatch import TRITON_OPS
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.triton.expert_stack import ExpertStack
+from triptych_kernels.triton.few_rows import GATED_LINEAR, LINEAR, ByTorch, Tiles, multiply_few_rows
 from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.tuning import Tunable
 from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
 
 _BLOCK_SIZE, _NUM_BLOCKS, _VOCAB_SIZE = 16, 12, 1031
@@ -48,7 +50,17 @@ class Launches:
             self._mix_quantized(ChannelQuantizedExperts, element)
 
     def gated_linear(self) -> None:
-        ops.gated_linear(self._normal(5, 40), self._normal(2 * 33, 40), impl="triton")
+        x, weight = self._normal(5, 40), self._normal(2 * 33, 40)
+        ops.gated_linear(x, weight, impl="triton")
+        for tiles in _tried(GATED_LINEAR, weight):
+            multiply_few_rows(x, weight, self._normal(2 * 33), self.dtype, "silu", tiles)
+
+    def linear(self) -> None:
+        ops.linear(self._normal(5, 40), self._normal(33, 40), impl="triton")
+        for in_features in (40, 1100):  # too few to be split, and enough
+            x, weight = self._normal(5, in_features), self._normal(33, in_features)
+            for tiles in _tried(LINEAR, weight):
+                multiply_few_rows(x, weight, self._normal(33), torch.float32, None, tiles)
 
     def paged_attention(self) -> None:
         num_heads, num_kv_heads, head_dim = _HEADS
@@ -157,6 +169,12 @@ class Launches:
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
         return torch.randint(100, (9,), device=self.device), torch.randn(100, _HEADS[2], device=self.device)
+
+
+def _tried(tunable: Tunable[Tiles | ByTorch], weight: Tensor) -> list[Tiles]:
+    """One candidate of each width, whole and with splits."""
+    candidates = tunable.candidates(*weight.shape, weight.dtype, 16)
+    return list({(t.block_n, t.num_splits): t for t in candidates if isinstance(t, Tiles)}.values())
 
 
 def main() -> int:

@@ -15,7 +15,9 @@ from triptych_kernels import ops
 from triptych_kernels.columns import PenaltyColumns
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.quantized_format import BLOCK_FORMATS
+from triptych_kernels.triton import few_rows
 from triptych_kernels.triton.expert_stack import ExpertStack
+from triptych_kernels.triton.few_rows import multiply_few_rows
 from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
@@ -245,6 +247,66 @@ def test_products_sum_in_float32(num_tokens: int, device: torch.device) -> None:
     # the gate and up products are rounded before the activation, and silu before it is multiplied
     gated = ops.gated_linear(x, weight)
     assert oracles.relative_error(gated, oracles.silu_and_mul(product)) < 3 * ROUNDED_ONCE
+
+
+class TestFewRows:
+    """With all tiles that a device's file may name, whatever is stored for this device."""
+
+    @pytest.mark.parametrize(
+        ("num_rows", "out_features", "in_features", "dtype"),
+        [
+            (1, 4096, 4096, BF16),
+            (16, 1024, 3072, BF16),
+            (5, 333, 1248, BF16),
+            (5, 333, 1240, torch.float16),
+            (3, 333, 1248, torch.float32),
+        ],
+    )
+    def test_candidates_sum_in_float32(
+        self, num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        x, weight = (torch.randn(n, in_features, device=device).to(dtype) for n in (num_rows, out_features))
+        bias = torch.randn(out_features, device=device).to(dtype)
+        expected = oracles.float64(x) @ oracles.float64(weight).T + oracles.float64(bias)
+        _, *candidates = few_rows.LINEAR.candidates(out_features, in_features, dtype, num_rows)
+        for tiles in candidates:
+            with poisoned_allocations():
+                out = multiply_few_rows(x, weight, bias, torch.float32, None, tiles)
+                alone = multiply_few_rows(x[-1:], weight, bias, torch.float32, None, tiles)
+            # the tensor cores cut what they add off, at 24 bits or so
+            assert oracles.relative_error(out, expected) < 1e-4, tiles
+            assert torch.equal(alone[0], out[-1]), f"a row's bits depend on the others: {tiles}"
+        rounded = multiply_few_rows(x, weight, bias, dtype, None, candidates[-1])
+        assert torch.equal(rounded, out.to(dtype))
+
+    @pytest.mark.parametrize(
+        ("num_rows", "num_outputs", "in_features", "dtype", "activation"),
+        [
+            (1, 14336, 4096, BF16, "silu"),
+            (16, 77, 1240, BF16, "gelu_pytorch_tanh"),
+            (4, 77, 1248, torch.float32, "silu"),
+        ],
+    )
+    def test_candidates_gate_and_round_once(
+        self,
+        num_rows: int,
+        num_outputs: int,
+        in_features: int,
+        dtype: torch.dtype,
+        activation: str,
+        device: torch.device,
+    ) -> None:
+        x = torch.randn(num_rows, in_features, device=device).to(dtype)
+        weight = (torch.randn(2 * num_outputs, in_features, device=device) / in_features**0.5).to(dtype)
+        product = oracles.float64(x) @ oracles.float64(weight).T
+        expected = oracles.silu_and_mul(product) if activation == "silu" else oracles.gelu_and_mul(product)
+        _, *candidates = few_rows.GATED_LINEAR.candidates(*weight.shape, dtype, num_rows)
+        for tiles in candidates:
+            with poisoned_allocations():
+                out = multiply_few_rows(x, weight, None, dtype, activation, tiles)
+            assert oracles.relative_error(out, expected) < (
+                1e-4 if dtype == torch.float32 else ROUNDED_ONCE
+            ), tiles
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 200])

@@ -13,6 +13,7 @@ from triptych_kernels.triton import tuning
 from triptych_kernels.triton.tuning import read_file
 
 CHOICES = (
+    "linear_few_rows(out_features=1024, in_features=2048, dtype=bfloat16, rows=1)",
     "paged_attention_prefill(head_dim=64, kv_dtype=bfloat16)",
     "quantized_linear(out_features=1024, in_features=2048, bits=4, is_affine=True, rows=16)",
     "w8a8_linear(out_features=1024, in_features=2048, element_dtype=int8, rows=16)",
@@ -25,7 +26,7 @@ def test_choices_are_measured_and_launchers_take_them(
 ) -> None:
     assert command.main(["--out", str(tmp_path), "--only", *CHOICES, "--verbose"], "") == 0
     printed = capsys.readouterr().out
-    assert "3 measured, 0 failed, 0 left" in printed
+    assert "4 measured, 0 failed, 0 left" in printed
     assert "very bits" not in printed, "a row's bits depend on the tiles of its product"
     (path,) = tmp_path.iterdir()
     file = read_file(path)

@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "services.worker.__main__": {"uvloop"},
     "services.worker": {"torch", "numpy"},
     "services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
+    "services.worker.runner.device.compile_ahead": {"torch", "triton"},
     "services.worker.door": {"grpc"},
     "services.worker.replay": {"grpc", "numpy"},
 }
@@ -143,6 +144,17 @@ def test_runner_and_kernels_import_on_a_bare_gpu_box():
     ]
     missing = GRPC | HTTP | {"prometheus_client", "tokenizers", "transformers"}
     import_without(missing, modules_of(*core, "triptych_kernels"))
+
+
+def test_tests_for_a_gpu_import_on_a_bare_box():
+    """Or none of them would run: pytest gives up where one file cannot be imported."""
+    files = [
+        path.relative_to(ROOT).with_suffix("")
+        for folder in ("tests/gpu", "tests/kernels/triton", "tests/worker/gpu")
+        for path in (ROOT / folder).glob("test_*.py")
+    ]
+    loaded = import_without(set(), [".".join(file.parts) for file in files])
+    assert not loaded & (GRPC - {"google"} | {"prometheus_client", "hypothesis", "xdist"})
 
 
 def test_kernels_import_without_anything_of_ours():

@@ -22,7 +22,8 @@ from services.worker.runner.device.inputs import DeviceInputs
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
-from tests.worker.test_overlapped_steps import assert_same, continuation, plans, runner_for
+from tests.worker.step_runs import assert_same, plans, runner_for
+from tests.worker.test_overlapped_steps import continuation
 from tests.worker.test_random_plans import BUDGET, MAX_NUM_SEQS, NUM_BLOCKS, VOCAB, NaiveEngine
 from tests.worker.tiny import EchoModel, new_row, step_plan, tiny_architecture, tiny_config
 from triptych.errors import ConfigError

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,11 +12,10 @@ from torch import nn
 
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
+from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.test_random_plans import BUDGET, MAX_NUM_SEQS, NUM_BLOCKS, VOCAB, NaiveEngine
 from tests.worker.tiny import (
     EchoModel,
@@ -27,28 +24,10 @@ from tests.worker.tiny import (
     step_plan,
     tiny_architecture,
     tiny_config,
-    tiny_facts,
 )
-from triptych.config.rank_group import OneRank, RankGroup
-from triptych.config.resolved import ResolvedConfig
-from triptych.types.step import StepPlan, StepResult
+from triptych.config.rank_group import OneRank
 
 CPU = torch.device("cpu")
-
-
-def runner_for(
-    model: nn.Module, config: ResolvedConfig, link: DeferredLink | None, group: RankGroup | None = None
-) -> ModelRunner:
-    kv = plan_kv_cache(config, free_bytes=1 << 30)
-    facts = tiny_facts(config, kv.max_model_len, kv.shape)
-    return ModelRunner(
-        model=model,
-        kv_caches=allocate_kv_cache(kv.shape, CPU),
-        facts=facts,
-        enforce_eager=True,
-        link=link,
-        group=group,
-    )
 
 
 def echo_runner(model: EchoModel | None = None) -> tuple[ModelRunner, DeferredLink]:
@@ -123,28 +102,6 @@ def test_random_plans_say_what_single_requests_would_with_any_window(random: Any
 _OF_KINDS = [[kind] for kind in KINDS] + [list(KINDS)]
 
 
-def plans(kinds: list[str], num_steps: int) -> list[StepPlan]:
-    """A chunked prefill, then decodes; half-way one row leaves and its slot and blocks get another."""
-    rng = np.random.default_rng(4)
-    rows = [
-        new_row(
-            slot,
-            rng.integers(3, 97, 6 + slot).tolist(),
-            range(1 + 12 * slot, 13 + 12 * slot),
-            sampling=KINDS[kind],
-            seed=17 + slot,
-        )
-        for slot, kind in enumerate(kinds)
-    ]
-    first = step_plan(1, new=rows, chunks=dict.fromkeys(range(len(rows)), 4))
-    second = step_plan(2, chunks={slot: 2 + slot for slot in range(len(rows))})
-    decodes = [step_plan(step_id) for step_id in range(3, num_steps + 1)]
-    middle = len(decodes) // 2
-    successor = replace(rows[0], generation=9, token_ids=rows[0].token_ids[::-1].copy())
-    decodes[middle] = step_plan(middle + 3, removed=[0], new=[successor], chunks={0: 6})
-    return [first, second, *decodes]
-
-
 @pytest.mark.parametrize("kinds", _OF_KINDS, ids=lambda kinds: "+".join(kinds))
 def test_a_model_says_the_same_with_steps_in_flight_and_without(kinds: list[str]) -> None:
     architecture = tiny_architecture()
@@ -157,19 +114,6 @@ def test_a_model_says_the_same_with_steps_in_flight_and_without(kinds: list[str]
     flying = [ahead.launch(plan) for plan in plans(kinds, 20)]
     for one, other in zip((step.wait() for step in flying), expected, strict=True):
         assert_same(one, other)
-
-
-def assert_same(one: StepResult, other: StepResult) -> None:
-    assert one.step_id == other.step_id
-    assert one.token_ids.dtype == np.uint32
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.row_errors == other.row_errors
-    assert (one.logprobs is None) == (other.logprobs is None)
-    if one.logprobs is not None and other.logprobs is not None:
-        for name in ("rows", "offsets", "token_ids", "ranks"):
-            np.testing.assert_array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name))
-        # torch's products may round otherwise in a batch with padding
-        np.testing.assert_allclose(one.logprobs.logprobs, other.logprobs.logprobs, rtol=2e-6)
 
 
 @pytest.mark.parametrize(("kind", "waits"), [(kind, kind == "penalties") for kind in KINDS])

@@ -1,4 +1,4 @@
-"""How the products of `quantized_linear` and `w8a8_linear` end: their tiles, and the sum over splits of the inputs."""
+"""How products that are computed transposed end: their tiles, and the sum over splits of the inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_splits(
 
     Args:
         partials: [splits, num_rows, out_features] float32.
-        bias: [out_features] float32.
+        bias: [out_features].
         activation: one of `ops.gated_linear.ACTIVATIONS`, if the outputs are gates and then ups.
     Returns:
         [num_rows, out_features], with an activation half as many.

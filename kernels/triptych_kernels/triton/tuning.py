@@ -74,7 +74,8 @@ class Tunable(Generic[Config]):
             name: in files.
             key: names of what the choice depends on, in the order in which `chosen` takes them; nothing that varies
                 with the batch, unless `same_bits` or a row's bits may vary with it.
-            default: from the values of a key, the config where nothing is stored; a frozen dataclass of numbers.
+            default: from the values of a key, the config where nothing is stored; a frozen dataclass of numbers, or
+                of none, which a launcher may take for leaving the work to torch.
             candidates: from the values of a key, configs that fit a device's shared memory and are worth measuring.
             same_bits: the key varies with the batch and a row's bits may not: a candidate must give the default's very
                 bits, or it is refused.

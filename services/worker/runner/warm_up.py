@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.runner.base import StepRunner
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan
+from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
+from triptych.types.step import U32, NewRow, StepPlan
 
 _NUM_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
 
@@ -20,9 +20,15 @@ _ALL_KINDS = SamplingParams(
 )
 """Sampling that goes through every operation there is for it."""
 
+_OTHER_FORMS = (
+    SamplingParams(repetition_penalty=1.1, logprobs=0),
+    SamplingParams(logprobs=MAX_LOGPROBS),
+)
+"""In which kernels for some of them are not the same: no row is restricted, no alternatives are listed, or many."""
+
 
 def warm_up(runner: StepRunner) -> None:
-    """Run a small prefill and a decode, so that the first request does not pay for lazy set-up.
+    """Run a small prefill and a few decodes, so that the first request does not pay for lazy set-up.
 
     They are ordinary steps of a session of their own and leave keys and values in the first blocks: for a
     runner whose blocks nobody counts on yet.
@@ -31,26 +37,33 @@ def warm_up(runner: StepRunner) -> None:
     num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
     if num_prompt < 1:
         return  # a context of two tokens has no decode to warm up
+    block_ids = np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32)
+    runner.reset()
+    runner.execute(_first_step(1, num_prompt, block_ids, _ALL_KINDS))
+    runner.execute(StepPlan(step_id=2, last_result_seen=1))
+    for step_id, sampling in enumerate(_OTHER_FORMS, 3):
+        runner.execute(_first_step(step_id, 1, block_ids, sampling))
+    runner.reset()
+
+
+def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: SamplingParams) -> StepPlan:
+    """Of a request, with its whole prompt; the one before it goes."""
     row = NewRow(
         slot=0,
-        generation=0,
-        token_ids=np.zeros(num_prompt, np.uint32),
-        num_prompt_tokens=num_prompt,
+        generation=step_id,
+        token_ids=np.zeros(num_tokens, np.uint32),
+        num_prompt_tokens=num_tokens,
         num_computed_tokens=0,
         num_cached_tokens=0,
-        block_ids=np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32),
-        sampling=_ALL_KINDS,
+        block_ids=block_ids,
+        sampling=sampling,
         seed=0,
     )
-    runner.reset()
-    runner.execute(
-        StepPlan(
-            step_id=1,
-            last_result_seen=0,
-            new_rows=(row,),
-            chunk_slots=np.zeros(1, np.uint32),
-            chunk_lengths=np.array([num_prompt], np.uint32),
-        )
+    return StepPlan(
+        step_id=step_id,
+        last_result_seen=step_id - 1,
+        removed_slots=np.zeros(int(step_id > 1), np.uint32),
+        new_rows=(row,),
+        chunk_slots=np.zeros(1, np.uint32),
+        chunk_lengths=np.array([num_tokens], np.uint32),
     )
-    runner.execute(StepPlan(step_id=2, last_result_seen=1))
-    runner.reset()

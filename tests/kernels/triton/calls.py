@@ -29,6 +29,7 @@ from triptych_kernels.ops import (
     write_kv,
 )
 from triptych_kernels.quantized_format import QuantizedFormat
+from triptych_kernels.triton.few_rows import GATED_LINEAR, LINEAR, Tiles, multiply_few_rows
 from triptych_kernels.triton.quantize_rows import quantize_rows
 from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
@@ -119,6 +120,24 @@ def _paged_attention(
 
 
 _MIXTRAL = 8, 2, 4096, 14336  # num_experts, top_k, hidden_size, intermediate_size
+
+
+def _few_rows(
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    tiles: Tiles,
+    *,
+    activation: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+) -> object:
+    """One of the candidates for such a product."""
+    tunable = LINEAR if activation is None else GATED_LINEAR
+    assert tiles in tunable.candidates(out_features, in_features, dtype, 1)
+    x, weight = (_meta(rows, in_features, dtype=dtype) for rows in (num_rows, out_features))
+    bias = _meta(out_features, dtype=dtype)
+    return multiply_few_rows(x, weight, bias, out_dtype or dtype, activation, tiles)
 
 
 def _fused_moe(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, inner: int) -> object:
@@ -240,6 +259,33 @@ CALLS: dict[str, Callable[[], object]] = {
     "gated_linear, silu": lambda: gated_linear(_meta(256, 4096), _meta(28672, 4096), impl="triton"),
     "gated_linear, gelu": lambda: gated_linear(
         _meta(256, 2304), _meta(18432, 2304), activation="gelu_pytorch_tanh", impl="triton"
+    ),
+    "gated_linear, few rows, 8B": lambda: _few_rows(
+        1, 28672, 4096, Tiles(16, 256, 1, 2, 5), activation="silu"
+    ),
+    "gated_linear, few rows, 8B, 4 warps": lambda: _few_rows(
+        16, 28672, 4096, Tiles(64, 128, 1, 4, 3), activation="silu"
+    ),
+    "gated_linear, few rows, 0.6B, gelu": lambda: _few_rows(
+        4, 6144, 1024, Tiles(32, 128, 1, 4, 5), activation="gelu_pytorch_tanh"
+    ),
+    "gated_linear, few rows, float32": lambda: _few_rows(
+        1, 6144, 1024, Tiles(32, 64, 1, 4, 5), activation="silu", dtype=torch.float32
+    ),
+    "linear, few rows, 8B, query, key and value": lambda: _few_rows(1, 6144, 4096, Tiles(32, 128, 1, 4, 9)),
+    "linear, few rows, 8B, out": lambda: _few_rows(16, 4096, 4096, Tiles(16, 256, 1, 1, 5)),
+    "linear, few rows, 8B, down": lambda: _few_rows(1, 4096, 14336, Tiles(64, 256, 4, 4, 3)),
+    "linear, few rows, 8B, head": lambda: _few_rows(
+        1, 128256, 4096, Tiles(128, 128, 1, 4, 3), out_dtype=torch.float32
+    ),
+    "linear, few rows, 0.6B, down in float16": lambda: _few_rows(
+        4, 1024, 3072, Tiles(16, 512, 4, 2, 5), dtype=torch.float16
+    ),
+    "linear, few rows, 0.6B, head": lambda: _few_rows(
+        1, 151936, 1024, Tiles(64, 64, 1, 4, 9), out_dtype=torch.float32
+    ),
+    "linear, few rows, float32": lambda: _few_rows(
+        1, 4096, 4096, Tiles(64, 64, 4, 4, 5), dtype=torch.float32
     ),
     "paged_attention, heads of 64": lambda: _paged_attention(_MIXED, 3, 64, group=3),
     "paged_attention, heads of 80": lambda: _paged_attention(_MIXED, 32, 80, group=1),

@@ -42,7 +42,7 @@ class Launch:
     shared_bytes: int
     """Of a program."""
     widest_access: int
-    """Bytes of the widest load or store of global memory by one thread; 0: all are asynchronous copies."""
+    """Bytes of the widest load, store or asynchronous copy of global memory by one thread."""
 
 
 def compile_calls() -> dict[str, list[Launch] | str]:
@@ -105,7 +105,9 @@ def _describe(kernel: JITFunction, grid: tuple[int, ...], compiled: Any) -> Laun
 
 def _widest_access(ptx: str) -> int:
     accesses = re.findall(r"\b(?:ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
-    return max((int(count or 1) * int(bits) // 8 for count, bits in accesses), default=0)
+    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    widths = [int(count or 1) * int(bits) // 8 for count, bits in accesses]
+    return max((*widths, *(int(width, base=0) for width in copies)), default=0)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,18 @@ def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -
     assert found["at_launch"] == 0
 
 
+def test_no_launch_finds_a_kernel_that_is_still_being_loaded(found: dict[str, Any]) -> None:
+    """Triton would launch it, without a function to launch."""
+    assert found["found_early"] == 0
+
+
 def test_a_start_compiles_what_steps_and_every_kind_of_sampling_launch(found: dict[str, Any]) -> None:
     of_steps, _ = found["steps"]["plain"]
     assert {"_embedding", "_norm_whole_rows", "_attend_tile", "_attend_splits", "_choose"} <= set(of_steps)
-    assert set(found["start"]) >= set(of_steps), "whatever the model"
-    assert {"_penalize", "_ban", "_bias", "_allow", "_look_up"} <= set(found["start"])
+    ahead, late = found["start"]
+    assert set(ahead) >= set(of_steps), "whatever the model"
+    assert {"_penalize", "_ban", "_bias", "_allow", "_look_up"} <= set(ahead)
+    assert late == [], "or the first request of its kind would wait for a compiler"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -45,3 +52,11 @@ def test_no_step_compiles_what_a_start_has_not(found: dict[str, Any], model: str
     ahead, late = found["steps"][model]
     assert late == []
     assert len(ahead) < 50, "they are to be compiled while weights are read"
+
+
+def test_nor_where_products_of_few_rows_have_tiles(found: dict[str, Any]) -> None:
+    """Others for one row, for up to 4 and for up to 16."""
+    ahead, late = found["few rows"]
+    assert late == []
+    assert ahead.count("_multiply_few_rows") >= 3 * 2, "plain and with an activation, each of three sizes"
+    assert len(ahead) < 50

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
 from tests.kernels.triton.test_paged_attention import build_step
-from triptych_kernels.ops import linear
+from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.triton import (
+    few_rows,
     paged_attention_decode,
     paged_attention_prefill,
     quantized_linear,
@@ -24,7 +26,7 @@ from triptych_kernels.triton import (
 )
 from triptych_kernels.triton.paged_attention_plan import DECODE, PREFILL, DecodeTiles, PrefillTiles
 from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.tuning import as_plain, row_bucket
+from triptych_kernels.triton.tuning import Tunable, as_plain, row_bucket
 from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
 
 NAME = "Some GPU 80GB/x"
@@ -137,6 +139,32 @@ def test_an_8_bit_product_is_launched_with_what_is_stored_and_says_the_same(
     kernel = spy_on(monkeypatch, w8a8_linear, "_multiply_bytes")
     assert torch.equal(linear(x, weight), by_default)
     assert kernel.options[0]["BLOCK_N"] == 64
+
+
+@pytest.mark.parametrize(
+    ("multiply", "tunable"), [(linear, few_rows.LINEAR), (gated_linear, few_rows.GATED_LINEAR)]
+)
+def test_a_plain_product_is_torchs_but_for_the_few_rows_that_have_tiles(
+    multiply: Callable[..., Tensor],
+    tunable: Tunable[Any],
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    key = {"out_features": 96, "in_features": 64, "dtype": "float16"}
+    _, *tried = tunable.candidates(96, 64, torch.float16, 4)
+    few, *_, more = tried
+    entries = [entry(key | {"rows": rows}, c) for rows, c in ((1, few_rows.ByTorch()), (4, few), (16, more))]
+    assert entries[0]["config"] == {}
+    store({tunable.name: entries})
+    kernel = spy_on(monkeypatch, few_rows, "_multiply_few_rows")
+    x, weight = (torch.randn(n, 64).half().to(device) for n in (17, 96))
+    for num_rows in (1, 2, 4, 5, 16, 17):
+        out = multiply(x[:num_rows], weight, impl="triton")
+        expected = multiply(x[:num_rows], weight, impl="reference").half()
+        torch.testing.assert_close(out, expected, rtol=2**-8, atol=2**-8)
+    launched = [(o["BLOCK_N"], o["BLOCK_K"], o["num_warps"], o["num_stages"]) for o in kernel.options]
+    assert launched == [(t.block_n, t.block_k, t.num_warps, t.num_stages) for t in (few, few, more, more)]
 
 
 def test_where_nothing_is_stored_the_default_serves_and_the_log_says_so_once(

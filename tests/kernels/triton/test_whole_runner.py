@@ -13,7 +13,7 @@ from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
-from tests.worker.test_overlapped_steps import assert_same, plans, runner_for
+from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
 from triptych_kernels import dispatch

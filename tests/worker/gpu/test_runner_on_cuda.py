@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.activation_memory import measure_activations
@@ -21,9 +22,13 @@ NUM_STEPS = 24
 
 
 @pytest.fixture
-def runners(device: torch.device, tmp_path: Path) -> tuple[SleepableRunner, SleepableRunner]:
+def model(device: torch.device) -> PreTrainedModel:
+    return SHAPES["groups of 3, heads of 64, tied"]().to(device).eval()
+
+
+@pytest.fixture
+def runners(model: PreTrainedModel, tmp_path: Path) -> tuple[SleepableRunner, SleepableRunner]:
     """With graphs, and without, of one checkpoint."""
-    model = SHAPES["groups of 3, heads of 64, tied"]().to(device).eval()
     return make_runner(model, tmp_path), make_runner(model, tmp_path, eager=True)
 
 
@@ -128,11 +133,10 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
 
 
 def test_decodes_with_an_attention_that_is_not_recorded_are_replayed_in_pieces(
-    runners, device: torch.device, tmp_path: Path
+    runners, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     _, eager = runners
-    model = SHAPES["groups of 3, heads of 64, tied"]().to(device).eval()
-    pieces = make_runner(model, tmp_path / "pieces", attention="torch")
+    pieces = make_runner(model, tmp_path, attention="torch")
     assert "piecewise graphs" in pieces.facts.kernels
     for runner in (pieces, eager):
         runner.reset()

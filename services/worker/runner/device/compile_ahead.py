@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from services.worker.runner.warm_up import warm_up
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError
 from triptych_kernels.triton.compile_ahead import NotedLaunch, noted_launches
+from triptych_kernels.triton.few_rows import FEW_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
     device = torch.device(config.rank.device)
     _reach_device()
     noted = _launches_of_steps(config, model, device)
+    gc.collect()  # workspaces of what attended may lie in cycles, and would count against KV blocks
     if not noted:
         yield
         return
@@ -131,15 +134,15 @@ def _launches_of_steps(
 def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
     """Tokens of steps with prompts, and requests, that between them launch the kernels of steps of all sizes.
 
-    Quantized products and mixtures of experts are cut by the number of rows; of the rest, a row by itself is its own
-    case.
+    Quantized products and mixtures of experts are cut by the number of rows, and so are plain products of few; of the
+    rest, a row by itself is its own case.
     """
     scheduler = config.engine.scheduler
     longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    if config.quantization == "none" and not config.architecture.num_experts:
-        return (longest, (1, 1))
-    powers = [1 << exponent for exponent in range(max(longest).bit_length())]
-    return (longest, *((min(size, longest[0]), min(size, longest[1])) for size in powers))
+    sizes: Sequence[int] = FEW_ROWS
+    if config.quantization != "none" or config.architecture.num_experts:
+        sizes = [1 << exponent for exponent in range(max(longest).bit_length())]
+    return (longest, *((min(size, longest[0]), min(size, longest[1])) for size in sizes))
 
 
 def _unmeasured(launch: Callable[[], None]) -> int:

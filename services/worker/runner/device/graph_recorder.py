@@ -51,7 +51,12 @@ class CudaGraphRecorder:
         self.num_bytes = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._is_pool_held = False
         self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            # cuBLAS keeps a workspace for each stream: taken in a capture, it would hold on to the pool when graphs go
+            one = torch.ones(1, 1, device=device)
+            torch.mm(one, one)
 
     def record(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -76,8 +81,11 @@ class CudaGraphRecorder:
             except BaseException:
                 with suppress(RuntimeError):  # the first error says why
                     graphs[-1].capture_end()
+                if not self._is_pool_held:  # a pool that all graphs have left is none to torch
+                    self._pool = torch.cuda.graph_pool_handle()
                 raise
             graphs[-1].capture_end()
+        self._is_pool_held = True
         self.num_bytes += torch.cuda.memory_reserved(self._device) - reserved
         return tuple(graph.replay for graph in graphs)
 
