@@ -198,5 +198,6 @@ def model_rows(bench: Bench, shelf: Shelf) -> Iterator[Row]:
     ):
         other = replace(model, mode=mode)
         for num_streams in (1, sizes.streams):
-            title = f"8B, decode, {num_streams} streams, context {sizes.context:,}, {words}"
+            streams = "1 stream" if num_streams == 1 else f"{num_streams} streams"
+            title = f"8B, decode, {streams}, context {sizes.context:,}, {words}"
             yield Row("other modes", title, partial(other.decode, num_streams))
