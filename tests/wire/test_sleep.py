@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -291,6 +292,27 @@ async def test_a_sleep_whose_answer_is_lost_is_noticed_and_can_be_ended() -> Non
         await frontend.wait_for(lambda: 1 in frontend.ends)
         assert frontend.tokens[1] == expected(1, LONG)
         assert not (await frontend.status()).asleep
+
+
+async def test_a_worker_that_takes_too_long_to_sleep_is_not_waited_for_and_can_be_woken(monkeypatch) -> None:
+    monkeypatch.setattr("services.enginecore.executor.grpc_executor._SLEEP_TIMEOUT_S", 0.2)
+    may_sleep = threading.Event()
+    async with running_stack() as (worker, _, frontend):
+        fall_asleep = worker.runner.sleep
+
+        def sleep_late(level: SleepLevel) -> int:
+            assert may_sleep.wait(DEADLINE_S)
+            return fall_asleep(level)
+
+        worker.runner.sleep = sleep_late
+        with pytest.raises(grpc.aio.AioRpcError, match=r"did not answer Sleep within 0\.2 s"):
+            await sleep(frontend)
+        may_sleep.set()
+        await frontend.wait_status(lambda status: status.asleep)
+        await wake(frontend)
+        await submit(frontend, 1, LONG)
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert frontend.tokens[1] == expected(1, LONG)
 
 
 async def test_nobody_but_the_engine_that_holds_a_worker_puts_it_to_sleep() -> None:

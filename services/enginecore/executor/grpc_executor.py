@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _WELCOME_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for so long is gone, whatever keepalive thinks
 _GOODBYE_TIMEOUT_S = 0.5
+_SLEEP_TIMEOUT_S = 600.0  # weights are copied to the host
+_WAKE_TIMEOUT_S = 3600.0  # or read from the checkpoint again
 
 
 class GrpcExecutor:
@@ -105,9 +107,10 @@ class GrpcExecutor:
         assert self._channel is not None, "who has no session cannot end it"
         request = worker_pb2.SleepRequest(session_name=self._hello.resume_session, level=level.value)
         try:
-            response = await worker_pb2_grpc.WorkerServiceStub(self._channel).Sleep(request)
+            stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+            response = await stub.Sleep(request, timeout=_SLEEP_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._no_answer(error, "Sleep", _SLEEP_TIMEOUT_S) from None
         await self._hang_up()
         self.forget_session()
         return int(response.released_bytes)
@@ -115,9 +118,10 @@ class GrpcExecutor:
     async def wake(self) -> None:
         async with open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES) as channel:
             try:
-                await worker_pb2_grpc.WorkerServiceStub(channel).Wake(worker_pb2.WakeRequest())
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                await stub.Wake(worker_pb2.WakeRequest(), timeout=_WAKE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
+                raise self._no_answer(error, "Wake", _WAKE_TIMEOUT_S) from None
 
     async def close(self) -> None:
         if self._call is not None and self._loss is None and self._reader is not None:
@@ -128,6 +132,14 @@ class GrpcExecutor:
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("the worker did not hear the goodbye: %r", error)
         await self._hang_up()
+
+    def _no_answer(self, error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> TriptychError:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            return from_rpc_error(error)
+        return EngineUnavailable(
+            f"worker {self._address} did not answer {call} within {timeout_s:g} s; it may still carry it out, and "
+            "Wake brings back one that sleeps"
+        )
 
     async def _greet(self, call: grpc.aio.StreamStreamCall) -> worker_pb2.Welcome:
         try:
