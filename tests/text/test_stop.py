@@ -12,10 +12,12 @@ letters = st.text("ab", max_size=4)
 stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
 
-def naive(pieces: list[str], stop: list[str], include: bool) -> tuple[str, StopMatch | None]:
+def naive(
+    pieces: list[str], stop: list[str], include: bool, num_exempt: int = 0
+) -> tuple[str, StopMatch | None]:
     """Look at every beginning of the text, the shortest first, and at every stop string, the longest first."""
     text = "".join(pieces)
-    for end in range(1, len(text) + 1):
+    for end in range(len("".join(pieces[:num_exempt])) + 1, len(text) + 1):
         for string in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(string):
                 num_pieces = next(n for n in range(len(pieces) + 1) if len("".join(pieces[:n])) >= end)
@@ -24,13 +26,15 @@ def naive(pieces: list[str], stop: list[str], include: bool) -> tuple[str, StopM
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(letters, max_size=12), stops, st.booleans())
-def test_all_at_once_is_as_the_naive_search_has_it(pieces: list[str], stop: list[str], include: bool) -> None:
+@given(st.lists(letters, max_size=12), stops, st.booleans(), st.integers(0, 6))
+def test_all_at_once_is_as_the_naive_search_has_it(
+    pieces: list[str], stop: list[str], include: bool, num_exempt: int
+) -> None:
     checker = StopChecker(stop, include_stop_str_in_output=include)
-    shown, match = checker.push(pieces)
+    shown, match = checker.push(pieces, num_exempt=num_exempt)
     if match is None:
         shown += checker.flush()
-    assert (shown, match) == naive(pieces, stop, include)
+    assert (shown, match) == naive(pieces, stop, include, num_exempt)
 
 
 @settings(max_examples=500, deadline=None)
@@ -88,6 +92,17 @@ def test_the_stop_string_may_be_kept_in_the_output() -> None:
         "abcdef",
         StopMatch("ef", 2),
     )
+
+
+def test_a_stop_string_begun_in_exempt_pieces_counts() -> None:
+    checker = StopChecker(["bc"])
+    assert checker.push(["a"], num_exempt=2) == ("a", None)
+    assert checker.push(["b"], num_exempt=1) == ("", None)
+    assert checker.push(["c"]) == ("", StopMatch("bc", 1))
+
+
+def test_an_ignored_stop_string_may_overlap_the_one_that_counts() -> None:
+    assert StopChecker(["aa"]).push(["a", "a", "a"], num_exempt=2) == ("a", StopMatch("aa", 3))
 
 
 def test_without_stop_strings_everything_passes_at_once() -> None:

@@ -30,16 +30,20 @@ class StopChecker:
         self._include = include_stop_str_in_output
         self._held = ""
 
-    def push(self, pieces: Sequence[str]) -> tuple[str, StopMatch | None]:
+    def push(self, pieces: Sequence[str], *, num_exempt: int = 0) -> tuple[str, StopMatch | None]:
         """Take one piece of text per token; return what may be shown, and the match that ends it all.
 
         After a match the rest of the pieces is not looked at, and the checker must not be used again.
+
+        Args:
+            num_exempt: The first so many pieces cannot end the output: a stop string that they complete is
+                ignored. One that begins in them and is completed after them counts.
         """
         text = self._held
         for num_pieces, piece in enumerate(pieces, start=1):
             for index, character in enumerate(piece, start=1):
                 stop = self._advance(character)
-                if stop is not None:
+                if stop is not None and num_pieces > num_exempt:
                     text += piece[:index]
                     self._held = ""
                     shown = text if self._include else text[: len(text) - len(stop)]
@@ -77,7 +81,7 @@ class _Matcher:
         if self.string[matched] == character:
             matched += 1
         complete = matched == len(self.string)
-        self.num_matched = 0 if complete else matched
+        self.num_matched = self._fallbacks[-1] if complete else matched
         return complete
 
 
