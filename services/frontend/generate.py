@@ -269,7 +269,7 @@ class Generator:
                 token_ids=prompt,
                 num_prompt_tokens=len(prompt),
                 sampling=sampling,
-                seed=choice_seed(request.seed, index, sampling.n),
+                seed=choice_seed(request.seed, index),
                 priority=raw.priority,
                 tenant=raw.tenant,
                 cache_salt=raw.cache_salt,

@@ -25,9 +25,12 @@ def draw_seed() -> int:
     return secrets.randbits(64)
 
 
-def choice_seed(seed: int, index: int, num_choices: int) -> int:
-    """The seed of one choice: a lone choice takes the request's own, several are spread by splitmix64."""
-    return seed if num_choices == 1 else splitmix64((seed + index) & _MASK_64)
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of one choice: the first takes the request's own, the others are spread by splitmix64.
+
+    So the first of several choices equals the only choice of a request with the same seed.
+    """
+    return seed if index == 0 else splitmix64((seed + index) & _MASK_64)
 
 
 def choice_request_id(request_id: str, index: int, num_choices: int) -> str:

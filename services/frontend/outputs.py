@@ -15,9 +15,10 @@ from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
 from triptych.types.sampling import OutputKind, SamplingParams
 
-# After a stop string the engine is told, and answers within a turn of its loop with the counts that only it
-# knows. The text is out by then; an engine that hangs must not keep the end of the stream for longer.
-ACCOUNT_WAIT_S = 1.0
+# After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
+# that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
+# by no more than this; the usage then lacks the cached tokens, and the timings are 0.
+ACCOUNT_WAIT_S = 0.25
 
 
 class RequestOutputs:
@@ -261,17 +262,16 @@ class Choice:
         pieces = self._detokenizer.pieces(_visible(token_ids, finish, self._sampling))
         if finish is not None:
             pieces.append(self._detokenizer.flush())
-        # Stop strings do not count within the first min_tokens tokens.
-        num_exempt = min(len(pieces), max(0, self._sampling.min_tokens - self.num_tokens))
-        self._text += pieces[:num_exempt]
-        text, match = self._stop_checker.push(pieces[num_exempt:])
+        # A stop string that is complete within the first min_tokens tokens does not count.
+        num_exempt = max(0, self._sampling.min_tokens - self.num_tokens)
+        text, match = self._stop_checker.push(pieces, num_exempt=num_exempt)
         self._text.append(text)
         if match is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, match.stop
             if finish is None:
                 self.stop_upstream()
                 asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self._settle)
-            return min(len(token_ids), num_exempt + match.num_pieces)
+            return min(len(token_ids), match.num_pieces)
         if finish is not None:
             self._text.append(self._stop_checker.flush())
         return len(token_ids)
@@ -283,8 +283,12 @@ class Choice:
 
 
 def _visible(token_ids: list[int], finish: FinishedRequest | None, sampling: SamplingParams) -> list[int]:
-    """The tokens that have text: a stop token has none, unless the client wants what ended the output."""
-    is_stopped = finish is not None and finish.stop_token_id is not None
-    if is_stopped and token_ids and not sampling.include_stop_str_in_output:
+    """Return the tokens that have text.
+
+    The engine ends a request with STOP only by its last token: an end-of-sequence token or one of
+    `stop_token_ids`. That token has no text, unless the client wants what ended the output.
+    """
+    is_stopped = finish is not None and finish.reason is FinishReason.STOP
+    if is_stopped and not sampling.include_stop_str_in_output:
         return token_ids[:-1]
     return token_ids

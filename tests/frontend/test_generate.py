@@ -107,7 +107,10 @@ async def test_three_choices_differ_and_the_same_seed_repeats_them() -> None:
         assert first == again
         assert len({tuple(token_ids) for token_ids in first}) == 3
         assert other != first
-        assert [request.seed for request in engine.submitted[:3]] == [splitmix64(42 + i) for i in range(3)]
+        seeds = [request.seed for request in engine.submitted[:3]]
+        assert seeds == [42, splitmix64(43), splitmix64(44)]
+        lone = await answer(core.generator, raw_request(sampling={"seed": 42, "max_tokens": 6}))
+        assert lone.token_ids() == first[0]
         assert len({request.request_id for request in engine.submitted[:3]}) == 3
 
 

@@ -193,6 +193,26 @@ async def test_an_engine_that_never_accounts_does_not_hold_the_end_back(
     assert len(await rest(outputs)) == 1
 
 
+async def test_a_stop_string_begun_within_min_tokens_ends_the_output() -> None:
+    outputs, choice, upstream = one_choice(stop=("bc",), min_tokens=2)
+    for token_id in TOKENIZER.encode("abcd"):
+        feed(choice, [token_id])
+    choice.on_tokens([], None, 0, end(FinishReason.ABORT))
+    deltas = await rest(outputs)
+    assert (text_of(deltas), deltas[-1].stop_reason, choice.num_tokens) == ("a", "bc", 3)
+    assert upstream.told == ["stop"]
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+async def test_the_end_of_sequence_token_has_text_only_if_asked_for(is_included: bool) -> None:
+    outputs, choice, _ = one_choice(include_stop_str_in_output=is_included, skip_special_tokens=False)
+    token_ids = [*TOKENIZER.encode("Hello"), EOS_ID]
+    feed(choice, token_ids, end(FinishReason.STOP))
+    deltas = await rest(outputs)
+    assert text_of(deltas) == ("Hello" + EOS if is_included else "Hello")
+    assert ids_of(deltas) == token_ids
+
+
 @pytest.mark.parametrize("is_included", [False, True])
 async def test_a_stop_token_has_text_only_if_asked_for(is_included: bool) -> None:
     outputs, choice, _ = one_choice(

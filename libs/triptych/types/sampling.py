@@ -28,7 +28,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Choices per prompt, 1..16384; choice i is seeded with `splitmix64(seed + i)`."""
+    """Choices per prompt, 1..16384. Choice 0 is seeded with `seed`, choice i > 0 with `splitmix64(seed + i)`."""
     max_tokens: int | None = 16
     """New tokens at most, >= 1. None: the rest of the context."""
     min_tokens: int = 0
