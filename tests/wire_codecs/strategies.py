@@ -16,12 +16,22 @@ from triptych.types.outputs import (
     Logprob,
     OutputBatch,
     RequestFailure,
+    RequestPromptLogprobs,
     StageTimings,
     TokenLogprobs,
     Usage,
 )
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
+from triptych.types.step import (
+    LogprobColumns,
+    NewRow,
+    PromptLogprobs,
+    RowError,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
@@ -106,6 +116,20 @@ def logprob_columns(draw: Any) -> LogprobColumns:
     )
 
 
+@st.composite
+def prompt_logprobs(draw: Any) -> PromptLogprobs:
+    num_positions, num_candidates = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    num_entries = num_positions * num_candidates
+    values = draw(st.lists(logprob_values, min_size=num_entries, max_size=num_entries))
+    shape = num_positions, num_candidates
+    return PromptLogprobs(
+        first_position=draw(u32),
+        token_ids=draw(u32_column(num_entries)).reshape(shape),
+        logprobs=np.array(values, dtype=np.float32).reshape(shape),
+        ranks=draw(u32_column(num_positions)),
+    )
+
+
 new_rows = build(
     NewRow,
     slot=u32,
@@ -117,6 +141,7 @@ new_rows = build(
     block_ids=u32_column(),
     sampling=sampling,
     seed=u64,
+    prompt_logprobs_start=u32,
 )
 
 
@@ -145,6 +170,9 @@ results = build(
     step_id=u64,
     token_ids=u32_column(),
     logprobs=st.none() | logprob_columns(),
+    prompt_logprobs=st.lists(
+        build(RowPromptLogprobs, slot=u32, generation=u32, logprobs=prompt_logprobs()), max_size=2
+    ).map(tuple),
     row_errors=st.lists(build(RowError, slot=u32, generation=u32, message=words), max_size=2).map(tuple),
     timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64),
 )
@@ -233,6 +261,9 @@ def output_batches(draw: Any) -> OutputBatch:
             token_counts=st.just(np.array(counts, dtype=np.uint32)),
             token_ids=u32_column(sum(counts) if counts else num_requests),
             logprobs=st.none() | logprob_columns(),
+            prompt_logprobs=st.lists(
+                build(RequestPromptLogprobs, number=u32, logprobs=prompt_logprobs()), max_size=2
+            ).map(tuple),
             finished=st.lists(
                 build(
                     FinishedRequest,

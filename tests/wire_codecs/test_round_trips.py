@@ -50,7 +50,7 @@ def assert_same(left: Any, right: Any) -> None:
         for field in dataclasses.fields(left):
             assert_same(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, np.ndarray):
-        assert left.dtype == right.dtype
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert left.tobytes() == right.tobytes()
     elif isinstance(left, (tuple, list)):
         assert len(left) == len(right)
@@ -108,7 +108,11 @@ def test_every_codec_is_tested():
     }
     tested = {from_proto for _, _, from_proto in PAIRS}
     # Inside results and output batches; inside the step journal's events.
-    assert decoders - tested == {worker.logprobs_from_proto, admin.pause_mode_from_proto}
+    assert decoders - tested == {
+        worker.logprobs_from_proto,
+        worker.prompt_logprobs_from_proto,
+        admin.pause_mode_from_proto,
+    }
 
 
 def test_default_sampling_takes_next_to_no_bytes():
@@ -219,6 +223,20 @@ def test_several_tokens_per_row_are_refused_by_name():
     message = worker_pb2.Result(step_id=1, token_ids=u32(1, 2).tobytes(), token_counts=u32(2).tobytes())
     with pytest.raises(ProtocolViolation, match="token_counts"):
         worker.result_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_ids": u32(1, 2, 3)}, {"logprobs": u32(0)}, {"ranks": u32(1)}, {"num_candidates": 0}]
+)
+def test_ragged_prompt_logprobs_are_refused(change):
+    columns = {"token_ids": u32(1, 2, 3, 4), "logprobs": u32(0, 0, 0, 0), "ranks": u32(1, 1)}
+    columns = {
+        name: column.tobytes() for name, column in {**columns, **change}.items() if name != "num_candidates"
+    }
+    message = worker_pb2.PromptLogprobs(num_candidates=change.get("num_candidates", 2), **columns)
+    worker.prompt_logprobs_from_proto(worker_pb2.PromptLogprobs(num_candidates=1))  # of no position
+    with pytest.raises(ProtocolViolation, match=r"prompt_logprobs: \d+ token_ids"):
+        worker.prompt_logprobs_from_proto(message)
 
 
 def test_ragged_finished_columns_are_refused():

@@ -66,6 +66,13 @@ def assert_same(one: StepResult, other: StepResult) -> None:
     assert one.token_ids.dtype == np.uint32
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.row_errors == other.row_errors
+    for one_prompt, other_prompt in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+        assert (one_prompt.slot, one_prompt.generation) == (other_prompt.slot, other_prompt.generation)
+        first, second = one_prompt.logprobs, other_prompt.logprobs
+        assert first.first_position == second.first_position
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_array_equal(first.ranks, second.ranks)
+        np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=2e-6)
     assert (one.logprobs is None) == (other.logprobs is None)
     if one.logprobs is not None and other.logprobs is not None:
         for name in ("rows", "offsets", "token_ids", "ranks"):

@@ -191,14 +191,14 @@ def test_clearing_forgets_every_row():
 
 def test_a_request_for_what_is_not_built_is_an_error_of_its_own():
     rows = make_rows()
-    asking = SamplingParams(prompt_logprobs=1)
+    asking = SamplingParams(bad_words=("x",))
     step = rows.apply(
         step_plan(1, new=[new_row(0, [1], [1]), new_row(2, [2], [2], sampling=asking, generation=8)])
     )
     assert step.slots.tolist() == [0, 2]
     (error,) = step.row_errors
     assert (error.slot, error.generation) == (2, 8)
-    assert "sampling.prompt_logprobs" in error.message
+    assert "sampling.bad_words" in error.message
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])

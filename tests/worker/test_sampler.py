@@ -301,7 +301,6 @@ def test_no_rows_give_no_tokens(bench):
     ("params", "names"),
     [
         (SamplingParams(bad_words=("x",)), "sampling.bad_words"),
-        (SamplingParams(prompt_logprobs=0), "sampling.prompt_logprobs"),
         (SamplingParams(logit_bias=((VOCAB, 1.0),)), f"sampling.logit_bias: token id {VOCAB}"),
         (SamplingParams(stop_token_ids=(-1,)), "sampling.stop_token_ids: token id -1"),
     ],

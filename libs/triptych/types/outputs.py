@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from triptych.types.step import U32, LogprobColumns, empty_u32
+from triptych.types.step import U32, LogprobColumns, PromptLogprobs, empty_u32
 
 
 class FinishReason(IntEnum):
@@ -58,6 +58,14 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RequestPromptLogprobs:
+    """Log-probabilities of a part of one request's prompt."""
+
+    number: int
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OutputBatch:
     """Everything that one engine step means for one frontend. Numbers name requests on its stream."""
 
@@ -72,6 +80,8 @@ class OutputBatch:
     """[sum(token_counts)]"""
     logprobs: LogprobColumns | None = None
     """Rows are indices into `token_ids`."""
+    prompt_logprobs: tuple[RequestPromptLogprobs, ...] = ()
+    """Of the requests that asked; those of one request in order, before its first token or with it."""
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
 

@@ -55,6 +55,9 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     """u64, never absent: the frontend draws one when the client gave none."""
+    prompt_logprobs_start: int = 0
+    """With `sampling.prompt_logprobs`: positions of the prompt below this have been reported, before a preemption or a
+    crash. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +104,40 @@ class LogprobColumns:
     """Rank of the chosen token among all, 1 = best; [len(rows)]."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of one prompt, each given all tokens before it.
+
+    position         0  1  2  3  4  5  6
+    prompt           a  b  c  d  e  f  g
+    first chunk         [first_position 1, 3 tokens)    computes positions 0, 1, 2
+    second chunk                 [first_position 4, 3)  computes 3 to 6; 6 predicts the first output token
+    """
+
+    first_position: int
+    """>= 1"""
+    token_ids: U32
+    """[num_positions, 1 + num_top] the prompt's own token, then the likeliest ones in falling order."""
+    logprobs: F32
+    """[num_positions, 1 + num_top]"""
+    ranks: U32
+    """[num_positions] rank of the prompt's own token among all, 1 = best."""
+
+    @property
+    def end(self) -> int:
+        """One more than the last position."""
+        return self.first_position + len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPromptLogprobs:
+    """What one row of a step reports of its prompt."""
+
+    slot: int
+    generation: int
+    logprobs: PromptLogprobs
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """One request's failure inside a step; data, not an exception: its neighbours go on."""
@@ -136,3 +173,5 @@ class StepResult:
     """Rows are indices into `token_ids`; only for the slots that asked."""
     row_errors: tuple[RowError, ...] = ()
     timings: StepTimings = StepTimings()
+    prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
+    """Of the rows that asked and computed tokens of their prompt; a row that failed is not among them."""

@@ -14,6 +14,7 @@ from triptych.types.outputs import (
     FinishReason,
     OutputBatch,
     RequestFailure,
+    RequestPromptLogprobs,
     StageTimings,
 )
 from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
@@ -31,6 +32,8 @@ from triptych.wire.worker import (
     logprobs_to_proto,
     model_facts_from_proto,
     model_facts_to_proto,
+    prompt_logprobs_from_proto,
+    prompt_logprobs_to_proto,
 )
 
 
@@ -137,6 +140,12 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
             for failure in batch.failures
         ],
         messages_received=messages_received,
+        prompt_logprobs=[
+            engine_core_pb2.RequestPromptLogprobs(
+                number=part.number, logprobs=prompt_logprobs_to_proto(part.logprobs)
+            )
+            for part in batch.prompt_logprobs
+        ],
     )
 
 
@@ -149,6 +158,10 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         token_counts=u32_from_bytes(message.token_counts),
         token_ids=u32_from_bytes(message.token_ids),
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple(
+            RequestPromptLogprobs(part.number, prompt_logprobs_from_proto(part.logprobs))
+            for part in message.prompt_logprobs
+        ),
         finished=_finished_from_proto(message.finished) if message.HasField("finished") else (),
         failures=tuple(
             RequestFailure(f.number, f.code, f.message, f.field, f.retry_after_ms) for f in message.failures

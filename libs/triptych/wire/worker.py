@@ -5,7 +5,16 @@ from __future__ import annotations
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
-from triptych.types.step import LogprobColumns, NewRow, RowError, StepPlan, StepResult, StepTimings
+from triptych.types.step import (
+    LogprobColumns,
+    NewRow,
+    PromptLogprobs,
+    RowError,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 from triptych.wire.columns import (
     check_equal_lengths,
     check_offsets,
@@ -68,6 +77,12 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
         sample_ns=timings.sample_ns,
         idle_ns=timings.idle_ns,
         gap_ns=timings.gap_ns,
+        prompt_logprobs=[
+            worker_pb2.RowPromptLogprobs(
+                slot=row.slot, generation=row.generation, logprobs=prompt_logprobs_to_proto(row.logprobs)
+            )
+            for row in result.prompt_logprobs
+        ],
     )
 
 
@@ -82,6 +97,10 @@ def result_from_proto(message: worker_pb2.Result) -> StepResult:
         row_errors=tuple(RowError(e.slot, e.generation, e.message) for e in message.row_errors),
         timings=StepTimings(
             message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
+        ),
+        prompt_logprobs=tuple(
+            RowPromptLogprobs(row.slot, row.generation, prompt_logprobs_from_proto(row.logprobs))
+            for row in message.prompt_logprobs
         ),
     )
 
@@ -108,6 +127,29 @@ def logprobs_from_proto(message: worker_pb2.LogprobColumns) -> LogprobColumns:
     check_equal_lengths(token_ids=columns.token_ids, logprobs=columns.logprobs)
     check_offsets(columns.offsets, len(columns.token_ids))
     return columns
+
+
+def prompt_logprobs_to_proto(entries: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        first_position=entries.first_position,
+        num_candidates=entries.token_ids.shape[1],
+        token_ids=u32_to_bytes(entries.token_ids),
+        logprobs=f32_to_bytes(entries.logprobs),
+        ranks=u32_to_bytes(entries.ranks),
+    )
+
+
+def prompt_logprobs_from_proto(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Raises ProtocolViolation unless every position has as many candidates."""
+    token_ids, logprobs = u32_from_bytes(message.token_ids), f32_from_bytes(message.logprobs)
+    ranks = u32_from_bytes(message.ranks)
+    shape = len(ranks), message.num_candidates
+    if not shape[1] or {len(token_ids), len(logprobs)} != {shape[0] * shape[1]}:
+        raise ProtocolViolation(
+            f"prompt_logprobs: {len(token_ids)} token_ids and {len(logprobs)} logprobs are not {shape[1]} candidates "
+            f"for each of {shape[0]} positions"
+        )
+    return PromptLogprobs(message.first_position, token_ids.reshape(shape), logprobs.reshape(shape), ranks)
 
 
 def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
@@ -195,6 +237,7 @@ def _row_to_proto(row: NewRow) -> worker_pb2.NewRow:
         block_ids=u32_to_bytes(row.block_ids),
         sampling=sampling_to_proto(row.sampling),
         seed=row.seed,
+        prompt_logprobs_start=row.prompt_logprobs_start,
     )
 
 
@@ -209,4 +252,5 @@ def _row_from_proto(message: worker_pb2.NewRow) -> NewRow:
         block_ids=u32_from_bytes(message.block_ids),
         sampling=sampling_from_proto(message.sampling),
         seed=message.seed,
+        prompt_logprobs_start=message.prompt_logprobs_start,
     )

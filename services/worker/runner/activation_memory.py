@@ -12,9 +12,11 @@ from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.models.base import CausalLM
 from services.worker.runner.device.piecewise_graph import MAX_GRAPH_TOKENS
 from services.worker.runner.kv_cache import allocate_kv_cache
+from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from services.worker.sampling.batch import SamplingBatch
 from triptych.types.facts import KvShape
-from triptych_kernels.ops import gather_rows
+from triptych.types.sampling import MAX_LOGPROBS
+from triptych_kernels.ops import gather_rows, token_logprobs
 
 PeakOf = Callable[[Callable[[], None]], int]
 """Runs something and says how many bytes it took at its peak."""
@@ -35,8 +37,9 @@ def measure_activations(
 ) -> int:
     """Bytes to be left free for steps.
 
-    That is what the larger takes of a step full of prompt and one that decodes every row, at the full context, with
-    filters and changed logits; and once more for graphs, whose pool is their own, the largest that one is recorded of.
+    That is what the larger takes of a step full of prompt, whose log-probabilities are asked for, and one that decodes
+    every row, at the full context, with filters and changed logits; and once more for graphs, whose pool is their own,
+    the largest that one is recorded of.
 
     Args:
         kv: whatever its number of blocks: the rows of these steps read the null block and write nothing.
@@ -45,7 +48,7 @@ def measure_activations(
     cache = allocate_kv_cache(replace(kv, num_blocks=1), device)
     peak_of = peak_of or (lambda launch: _peak_on_cuda(launch, device))
 
-    def run(query_lens: list[int], seq_lens: list[int]) -> None:
+    def run(query_lens: list[int], seq_lens: list[int], *, scores_prompt: bool = False) -> None:
         num_tokens, num_rows = sum(query_lens), len(query_lens)
         num_sampling = min(max_num_seqs, num_tokens)
         starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -67,10 +70,15 @@ def measure_activations(
         logits = model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
         changed = logits.clone()  # as of requests that change theirs
         _with_filters(num_sampling, device).choose(changed)
+        if scores_prompt:
+            del changed
+            rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
+            scored = model.compute_logits(gather_rows(hidden, rows))
+            token_logprobs(scored, rows, zeros[: len(rows)], min(MAX_LOGPROBS, scored.shape[1]))
 
     prompt = _prompt_lengths(max_num_batched_tokens, max_num_seqs, max_model_len)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
-    of_prompt = peak_of(lambda: run(prompt, prompt))
+    of_prompt = peak_of(lambda: run(prompt, prompt, scores_prompt=True))
     of_decode = peak_of(lambda: run([1] * num_rows, [max_model_len] * num_rows))
     of_graphs = 0
     if with_graphs:

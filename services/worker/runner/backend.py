@@ -12,7 +12,7 @@ from services.worker.runner.input_batch import StepSizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """Of the rows that sample, on the rank's device, until the next forward; work may still be in flight."""
+    """On the rank's device, until the next forward; work may still be in flight."""
 
     logits: Tensor
     """[num_sampling, vocab_size] float32."""
@@ -20,6 +20,9 @@ class StepOutput:
     """[num_sampling] int64, chosen among the logits as they are; see `SamplingBatch.choose`."""
     slots: Tensor | None = None
     """[num_sampling] int64, whose they are, where `LastTokens` has kept them."""
+    hidden: Tensor | None = None
+    """[num_tokens or more, hidden_size] of all the step's tokens; None of a step whose rows all sample after one token:
+    it scores no prompt."""
 
 
 class ForwardBackend(Protocol):

@@ -33,7 +33,7 @@ class EagerBackend:
         hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
-        return StepOutput(logits, batch.sampling.choose(logits))
+        return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
 
 
 def create_forward_backend(

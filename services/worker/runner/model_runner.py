@@ -23,6 +23,7 @@ from services.worker.runner.device.link import DeviceLink
 from services.worker.runner.device.steps import DeviceSteps
 from services.worker.runner.forward import create_forward_backend
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
+from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.sampler import Sampler
@@ -77,6 +78,7 @@ class ModelRunner:
             else None,
         )
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
+        self._scorer = PromptScorer(self._rows, model.compute_logits)
         self._device_steps: DeviceSteps | None = None
         if link is None:
             # a recorded program is native kernels alone: no sums over ranks between them
@@ -97,6 +99,7 @@ class ModelRunner:
             self._device_steps = DeviceSteps(
                 backend=self._backend,
                 sampler=self._sampler,
+                scorer=self._scorer,
                 rows=self._rows,
                 link=link,
                 last_tokens=last_tokens,
@@ -150,6 +153,7 @@ class ModelRunner:
             output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
         sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
+        scored = self._scorer.finish(output, step)
         self._rows.advance(step)
         self._rows.record(step, sampled.token_ids)
         timings = StepTimings(
@@ -157,4 +161,4 @@ class ModelRunner:
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
         )
-        return CompletedStep(publish(plan.step_id, step, self._rows.generation, sampled, timings))
+        return CompletedStep(publish(plan.step_id, step, self._rows.generation, sampled, timings, scored))

@@ -30,8 +30,10 @@ class RecordedBackend:
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
-        logits, token_ids = self._program.outputs
-        return StepOutput(logits[: sizes.num_sampling], token_ids[: sizes.num_sampling])
+        logits, token_ids, hidden = self._program.outputs
+        return StepOutput(
+            logits[: sizes.num_sampling], token_ids[: sizes.num_sampling], hidden=hidden[: sizes.num_tokens]
+        )
 
 
 def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:
@@ -60,6 +62,6 @@ def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers)
             seeds=recording.input(columns.seeds, count="samples"),
             positions=recording.input(columns.positions, count="samples"),
         )
-        return logits, sampling.choose(logits)
+        return logits, sampling.choose(logits), hidden
 
     return record(forward)

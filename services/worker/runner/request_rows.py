@@ -84,6 +84,10 @@ class RequestRows:
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
         self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
+        self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
+        """Positions of the prompt below this have been reported; only of slots in the map below."""
+        self.slot_to_prompt_top: dict[int, int] = {}
+        """Number of alternatives per prompt token, of the rows whose prompt is still to be reported."""
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Carry out a plan's removals, new rows and new blocks, and say what it computes.
@@ -147,6 +151,7 @@ class RequestRows:
         for slot in slots.tolist():
             self.block_table[slot, : self.num_held[slot]] = 0
             self.sampling.leave(slot)
+            self.slot_to_prompt_top.pop(slot, None)
 
     def _enter(self, row: NewRow, step_id: int) -> RowError | None:
         """Fill a slot; a request that asks for what is not built becomes an error of its own."""
@@ -163,6 +168,9 @@ class RequestRows:
         self.num_held[slot] = num_held
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
         refusal = self.sampling.enter(slot, row.sampling, row.seed)
+        if row.sampling.prompt_logprobs is not None and refusal is None:
+            self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
+            self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
         return RowError(slot, row.generation, refusal) if refusal else None
 
     def _check_new(self, row: NewRow) -> None:
@@ -184,6 +192,12 @@ class RequestRows:
             raise ProtocolViolation(
                 f"{name} has num_computed_tokens {computed} and num_cached_tokens {cached} of "
                 f"{num_known} tokens; the first is below the last, the second equal or one more"
+            )
+        start = max(row.prompt_logprobs_start, 1)  # nothing predicts the first token
+        if row.sampling.prompt_logprobs is not None and computed >= start < row.num_prompt_tokens:
+            raise ProtocolViolation(
+                f"{name} has num_computed_tokens {computed} and prompt_logprobs_start {start}; the first is below the "
+                "second until the whole prompt has been reported"
             )
         if int(row.token_ids.max()) >= self.sampling.vocab_size:
             raise ProtocolViolation(

@@ -13,6 +13,7 @@ _NUM_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
 _ALL_KINDS = SamplingParams(
     top_p=0.9,
     logprobs=1,
+    prompt_logprobs=1,
     repetition_penalty=1.1,
     min_tokens=2,
     logit_bias=((0, 1.0),),

@@ -123,8 +123,6 @@ class SamplingColumns:
 
     def _refusal(self, params: SamplingParams) -> str | None:
         """What the frontend refuses too; here so that no caller of the engine finds a field ignored."""
-        if params.prompt_logprobs is not None:
-            return "sampling.prompt_logprobs: this worker does not compute them; leave it out"
         if params.bad_words:
             return "sampling.bad_words: this worker does not filter words; leave it out"
         for field, token_ids in (

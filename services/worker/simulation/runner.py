@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.runner.base import CompletedStep
+from services.worker.runner.prompt_targets import take_prompt_targets
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
@@ -85,6 +86,8 @@ class SimulatedRunner:
         if not step.slots.size:
             timings = StepTimings(prepare_ns=prepared - arrived)
             return StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
+        targets = take_prompt_targets(self._rows, step)
+        scored = () if targets is None else tuple(map(self._sampler.score_prompt, targets.rows))
         drawn = self._sampler.sample(step.sampling_slots)
         self._rows.advance(step)  # ids are not recorded: what the next ones need of them is in the hash
         token_ids = drawn.token_ids.astype(np.uint32)
@@ -94,7 +97,7 @@ class SimulatedRunner:
         timings = StepTimings(
             prepare_ns=prepared - arrived, sample_ns=sampled - prepared, forward_ns=done - sampled
         )
-        return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings)
+        return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings, scored)
 
     def _enter(self, plan: StepPlan, step: StepRows) -> tuple[RowError, ...]:
         """The new rows' prefixes, and the errors of those that cannot be served and have none yet."""

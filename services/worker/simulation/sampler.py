@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.runner.prompt_targets import ScoredRow
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns
+from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowPromptLogprobs
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -110,6 +111,20 @@ class SimulatedSampler:
         self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
         return DrawnTokens(token_ids, self._gather_logprobs(token_ids, slots, bits, failures), failures)
 
+    def score_prompt(self, row: ScoredRow) -> RowPromptLogprobs:
+        """Log-probabilities of some of a prompt's tokens, drawn from each token, the one before it and its position:
+        every token is the likeliest at its place, and the words after it follow, as in the output."""
+        first, end = row.first_position, row.first_position + row.num_positions
+        before, own = (
+            self._history.token_ids[row.slot, start : start + row.num_positions].astype(np.uint64)
+            for start in (first - 1, first)
+        )
+        bits = _mix(_mix(before * _BASE + own) + np.arange(first, end).astype(np.uint64) * _GOLDEN)
+        num_top = min(row.num_top, self._word_ids.size)
+        token_ids, logprobs = self._candidates(own.view(np.int64), bits, num_top)
+        ranks = np.ones(row.num_positions, np.uint32)
+        return RowPromptLogprobs(row.slot, row.generation, PromptLogprobs(first, token_ids, logprobs, ranks))
+
     def _choose_among_allowed(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
     ) -> tuple[tuple[int, str], ...]:
@@ -140,25 +155,29 @@ class SimulatedSampler:
         rows = np.flatnonzero(asked)
         if not rows.size:
             return None
-        num_words = self._word_ids.size
-        num_top = np.minimum(num_top[rows], num_words)
-        ranks = np.arange(num_top.max())  # [the largest num_top], from 0
-        chosen = token_ids[rows, None]  # [rows asked, 1]
-        places = np.searchsorted(self._word_ids, chosen) + ranks
-        top_ids = self._word_ids[places % num_words]
-        top_ids[:, :1] = chosen  # itself already, unless it is no word
-        ratio = 0.25 + 0.5 * (bits[rows, None] & _LOW_BITS) * 2.0**-32  # q
-        top_logprobs = np.log1p(-ratio) + ranks * np.log(ratio)
-        kept = np.arange(1 + ranks.size) <= num_top[:, None]
+        num_top = np.minimum(num_top[rows], self._word_ids.size)
+        candidates, logprobs = self._candidates(token_ids[rows], bits[rows], int(num_top.max()))
+        kept = np.arange(candidates.shape[1]) <= num_top[:, None]
         offsets = np.zeros(rows.size + 1, np.uint32)
         np.cumsum(1 + num_top, out=offsets[1:])
         return LogprobColumns(
             rows=rows.astype(np.uint32),
             offsets=offsets,
-            token_ids=np.hstack((chosen, top_ids))[kept].astype(np.uint32),
-            logprobs=np.hstack((np.log1p(-ratio), top_logprobs))[kept].astype(np.float32),
+            token_ids=candidates[kept],
+            logprobs=logprobs[kept],
             ranks=np.ones(rows.size, np.uint32),
         )
+
+    def _candidates(self, chosen: I64, bits: U64, num_top: int) -> tuple[U32, F32]:
+        """[num_tokens, 1 + num_top] ids and log-probabilities: each chosen token, then the best ones."""
+        num_words, ranks = self._word_ids.size, np.arange(num_top)
+        chosen = chosen[:, None]
+        top_ids = self._word_ids[(np.searchsorted(self._word_ids, chosen) + ranks) % num_words]
+        top_ids[:, :1] = chosen  # itself already, unless it is no word
+        ratio = 0.25 + 0.5 * (bits[:, None] & _LOW_BITS) * 2.0**-32  # q
+        top_logprobs = np.log1p(-ratio) + ranks * np.log(ratio)
+        token_ids = np.hstack((chosen, top_ids)).astype(np.uint32)
+        return token_ids, np.hstack((np.log1p(-ratio), top_logprobs)).astype(np.float32)
 
 
 def _mix(bits: U64) -> U64:

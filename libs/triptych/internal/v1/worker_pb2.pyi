@@ -181,7 +181,7 @@ class Step(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("slot", "generation", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "block_ids", "sampling", "seed")
+    __slots__ = ("slot", "generation", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "block_ids", "sampling", "seed", "prompt_logprobs_start")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class NewRow(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     token_ids: bytes
@@ -200,10 +201,11 @@ class NewRow(_message.Message):
     block_ids: bytes
     sampling: _common_pb2.SamplingParams
     seed: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    prompt_logprobs_start: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns")
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +216,7 @@ class Result(_message.Message):
     SAMPLE_NS_FIELD_NUMBER: _ClassVar[int]
     IDLE_NS_FIELD_NUMBER: _ClassVar[int]
     GAP_NS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     token_ids: bytes
     token_counts: bytes
@@ -224,7 +227,32 @@ class Result(_message.Message):
     sample_ns: int
     idle_ns: int
     gap_ns: int
-    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPromptLogprobs]
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class RowPromptLogprobs(_message.Message):
+    __slots__ = ("slot", "generation", "logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    logprobs: PromptLogprobs
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "num_candidates", "token_ids", "logprobs", "ranks")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    num_candidates: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    def __init__(self, first_position: _Optional[int] = ..., num_candidates: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
 
 class LogprobColumns(_message.Message):
     __slots__ = ("rows", "offsets", "token_ids", "logprobs", "ranks")

@@ -40,7 +40,7 @@ class DeviceForward:
         logits = self._model.compute_logits(gather_rows(hidden, inputs.sampling_tokens))
         chosen = inputs.sampling.choose(logits)
         self._last_tokens.keep(batch.sampling_slots, chosen)
-        return StepOutput(logits, chosen, batch.sampling_slots)
+        return StepOutput(logits, chosen, batch.sampling_slots, hidden)
 
 
 class DeviceEagerBackend:

@@ -11,12 +11,15 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.worker.runner.backend import ForwardBackend
 from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.device.last_tokens import LastTokens
 from services.worker.runner.device.link import DeviceLink, ReadBack
 from services.worker.runner.input_batch import StepSizes
+from services.worker.runner.prompt_logprobs import PromptScorer
+from services.worker.runner.prompt_targets import PromptTargets
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.sampling.sampler import ChosenTokens, Sampler
@@ -35,6 +38,7 @@ class DeviceSteps:
         *,
         backend: ForwardBackend,
         sampler: Sampler,
+        scorer: PromptScorer,
         rows: RequestRows,
         link: DeviceLink,
         last_tokens: LastTokens,
@@ -48,6 +52,7 @@ class DeviceSteps:
         self._retries = retries
         self._backend = backend
         self._sampler = sampler
+        self._scorer = scorer
         self._rows = rows
         self._link = link
         self._last_tokens = last_tokens
@@ -60,11 +65,15 @@ class DeviceSteps:
         computes this one.
         """
         slots = step.sampling_slots
+        targets = self._scorer.take_targets(step)
+        scores: tuple[Tensor, ...] = ()
         try:
             output = self._launch(lambda: self._backend.forward(sizes))
             if self._sampler.needs_history(slots):
                 self.settle()
             choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
+            if targets is not None:
+                scores = self._launch(lambda: self._scorer.launch(output, targets))
         except torch.OutOfMemoryError as error:
             if not self._retries:
                 raise
@@ -80,7 +89,8 @@ class DeviceSteps:
             step=step,
             generation=self._rows.generation.copy(),
             choice=choice,
-            read_back=self._link.read_back(choice.tensors),
+            targets=targets,
+            read_back=self._link.read_back(choice.tensors + scores),
             launch_ns=time.perf_counter_ns() - started_ns,
         )
         self._in_flight.append(launched)
@@ -95,7 +105,11 @@ class DeviceSteps:
         launched = self._in_flight.popleft()
         values, times = launched.read_back.wait()
         arrived = time.perf_counter_ns()
-        sampled = self._sampler.read(launched.choice, values)
+        num_chosen = len(launched.choice.tensors)
+        sampled = self._sampler.read(launched.choice, values[:num_chosen])
+        scored = None
+        if launched.targets is not None:
+            scored = self._scorer.read(launched.targets, values[num_chosen:])
         self._rows.record_late(launched.step, launched.step_id, sampled.token_ids)
         timings = StepTimings(
             prepare_ns=launched.launch_ns,
@@ -103,7 +117,9 @@ class DeviceSteps:
             sample_ns=time.perf_counter_ns() - arrived,
             gap_ns=times.gap_ns,
         )
-        launched.result = publish(launched.step_id, launched.step, launched.generation, sampled, timings)
+        launched.result = publish(
+            launched.step_id, launched.step, launched.generation, sampled, timings, scored
+        )
 
     def _launch(self, launch: Callable[[], T]) -> T:
         return _retry_without_cache(launch) if self._retries else launch()
@@ -142,6 +158,7 @@ class _LaunchedStep:
     step: StepRows
     generation: U32
     choice: ChosenTokens
+    targets: PromptTargets | None
     read_back: ReadBack
     launch_ns: int
     result: StepResult | None = field(default=None)

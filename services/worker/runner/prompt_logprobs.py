@@ -1,0 +1,99 @@
+"""Log-probabilities of prompt tokens, for the rows that ask: each chunk of a prompt reports its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.runner.backend import StepOutput
+from services.worker.runner.prompt_targets import PromptTargets, take_prompt_targets
+from services.worker.runner.request_rows import RequestRows, StepRows
+from services.worker.sampling.batch import to_device
+from services.worker.sampling.sampler import NOT_FINITE
+from triptych.types.step import PromptLogprobs, RowError, RowPromptLogprobs
+from triptych_kernels import ops
+
+MAX_SCORED_AT_ONCE = 256
+"""Prompt tokens whose logits are in memory at one time: 256 x 128k in float32 take 131 MB. More would make the product
+with the head no faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompts:
+    """What came of a step's targets."""
+
+    reported: tuple[RowPromptLogprobs, ...]
+    failures: tuple[RowError, ...]
+    """Of the rows whose logits hold NaN or infinity; they report nothing."""
+
+
+class PromptScorer:
+    """Owned by the runner, whose rows it reads."""
+
+    def __init__(self, rows: RequestRows, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """`compute_logits`: see `CausalLM.compute_logits`."""
+        self._rows = rows
+        self._compute_logits = compute_logits
+
+    def take_targets(self, step: StepRows) -> PromptTargets | None:
+        """See `take_prompt_targets`."""
+        return take_prompt_targets(self._rows, step)
+
+    def finish(self, output: StepOutput, step: StepRows) -> ScoredPrompts | None:
+        """`take_targets`, `launch` and `read`, waiting for the device in between."""
+        targets = self.take_targets(step)
+        if targets is None:
+            return None
+        return self.read(targets, [tensor.numpy(force=True) for tensor in self.launch(output, targets)])
+
+    def launch(self, output: StepOutput, targets: PromptTargets) -> tuple[Tensor, ...]:
+        """Compute the log-probabilities of a step's targets; the device is not waited for.
+
+        Returns:
+            What `read` needs the values of: the columns of `ops.token_logprobs`, for all targets.
+        """
+        hidden = output.hidden
+        assert hidden is not None, "a row that is in the middle of its prompt does not sample"
+        tokens, token_ids = (
+            to_device(column, hidden.device) for column in (targets.tokens, targets.token_ids)
+        )
+        parts = []
+        for start in range(0, len(tokens), MAX_SCORED_AT_ONCE):
+            part = slice(start, start + MAX_SCORED_AT_ONCE)
+            logits = self._compute_logits(ops.gather_rows(hidden, tokens[part]))
+            rows = torch.arange(len(logits), device=hidden.device)
+            num_top = min(targets.num_top, logits.shape[1])
+            parts.append(ops.token_logprobs(logits, rows, token_ids[part], num_top))
+            del logits  # not to be held beside the next ones
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def read(self, targets: PromptTargets, values: Sequence[NDArray[np.generic]]) -> ScoredPrompts:
+        """Report the values of the tensors that `launch` returned."""
+        logprobs, ranks, top_ids, top_logprobs = values
+        reported, failures = [], []
+        start = 0
+        for row in targets.rows:
+            part = slice(start, start + row.num_positions)
+            start = part.stop
+            if np.isnan(logprobs[part]).any():
+                failures.append(RowError(row.slot, row.generation, NOT_FINITE))
+                continue
+            token_ids = _side_by_side(targets.token_ids[part], top_ids[part, : row.num_top])
+            entries = PromptLogprobs(
+                first_position=row.first_position,
+                token_ids=token_ids.astype(np.uint32),
+                logprobs=_side_by_side(logprobs[part], top_logprobs[part, : row.num_top]).astype(np.float32),
+                ranks=ranks[part].astype(np.uint32),
+            )
+            reported.append(RowPromptLogprobs(row.slot, row.generation, entries))
+        return ScoredPrompts(tuple(reported), tuple(failures))
+
+
+def _side_by_side(first: NDArray[np.generic], rest: NDArray[np.generic]) -> NDArray[np.generic]:
+    """[rows], [rows, n] -> [rows, 1 + n]"""
+    return np.concatenate((first[:, None], rest), axis=1)

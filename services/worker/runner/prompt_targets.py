@@ -1,0 +1,71 @@
+"""Which prompt tokens a step scores, for the rows that ask for their log-probabilities. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.runner.request_rows import RequestRows, StepRows
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """The consecutive prompt tokens of one row that a step scores."""
+
+    slot: int
+    generation: int
+    first_position: int
+    num_positions: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTargets:
+    """The prompt tokens that a step scores, row after row."""
+
+    rows: tuple[ScoredRow, ...]
+    tokens: I64
+    """[num_targets] the step's token whose hidden state predicts each."""
+    token_ids: I64
+    """[num_targets]"""
+
+    @property
+    def num_top(self) -> int:
+        """The largest number of alternatives that a row asks for."""
+        return max(row.num_top for row in self.rows)
+
+
+def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | None:
+    """Find what a step scores, before it counts as computed; None if no row asks.
+
+    Called once for each step: a row whose prompt ends in it is not looked at again. Steps of rows that do not ask cost
+    nothing.
+    """
+    if not rows.slot_to_prompt_top:
+        return None
+    scored: list[ScoredRow] = []
+    tokens: list[I64] = []
+    token_ids: list[NDArray[np.int32]] = []
+    asking = np.flatnonzero(np.isin(step.slots, list(rows.slot_to_prompt_top)))
+    first_tokens = np.cumsum(step.query_lens) - step.query_lens  # [num_rows]
+    for row in asking.tolist():
+        slot, start = int(step.slots[row]), int(step.starts[row])
+        num_prompt = int(rows.num_prompt[slot])
+        # the state of the token at position p predicts the token at p + 1
+        first = max(start + 1, int(rows.prompt_logprobs_start[slot]))
+        end = min(start + int(step.query_lens[row]) + 1, num_prompt)
+        num_top = rows.slot_to_prompt_top[slot]
+        if end == num_prompt:
+            del rows.slot_to_prompt_top[slot]
+        if first >= end:
+            continue
+        scored.append(ScoredRow(slot, int(rows.generation[slot]), first, end - first, num_top))
+        tokens.append(np.arange(first, end) + (int(first_tokens[row]) - start - 1))
+        token_ids.append(rows.token_ids[slot, first:end])
+    if not scored:
+        return None
+    return PromptTargets(tuple(scored), np.concatenate(tokens), np.concatenate(token_ids).astype(np.int64))
