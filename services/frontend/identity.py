@@ -8,6 +8,7 @@ import time
 import uuid
 
 _MASK_64 = (1 << 64) - 1
+_MAX_LABEL_CHARS = 100  # of a request id's 128; the rest is for what is appended
 
 
 def new_request_id() -> str:
@@ -18,6 +19,11 @@ def new_request_id() -> str:
     number = number & ~(0xF << 76) | 0x7 << 76  # version
     number = number & ~(0x3 << 62) | 0x2 << 62  # variant
     return str(uuid.UUID(int=number))
+
+
+def unique_request_id(label: str) -> str:
+    """Return a request id that begins with a label which several requests may share, and ends with random digits."""
+    return f"{label[:_MAX_LABEL_CHARS]}-{secrets.token_hex(4)}"
 
 
 def draw_seed() -> int:

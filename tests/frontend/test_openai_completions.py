@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -98,10 +100,21 @@ async def test_several_prompts_are_several_generations(door: Door) -> None:
 
 async def test_request_ids_are_numbered_only_where_there_are_several_prompts(door: Door) -> None:
     headers = {"X-Request-Id": "mine"}
-    for prompt in ("a", ["a"], ["a", "b"]):
+    for prompt in ("a", ["a", "b"]):
         answer = await door.client.completions.create(model=MODEL, prompt=prompt, extra_headers=headers)
         assert answer.id == "cmpl-mine"
-    assert [raw.request_id for raw in door.generator.requests] == ["mine", "mine", "mine-0", "mine-1"]
+    lone, first, second = [raw.request_id for raw in door.generator.requests]
+    assert re.fullmatch("mine-[0-9a-f]{8}", lone)
+    assert first.removesuffix("-0") == second.removesuffix("-1")
+
+
+async def test_tenants_are_named_by_tenant_else_by_user(door: Door) -> None:
+    for fields in ({}, {"user": "u"}, {"user": "u", "tenant": "t"}):
+        await door.post("/v1/completions", json.dumps({"prompt": "a", **fields}))
+    assert [raw.tenant for raw in door.generator.requests] == ["", "u", "t"]
+    for name in ("user", "tenant"):
+        refused = await door.post("/v1/completions", json.dumps({"prompt": "a", name: "x" * 257}))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 async def test_token_ids_are_taken_as_they_are(door: Door) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from services.frontend.identity import unique_request_id
 from services.frontend.openai.body import unserved_fields
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
@@ -16,14 +17,13 @@ from services.frontend.openai.schema import (
     SamplingBody,
     TokenizeRequest,
 )
-from services.frontend.requests import RawChat, RawRequest
+from services.frontend.requests import RawChat, RawRequest, why_not_request_id
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import OutputKind
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 
-_HEADER_PATHS = {"request_id": REQUEST_ID_HEADER, "deadline_s": TIMEOUT_HEADER}
 _SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -47,11 +47,9 @@ _SAMPLING_FIELDS = (
 _REFUSED_PROMPT = "-"
 
 
-def completion_requests(
-    body: CompletionRequest, *, request_id: str, deadline_s: float | None
-) -> list[RawRequest]:
-    """One raw request per prompt, in their order; request ids are numbered where there are several."""
-    base = _common(body, request_id, deadline_s)
+def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
+    """One raw request per prompt, in their order; request ids are numbered where there is a list of prompts."""
+    base = _common(body, label, deadline_s)
     unserved = base.unserved
     if body.echo and body.logprobs is not None:
         unserved += ("logprobs (together with echo)",)
@@ -75,16 +73,16 @@ def completion_requests(
         replace(
             base,
             prompt=each,
-            request_id=request_id if len(prompt) == 1 else f"{request_id}-{number}",
+            request_id=base.request_id and f"{base.request_id}-{number}",
             paths={**base.paths, "prompt": f"prompt[{number}]"},
         )
         for number, each in enumerate(cast(list[str | list[int]], prompt))
     ]
 
 
-def chat_request(body: ChatCompletionRequest, *, request_id: str, deadline_s: float | None) -> RawRequest:
+def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float | None) -> RawRequest:
     """The conversation as one raw request."""
-    base = _common(body, request_id, deadline_s)
+    base = _common(body, label, deadline_s)
     violations = list(base.violations)
     paths = {**base.paths, "prompt": "messages", "template_kwargs": "chat_template_kwargs"}
     max_tokens, logprobs = body.max_tokens, None
@@ -144,22 +142,32 @@ def num_choices(body: SamplingBody) -> int:
     return body.n if body.n is not None else 1
 
 
-def _common(body: SamplingBody, request_id: str, deadline_s: float | None) -> RawRequest:
-    """All but the prompt and what the two kinds of completion name differently."""
+def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:
+    """All but the prompt and what the two kinds of completion name differently.
+
+    Args:
+        label: the X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
+    """
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    why_not_label = why_not_request_id(label)
+    bad_label = [] if why_not_label is None else [FieldViolation(REQUEST_ID_HEADER, why_not_label)]
+    paths = {"deadline_s": TIMEOUT_HEADER}
+    if not body.tenant:
+        paths["tenant"] = "user"
     return RawRequest(
         door="http",
         prompt=None,
-        request_id=request_id,
+        request_id="" if bad_label else unique_request_id(label),
         model=body.model or "",
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         sampling={"stop": stop, **{name: getattr(body, name) for name in _SAMPLING_FIELDS}},
         priority=body.priority or 0,
+        tenant=body.tenant or body.user or "",
         cache_salt=body.cache_salt or "",
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         deadline_s=deadline_s,
-        paths=_HEADER_PATHS,
-        violations=(*body.violations, *_misuse_of_stream(body)),
+        paths=paths,
+        violations=(*body.violations, *bad_label, *_misuse_of_stream(body)),
         unserved=tuple(_unserved(body)),
     )
 

@@ -72,7 +72,7 @@ async def create_completion(
     request: Request, body: CompletionRequest, timeout_s: _TimeoutS = None
 ) -> Response:
     """Complete one prompt or several."""
-    raws = convert.completion_requests(body, request_id=request.state.request_id, deadline_s=timeout_s)
+    raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=timeout_s)
     return await _generate(request, body, raws, CompletionFormat(wants_logprobs=body.logprobs is not None))
 
 
@@ -83,7 +83,7 @@ async def create_chat_completion(
     request: Request, body: ChatCompletionRequest, timeout_s: _TimeoutS = None
 ) -> Response:
     """Answer a conversation."""
-    raw = convert.chat_request(body, request_id=request.state.request_id, deadline_s=timeout_s)
+    raw = convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
     return await _generate(request, body, [raw], ChatFormat(wants_logprobs=bool(body.logprobs)))
 
 

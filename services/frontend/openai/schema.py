@@ -54,7 +54,7 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     """[-2, 2], once per occurrence in the output."""
     repetition_penalty: float | None = None
-    """> 0, over prompt and output; 1 is off."""
+    """0.01..100, over prompt and output; 1 is off."""
     seed: int | None = None
     """0..2^64-1: the same seed gives the same output. Null: drawn."""
     stop: Annotated[str | Strings | None, either("a string or a list of strings")] = None
@@ -79,6 +79,10 @@ class SamplingBody(Body):
     """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
     priority: int | None = None
     """Lower runs first. Null: 0."""
+    tenant: str | None = None
+    """Who is served, at most 256 bytes: tenants have fair shares. Believed as it stands. Null: `user`."""
+    user: str | None = None
+    """OpenAI's name of the end user, at most 256 bytes: the tenant where none is given."""
     cache_salt: str | None = None
     """Prefixes are shared only between requests of equal salt."""
     stream: bool | None = None
@@ -96,7 +100,6 @@ class SamplingBody(Body):
     safety_identifier: Any = ignored()
     service_tier: Any = ignored()
     store: Any = ignored()
-    user: Any = ignored()
 
 
 Prompt = (
