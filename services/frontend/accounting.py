@@ -26,7 +26,8 @@ class RequestRecord:
         self._door = door
         self._request_id = request_id
         self._arrived = time.monotonic()
-        self._first_output: float | None = None
+        self._submitted = self._arrived
+        self._time_to_first_token_s: float | None = None
         self.model = ""
         self.usage = Usage()
         """Kept up to date by the generator."""
@@ -37,11 +38,22 @@ class RequestRecord:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._arrived
 
+    def note_submitted(self) -> None:
+        """The request is about to go to its engine."""
+        self._submitted = time.monotonic()
+
     def note_output(self) -> None:
         """Output is about to go to the client; the first time counts."""
-        if self._first_output is None:
-            self._first_output = time.monotonic()
-            self._metrics.time_to_first_token.observe(self._first_output - self._arrived)
+        if self._time_to_first_token_s is None:
+            self._note_first_token(self.elapsed_s)
+
+    def note_first_token(self, ns_in_engine: int) -> None:
+        """The engine had the first token of an answer that is not streamed so long after it took the request."""
+        self._note_first_token(self._submitted - self._arrived + ns_in_engine / 1e9)
+
+    def _note_first_token(self, after_s: float) -> None:
+        self._time_to_first_token_s = after_s
+        self._metrics.time_to_first_token.observe(after_s)
 
     def __enter__(self) -> RequestRecord:
         self._metrics.active.inc()
@@ -68,8 +80,8 @@ class RequestRecord:
             "total_ms": total_s * 1000,
             "finish": outcome,
         }
-        if self._first_output is not None:
-            fields["ttft_ms"] = (self._first_output - self._arrived) * 1000
+        if self._time_to_first_token_s is not None:
+            fields["ttft_ms"] = self._time_to_first_token_s * 1000
         if not self.finish and isinstance(error, TriptychError):
             fields["error"] = error.message
         log.info("request", extra=with_fields(**fields))

@@ -139,12 +139,17 @@ class Generator:
             outputs = RequestOutputs(request_id)
             alarm = self._set_alarm(raw, record, outputs)
             try:
+                record.note_submitted()
                 await self._submit(request, outputs, record)
                 await outputs.wait_admitted()
                 yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids)
+                is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (delta := await outputs.next_delta()) is not None:
-                    record.note_output()
+                    if is_streamed:
+                        record.note_output()
                     yield delta
+                if not is_streamed and outputs.first_token_ns:
+                    record.note_first_token(outputs.first_token_ns)
                 record.usage = _usage(request, outputs)
                 record.finish = outputs.finish_words
                 yield FinishedEvent(record.usage, outputs.timings, request.tokenize_ns)

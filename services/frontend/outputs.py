@@ -112,6 +112,12 @@ class RequestOutputs:
         )
 
     @property
+    def first_token_ns(self) -> int:
+        """Time from the engine's acceptance to the first token of any choice; 0 where the engine has not told it."""
+        times = (choice.timings.queued_ns + choice.timings.prefill_ns for choice in self.choices)
+        return min((ns for ns in times if ns), default=0)
+
+    @property
     def finish_words(self) -> str:
         """How the choices ended, for logs and metrics: `stop`, or `length+stop`."""
         return "+".join(sorted({c.finish_reason.word for c in self.choices if c.finish_reason is not None}))

@@ -238,7 +238,7 @@ async def test_prompts_of_every_kind_reach_the_engine_as_ids() -> None:
 
 async def test_a_prompt_is_truncated_from_the_left_on_demand() -> None:
     async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
-        with pytest.raises(InvalidRequest, match="100 tokens leave no room"):
+        with pytest.raises(InvalidRequest, match=r"101 tokens \(100 in the prompt"):
             await collect(core.generator, raw_request("x" * 100))
         got = await answer(core.generator, raw_request("x" * 100 + "ab", truncate_prompt_tokens=2))
         assert engine.submitted[0].token_ids.tolist() == TOKENIZER.encode("x" * 100 + "ab")[-2:]
@@ -375,6 +375,20 @@ async def test_one_log_line_tells_the_story_of_a_request(caplog: pytest.LogCaptu
     assert expected.items() <= good.items()
     assert (bad["request_id"], bad["finish"]) == ("bad", "INVALID_REQUEST")
     assert bad["error"].startswith("prompt: the prompt is empty")
+
+
+async def test_time_to_first_token_of_a_whole_answer_is_the_engine_s() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        raw = raw_request(output_kind=OutputKind.FINAL_ONLY)
+        task = asyncio.create_task(collect(core.generator, raw))
+        request = await engine.next_submit()
+        engine.emit(request, [65])
+        await asyncio.sleep(0.3)  # the second token takes that long; TIMINGS say that the first took 3 ns
+        engine.emit(request, [65], finish=FinishReason.LENGTH)
+        await task
+        name = "triptych_frontend_time_to_first_token_seconds"
+        assert core.registry.get_sample_value(f"{name}_count") == 1
+        assert 0 < (core.registry.get_sample_value(f"{name}_sum") or 0) < 0.3
 
 
 async def test_tokenize_and_detokenize() -> None:
