@@ -30,6 +30,8 @@ class TriptychError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+        self.metadata: dict[str, str] = {}
+        """The numbers and names of the message, for machines; travels in google.rpc.ErrorInfo."""
 
 
 class InvalidRequest(TriptychError):
@@ -42,6 +44,17 @@ class InvalidRequest(TriptychError):
             violations = [FieldViolation(violations, description or "is not valid")]
         self.violations = tuple(violations)
         super().__init__("; ".join(str(v) for v in self.violations))
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output together are longer than the model's context."""
+
+    code = "CONTEXT_LENGTH_EXCEEDED"
+
+    def __init__(self, violations: Sequence[FieldViolation] | str, description: str | None = None) -> None:
+        super().__init__(violations, description)
+        # Clients look for OpenAI's wording, which names no field.
+        self.message = "; ".join(v.description for v in self.violations)
 
 
 class ModelNotFound(TriptychError):

@@ -10,8 +10,10 @@ from typing import Any
 import grpc.aio
 
 from services.frontend.generate import Generator
+from services.frontend.identity import new_request_id
 from services.frontend.requests import RawChat, RawRequest
 from triptych.errors import DeadlineExceeded, FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.rpc.interceptors import set_request_id
 from triptych.types.sampling import OutputKind
 from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import event_to_proto
@@ -41,6 +43,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the call's deadline had passed before the request was read")
         raw = to_raw_request(request, remaining_s)
+        set_request_id(raw.request_id)
         async with aclosing(self._generator.generate(raw)) as events:
             async for event in events:
                 yield event_to_proto(event)
@@ -116,7 +119,7 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
     return RawRequest(
         door="grpc",
         prompt=prompt,
-        request_id=request.request_id,
+        request_id=request.request_id or new_request_id(),
         model=request.model,
         sampling=_sampling_fields(request.sampling),
         output_kind=_OUTPUT_KINDS.get(request.output_kind, OutputKind.DELTA),

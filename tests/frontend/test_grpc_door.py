@@ -110,6 +110,19 @@ async def test_generate_streams_admitted_deltas_finished() -> None:
         assert finished.timings.tokenize_ns > 0
 
 
+async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
+        monkeypatch.setattr(door.core.generator, "_prepare", lambda *_: 1 // 0)
+        error = await error_of(door.generation.Generate(GenerateRequest(text="x")))
+    assert error.code == "INTERNAL"
+    found = re.search(r"\(request ([0-9a-f-]{36})\)", error.message)
+    assert found is not None
+    (logged,) = [record for record in caplog.records if "failed by a bug" in record.message]
+    assert found[0] in logged.getMessage()
+
+
 async def test_every_violation_travels_with_its_path() -> None:
     async with FakeEngine() as engine, open_door(engine) as door:
         request = GenerateRequest(
@@ -134,11 +147,15 @@ async def test_every_violation_travels_with_its_path() -> None:
     [
         (GenerateRequest(), errors.InvalidRequest, "prompt: no prompt is given"),
         (GenerateRequest(text=""), errors.InvalidRequest, "text: the prompt is empty"),
-        (GenerateRequest(text="x" * 70), errors.InvalidRequest, "text: 70 tokens .* max_model_len 64"),
+        (
+            GenerateRequest(text="x" * 70),
+            errors.ContextLengthExceeded,
+            "length is 64 tokens.*\\(70 in the prompt",
+        ),
         (
             GenerateRequest(text="x" * 60, sampling={"max_tokens": 5}),
-            errors.InvalidRequest,
-            r"sampling\.max_tokens: prompt 60 \+ max_tokens 5 exceeds max_model_len 64",
+            errors.ContextLengthExceeded,
+            r"length is 64 tokens.*\(60 in the prompt, 5 in the completion",
         ),
         (GenerateRequest(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
         (GenerateRequest(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),

@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from triptych import errors
 from triptych.errors import FieldViolation, TriptychError
 from triptych.rpc.channel import open_channel
+from triptych.rpc.interceptors import set_request_id
 from triptych.rpc.status import error_from_code, from_rpc_error, internal_status, row_of, to_status
 from triptych.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 
@@ -23,6 +24,7 @@ VIOLATIONS = (
 # error -> gRPC code, HTTP status
 TABLE = [
     (errors.InvalidRequest(VIOLATIONS), "INVALID_ARGUMENT", 400),
+    (errors.ContextLengthExceeded("prompt", "64 tokens are too many"), "INVALID_ARGUMENT", 400),
     (errors.ModelNotFound("no such model: x"), "NOT_FOUND", 404),
     (errors.RequestNotFound("no such request: x"), "NOT_FOUND", 404),
     (errors.FeatureDisabled("chat.tools_json", "is not served yet"), "FAILED_PRECONDITION", 400),
@@ -123,6 +125,45 @@ def test_details_say_what_other_clients_look_for():
     assert retry.retry_delay.ToMilliseconds() == 250
 
     assert set(details_of(errors.ModelNotFound("x"))) == {"ErrorInfo"}
+
+
+def test_a_status_carries_numbers_and_the_request_s_id_for_machines():
+    error = errors.ContextLengthExceeded("prompt", "too long")
+    error.metadata = {"limit": "64"}
+    status = to_status(error, "my-1")
+    message = rpc_status.status_pb2.Status.FromString(
+        dict(status.trailing_metadata)["grpc-status-details-bin"]
+    )
+    details = {detail.type_url.rsplit(".", 1)[-1]: detail for detail in message.details}
+    assert dict(error_details_pb2.ErrorInfo.FromString(details["ErrorInfo"].value).metadata) == {
+        "limit": "64"
+    }
+    assert error_details_pb2.RequestInfo.FromString(details["RequestInfo"].value).request_id == "my-1"
+
+
+async def test_a_client_reads_the_metadata_of_an_error(serve):
+    error = errors.ContextLengthExceeded("prompt", "too long")
+    error.metadata = {"limit": "64"}
+    async with serve(raising(error)) as running:
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert from_rpc_error(caught.value).metadata == {"limit": "64"}
+
+
+async def test_a_bug_names_the_request_to_client_and_log(serve, caplog):
+    async def behave():
+        set_request_id("my-7")
+        raise KeyError("secret")
+
+    async with serve(behave) as running:
+        with caplog.at_level(logging.ERROR):
+            with pytest.raises(grpc.RpcError) as caught:
+                await running.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert "(request my-7)" in caught.value.details()
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.code) == (TriptychError, "INTERNAL")
+    (logged,) = [record for record in caplog.records if "secret" in record.getMessage()]
+    assert "(request my-7)" in logged.getMessage()
 
 
 def test_a_retry_time_is_never_zero():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -14,6 +15,13 @@ from triptych.errors import TriptychError
 from triptych.rpc.status import internal_status, to_status
 
 log = logging.getLogger(__name__)
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def set_request_id(request_id: str) -> None:
+    """Name the request of the call that runs now, for the log line and the status of its error."""
+    _request_id.set(request_id)  # each call runs in a task of its own, and so in a context of its own
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -74,11 +82,13 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: st
     if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
         # The generated base class answers for a method that a door does not have.
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
+    request_id = _request_id.get()
+    what = f"{method} (request {request_id})" if request_id else method
     if isinstance(error, TriptychError):
-        status = to_status(error)
+        status = to_status(error, request_id)
         if status.code is grpc.StatusCode.INTERNAL:
-            log.error("%s failed: %s", method, error, exc_info=error.__cause__)
+            log.error("%s failed: %s", what, error, exc_info=error.__cause__)
     else:
-        log.error("%s failed by a bug: %r", method, error, exc_info=error)
-        status = internal_status()
+        log.error("%s failed by a bug: %r", what, error, exc_info=error)
+        status = internal_status(request_id)
     await context.abort(status.code, status.details, status.trailing_metadata)

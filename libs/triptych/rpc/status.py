@@ -1,12 +1,12 @@
 """THE error table, both ways: what each typed error is in gRPC and HTTP, and back again.
 
 `google.rpc` details travel in the trailing metadata: ErrorInfo always (reason = the error's code),
-BadRequest with every field violation, RetryInfo where a retry helps.
+BadRequest with every field violation, RetryInfo where a retry helps, RequestInfo where the request has an id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ ERROR_DOMAIN = "triptych"
 # Clients refuse more than 8 KiB of trailing metadata and see RESOURCE_EXHAUSTED in place of the status. It
 # holds the message twice, once percent-encoded, which makes three bytes of one; and the violations once.
 _MAX_MESSAGE_BYTES = 1024
-_MAX_VIOLATIONS_BYTES = 3072
+_MAX_VIOLATIONS_BYTES = 2560
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class ErrorRow:
 
 _TABLE = (
     ErrorRow(errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    ErrorRow(errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ModelNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     ErrorRow(errors.RequestNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     ErrorRow(errors.FeatureDisabled, grpc.StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
@@ -75,17 +76,32 @@ def row_of(error: TriptychError) -> ErrorRow:
     return _ROW_BY_CODE[error.code]
 
 
-def to_status(error: TriptychError) -> grpc.Status:
-    """The gRPC status with all its details, cut to what a client's gRPC accepts."""
+def to_status(error: TriptychError, request_id: str = "") -> grpc.Status:
+    """Return the gRPC status with all its details, cut to what a client's gRPC accepts.
+
+    Args:
+        request_id: Of the request that failed; empty: it has none.
+    """
     row = row_of(error)
-    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code, domain=ERROR_DOMAIN)]
+    details: list[Any] = [_error_info(error.code, error.metadata)]
     if isinstance(error, errors.InvalidRequest):
         details.append(_bad_request(error.violations))
     if isinstance(error, errors.QueueFull):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(max(1, round(error.retry_after_s * 1000)))
         details.append(retry)
-    message = status_pb2.Status(code=row.grpc_code.value[0], message=_cut(error.message, _MAX_MESSAGE_BYTES))
+    return _status(row.grpc_code.value[0], _cut(error.message, _MAX_MESSAGE_BYTES), details, request_id)
+
+
+def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.ErrorInfo:
+    cut = {_cut(key, 64): _cut(value, 256) for key, value in metadata.items()}
+    return error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=cut)
+
+
+def _status(code: int, text: str, details: Sequence[Any], request_id: str) -> grpc.Status:
+    message = status_pb2.Status(code=code, message=text)
+    if request_id:
+        details = [*details, error_details_pb2.RequestInfo(request_id=_cut(request_id, 128))]
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -116,11 +132,8 @@ def _cut(text: str, max_bytes: int) -> str:
 def internal_status(request_id: str = "") -> grpc.Status:
     """What a client learns of a bug: that there is one, and where to look."""
     where = f" (request {request_id})" if request_id else ""
-    return rpc_status.to_status(
-        status_pb2.Status(
-            code=code_pb2.INTERNAL, message=f"internal error{where}; the server's log has the details"
-        )
-    )
+    text = f"internal error{where}; the server's log has the details"
+    return _status(code_pb2.INTERNAL, text, [_error_info(TriptychError.code, {})], request_id)
 
 
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
@@ -129,12 +142,13 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     text = error.details() or code.name
     status = _rich_status(error)
     reason, retry_after_s = "", 0.0
+    metadata: dict[str, str] = {}
     violations: list[FieldViolation] = []
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
-            reason = info.reason
+            reason, metadata = info.reason, dict(info.metadata)
         elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
             bad_request = error_details_pb2.BadRequest()
             detail.Unpack(bad_request)
@@ -144,7 +158,9 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
             detail.Unpack(retry)
             retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
     if reason in _ROW_BY_CODE:
-        return error_from_code(reason, text, violations, retry_after_s)
+        typed = error_from_code(reason, text, violations, retry_after_s)
+        typed.metadata = metadata
+        return typed
     return _ERROR_BY_GRPC_CODE.get(code, TriptychError)(f"{code.name}: {text}")
 
 
