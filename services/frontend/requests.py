@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.frontend.sampling_fields import check_sampling, find_bad_token_id, why_not_text
-from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.submit import EngineWelcome
 
@@ -108,10 +108,13 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
         *_check_prompt(raw, vocab_size, max_model_len),
         *_check_envelope(raw, engine),
         *checked.violations,
-        *_check_together(raw, sampling),
+        *_check_together(raw, sampling, engine.model.eos_token_ids),
     ]
+    overflow = _overflow_of_token_ids(raw, max_model_len)
     if violations:
-        raise InvalidRequest(violations)
+        raise InvalidRequest([*violations, *(overflow.violations if overflow is not None else ())])
+    if overflow is not None:
+        raise overflow
     unserved = [*raw.unserved, *checked.unserved, *([raw.path("adapter")] if raw.adapter else [])]
     if unserved:
         raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
@@ -122,6 +125,13 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
 def is_request_id(text: str) -> bool:
     """Whether a request may be called so: 1 to 128 printable ASCII characters."""
     return 0 < len(text) <= MAX_REQUEST_ID_BYTES and text.isascii() and text.isprintable()
+
+
+def why_not_request_id(text: str) -> str | None:
+    """Return what is wrong with a request id, or None if nothing is."""
+    if is_request_id(text):
+        return None
+    return f"{text!r:.{MAX_REQUEST_ID_BYTES}} is not printable ASCII, at most {MAX_REQUEST_ID_BYTES} bytes"
 
 
 def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
@@ -137,14 +147,17 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
         raise InvalidRequest(raw.path("prompt"), "the prompt has no tokens; at least 1 is needed")
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise InvalidRequest(raw.path("prompt"), _too_long(num_prompt_tokens, max_model_len))
+        raise _prompt_too_long(raw, num_prompt_tokens, max_model_len)
     max_tokens = sampling.max_tokens
     if max_tokens is None:
         max_tokens = min(request.default_max_tokens or room, room)
     elif max_tokens > room:
-        raise InvalidRequest(
+        raise _exceeds_context(
             raw.sampling_path("max_tokens"),
-            f"prompt {num_prompt_tokens} + max_tokens {max_tokens} exceeds max_model_len {max_model_len}",
+            num_prompt_tokens,
+            max_tokens,
+            max_model_len,
+            f"reduce the prompt, or ask for at most {room} tokens",
         )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
@@ -192,23 +205,34 @@ def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[
     if isinstance(prompt, str):
         why = why_not_text(prompt)
         return [] if why is None else [FieldViolation(path, why)]
-    kept = raw.truncate_prompt_tokens
-    if not isinstance(kept, int) or kept < 1:
-        kept = len(prompt)
-    if min(kept, len(prompt)) >= max_model_len:  # told first: looking at each of millions would take long
-        return [FieldViolation(path, _too_long(min(kept, len(prompt)), max_model_len))]
-    bad = find_bad_token_id(prompt[-kept:], vocab_size)
+    num_kept = _num_kept(raw, prompt)
+    if num_kept >= max_model_len:
+        return []  # refused for its length; looking at each of millions of ids would take long
+    bad = find_bad_token_id(prompt[-num_kept:], vocab_size)
     if bad is not None:
-        return [FieldViolation(f"{path}[{max(0, len(prompt) - kept) + bad[0]}]", bad[1])]
+        return [FieldViolation(f"{path}[{len(prompt) - num_kept + bad[0]}]", bad[1])]
     return []
+
+
+def _num_kept(raw: RawRequest, token_ids: Sequence[int]) -> int:
+    """Return how many ids of a prompt are left after truncation."""
+    limit = raw.truncate_prompt_tokens
+    return len(token_ids) if not isinstance(limit, int) or limit < 1 else min(limit, len(token_ids))
+
+
+def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLengthExceeded | None:
+    """Return the refusal of a prompt of token ids that leaves no room for output, or None if it leaves some."""
+    if raw.prompt is None or isinstance(raw.prompt, (str, RawChat)):
+        return None
+    num_kept = _num_kept(raw, raw.prompt)
+    return _prompt_too_long(raw, num_kept, max_model_len) if num_kept >= max_model_len else None
 
 
 def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolation]:
     """Everything beside prompt and sampling."""
     found: list[tuple[str, str]] = []
-    if raw.request_id and not is_request_id(raw.request_id):
-        limit = f"printable ASCII, at most {MAX_REQUEST_ID_BYTES} bytes"
-        found.append(("request_id", f"{raw.request_id!r:.{MAX_REQUEST_ID_BYTES}} is not {limit}"))
+    if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
+        found.append(("request_id", why))
     for name, text in (("tenant", raw.tenant), ("cache_salt", raw.cache_salt)):
         if (why := why_not_text(text)) is not None:
             found.append((name, why))
@@ -228,9 +252,19 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
     return [FieldViolation(raw.path(name), description) for name, description in found]
 
 
-def _check_together(raw: RawRequest, sampling: SamplingParams) -> list[FieldViolation]:
+def _check_together(
+    raw: RawRequest, sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> list[FieldViolation]:
     """Fields that are good by themselves, but not with each other."""
     found: list[tuple[str, str]] = []
+    if sampling.min_tokens and sampling.allowed_token_ids:
+        masked = {*eos_token_ids, *sampling.stop_token_ids}
+        if masked.issuperset(sampling.allowed_token_ids):
+            why = (
+                "names only tokens that end the output, and min_tokens "
+                f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
+            )
+            found.append((raw.sampling_path("allowed_token_ids"), why))
     if sampling.n > 1 and sampling.is_greedy:
         found.append(
             (
@@ -254,8 +288,26 @@ def _check_together(raw: RawRequest, sampling: SamplingParams) -> list[FieldViol
     return [FieldViolation(path, description) for path, description in found]
 
 
-def _too_long(num_prompt_tokens: int, max_model_len: int) -> str:
-    return (
-        f"{num_prompt_tokens} tokens leave no room for output within max_model_len {max_model_len}; "
-        f"send at most {max_model_len - 1}, or set truncate_prompt_tokens"
+def _prompt_too_long(raw: RawRequest, num_prompt_tokens: int, max_model_len: int) -> ContextLengthExceeded:
+    remedy = f"reduce the prompt to at most {max_model_len - 1} tokens, or set truncate_prompt_tokens"
+    return _exceeds_context(raw.path("prompt"), num_prompt_tokens, 1, max_model_len, remedy)
+
+
+def _exceeds_context(
+    path: str, num_prompt_tokens: int, max_tokens: int, max_model_len: int, remedy: str
+) -> ContextLengthExceeded:
+    """The wording is OpenAI's: clients recognize `maximum context length`, shorten the conversation and retry."""
+    num_tokens = num_prompt_tokens + max_tokens
+    error = ContextLengthExceeded(
+        path,
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {num_tokens} tokens "
+        f"({num_prompt_tokens} in the prompt, {max_tokens} in the completion); {remedy}.",
     )
+    error.metadata = {
+        "field": path,
+        "value": str(num_tokens),
+        "limit": str(max_model_len),
+        "num_prompt_tokens": str(num_prompt_tokens),
+        "max_tokens": str(max_tokens),
+    }
+    return error

@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
 
 _U32_MAX = (1 << 32) - 1
+_FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
 _INTEGER_LIMITS = {
     "n": (1, MAX_CHOICES),
     "max_tokens": (1, _U32_MAX),
@@ -32,9 +33,9 @@ _FLOAT_LIMITS = {
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, math.inf),
+    # Far beyond these a logit divided or multiplied by it overflows, and the request fails in the worker.
+    "repetition_penalty": (_FLOAT32_OF_0_01, 100.0),
 }
-_ABOVE_LOW = ("top_p", "repetition_penalty")  # for these the lower limit itself is refused
 _BOOLEANS = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -135,7 +136,7 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
         return _integer(value, *_INTEGER_LIMITS[name])
     if name in _FLOAT_LIMITS:
         low, high = _FLOAT_LIMITS[name]
-        return _float(value, low, high, is_low_refused=name in _ABOVE_LOW)
+        return _float(value, low, high, is_low_refused=name == "top_p")
     if name in _BOOLEANS:
         if not isinstance(value, bool):
             raise _BadValue(f"{value!r} is not true or false")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest_asyncio
 
 from services.frontend.openai.guard import MAX_BODY_BYTES
 from services.frontend.openai.schema import MAX_PROMPTS
+from tests.helpers.fake_engine import eventually
 from tests.helpers.fake_generator import MAX_MODEL_LEN, MODEL, VOCAB_SIZE
 from tests.helpers.http_door import Door, open_door
 from triptych.errors import (
@@ -76,7 +78,7 @@ def told(response: httpx.Response) -> dict[str, Any]:
         ('"prompt": "a", "max_tokens": 0', "max_tokens", "0 is below the limit 1"),
         ('"prompt": "a", "max_tokens": 5.0', "max_tokens", "5.0 is refused"),
         ('"prompt": "a", "max_tokens": true', "max_tokens", "True is refused"),
-        ('"prompt": "a", "max_tokens": 100', "max_tokens", f"max_model_len {MAX_MODEL_LEN}"),
+        ('"prompt": "a", "max_tokens": 100', "max_tokens", f"maximum context length is {MAX_MODEL_LEN}"),
         ('"prompt": "a", "n": 2, "temperature": 0', "n", "greedy"),
         ('"prompt": "a", "logprobs": 21', "logprobs", "21 is above the limit 20"),
         ('"prompt": "a", "seed": -1', "seed", "-1 is below the limit 0"),
@@ -173,8 +175,30 @@ async def test_request_ids_are_taken_drawn_and_returned(door: Door) -> None:
     assert (given.headers.get_list("x-request-id"), given.json()["id"]) == (["my-1"], "cmpl-my-1")
     first, second = [await door.http.get("/health") for _ in range(2)]
     assert len({first.headers["x-request-id"], second.headers["x-request-id"]}) == 2
+    long = await door.post("/v1/completions", '{"prompt": ["a", "b"]}', **{"X-Request-Id": "x" * 128})
+    assert (long.status_code, long.json()["id"]) == (200, "cmpl-" + "x" * 128)
     bad = await door.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Id": "x" * 129})
     assert (bad.status_code, told(bad)["param"]) == (400, "X-Request-Id")
+
+
+async def test_requests_that_share_an_id_run_side_by_side(door: Door) -> None:
+    door.generator.hold_after_words = 1
+    shared = {"X-Request-Id": "trace-1"}
+    calls = [asyncio.create_task(door.post("/v1/completions", '{"prompt": "a"}', **shared)) for _ in range(2)]
+    await eventually(lambda: door.generator.num_running == 2)
+    door.generator.released.set()
+    assert [(await call).status_code for call in calls] == [200, 200]
+    first, second = door.generator.requests
+    assert first.request_id != second.request_id
+
+
+async def test_a_context_overflow_is_told_in_openai_s_words(door: Door) -> None:
+    error = told(await door.post("/v1/completions", '{"prompt": "aaaaaaa", "max_tokens": 1000}'))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert error["message"].startswith(
+        "This model's maximum context length is 64 tokens. However, you requested 1007 tokens "
+        "(7 in the prompt, 1000 in the completion); reduce "
+    )
 
 
 async def test_an_unknown_model_is_a_404(door: Door) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from services.frontend.requests import RawChat, RawRequest, fit_to_context, parse
 from services.frontend.sampling_fields import check_defaults
-from triptych.errors import FeatureDisabled, InvalidRequest, ModelError
+from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.submit import EngineWelcome
@@ -52,7 +52,9 @@ def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, 
         ("min_p", -0.1, "min_p", ["-0.1", "below the limit 0"]),
         ("presence_penalty", 2.5, "presence_penalty", ["2.5", "above the limit 2"]),
         ("frequency_penalty", -2.5, "frequency_penalty", ["-2.5", "below the limit -2"]),
-        ("repetition_penalty", 0.0, "repetition_penalty", ["0 must be above 0"]),
+        ("repetition_penalty", 0.0, "repetition_penalty", ["0 is below the limit 0.01"]),
+        ("repetition_penalty", 1e-30, "repetition_penalty", ["1e-30 is below the limit 0.01"]),
+        ("repetition_penalty", 101, "repetition_penalty", ["101 is above the limit 100"]),
         ("repetition_penalty", 1e39, "repetition_penalty", ["1e+39", "32-bit float"]),
         ("n", 0, "n", ["0", "below the limit 1"]),
         ("n", 16385, "n", ["16385", "above the limit 16384"]),
@@ -99,9 +101,9 @@ def test_bad_sampling_field_is_refused_with_field_value_and_limit(
         ({"prompt": [1, 2, 999999]}, "prompt[2]", ["999999", "0..299"]),
         ({"prompt": [1, -2]}, "prompt[1]", ["-2", "0..299"]),
         ({"prompt": [1, True]}, "prompt[1]", ["True", "not a token id"]),
-        ({"prompt": [1] * 64}, "prompt", ["64 tokens", "max_model_len 64", "at most 63"]),
+        ({"prompt": [1] * 64}, "prompt", ["65 tokens", "maximum context length is 64 tokens", "at most 63"]),
         ({"prompt": [999] + [1] * 60, "truncate_prompt_tokens": 61}, "prompt[0]", ["999"]),
-        ({"prompt": [1] * 100, "truncate_prompt_tokens": 64}, "prompt", ["64 tokens"]),
+        ({"prompt": [1] * 100, "truncate_prompt_tokens": 64}, "prompt", ["64 in the prompt"]),
         ({"prompt": RawChat([])}, "prompt", ["empty"]),
         ({"prompt": RawChat([{"role": "", "content": "x"}])}, "prompt[0].role", ["role"]),
         ({"prompt": RawChat([{"role": "user", "content": 5}])}, "prompt[0].content", ["5", "not text"]),
@@ -122,6 +124,11 @@ def test_bad_sampling_field_is_refused_with_field_value_and_limit(
         ({"deadline_s": 2e9}, "deadline_s", ["2e+09", "at most 1e+09"]),
         ({"sampling": {"n": 3, "temperature": 0.0}}, "n", ["3 choices", "greedy", "limit is 1"]),
         ({"sampling": {"max_tokens": 4, "min_tokens": 5}}, "min_tokens", ["5", "max_tokens 4"]),
+        (
+            {"sampling": {"min_tokens": 1, "allowed_token_ids": [299, 7], "stop_token_ids": [7]}},
+            "allowed_token_ids",
+            ["min_tokens 1", "allow another"],
+        ),
         ({"sampling": {"stop": ["x"], "detokenize": False}}, "stop", ["detokenize"]),
         ({"sampling": {"detokenize": False}, "echo": True}, "echo", ["detokenize"]),
     ],
@@ -222,6 +229,33 @@ def test_good_fields_arrive_as_given() -> None:
     assert parse(raw, ENGINE, {}).sampling == SamplingParams(**expected)
 
 
+def test_end_tokens_may_be_all_that_is_allowed_without_min_tokens() -> None:
+    assert sampling_of({"allowed_token_ids": [299]}).allowed_token_ids == (299,)
+    assert sampling_of({"allowed_token_ids": [299, 8], "min_tokens": 3}).min_tokens == 3
+
+
+def test_the_limits_of_repetition_penalty_are_accepted() -> None:
+    assert sampling_of({"repetition_penalty": 0.01}).repetition_penalty == pytest.approx(0.01)
+    assert sampling_of({"repetition_penalty": 100}).repetition_penalty == 100
+
+
+def test_a_long_prompt_is_a_context_error_with_its_numbers_for_machines() -> None:
+    with pytest.raises(ContextLengthExceeded) as caught:
+        parse(raw_request([1] * 70), ENGINE, {})
+    assert caught.value.metadata == {
+        "field": "prompt",
+        "value": "71",
+        "limit": "64",
+        "num_prompt_tokens": "70",
+        "max_tokens": "1",
+    }
+
+
+def test_a_long_prompt_is_reported_with_everything_else() -> None:
+    found = violations_of(raw_request([1] * 70, sampling={"top_p": 0}))
+    assert set(found) == {"prompt", "top_p"}
+
+
 def test_floats_are_what_every_door_can_carry() -> None:
     carried = common_pb2.SamplingParams(temperature=0.7).temperature
     assert sampling_of({"temperature": 0.7}) == sampling_of({"temperature": carried})
@@ -261,8 +295,18 @@ def test_max_tokens_fill_the_context_as_the_prompt_leaves_it(
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "given", "message"),
     [
-        (60, {"max_tokens": 5}, "max_tokens: prompt 60 + max_tokens 5 exceeds max_model_len 64"),
-        (64, {}, "prompt: 64 tokens leave no room for output within max_model_len 64"),
+        (
+            60,
+            {"max_tokens": 5},
+            "max_tokens: This model's maximum context length is 64 tokens. However, you "
+            "requested 65 tokens (60 in the prompt, 5 in the completion); ",
+        ),
+        (
+            64,
+            {},
+            "prompt: This model's maximum context length is 64 tokens. However, you requested 65 tokens "
+            "(64 in the prompt, 1 in the completion); reduce the prompt to at most 63 tokens",
+        ),
         (0, {}, "prompt: the prompt has no tokens"),
         (60, {"min_tokens": 5}, "min_tokens: 5 exceeds max_tokens, here 4"),
     ],

@@ -46,7 +46,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """[-2, 2], subtracted once per occurrence in the output."""
     repetition_penalty: float = 1.0
-    """> 0, divides (or multiplies, if negative) the logits of tokens in prompt or output; 1 is off."""
+    """0.01..100, divides (or multiplies, if negative) the logits of tokens in prompt or output; 1 is off."""
     seed: int | None = None
     """Any u64. None: the frontend draws one at admission, so that resubmission repeats the tokens."""
     stop: tuple[str, ...] = ()
