@@ -78,20 +78,18 @@ class WorkerLink:
         """
         boot_id = self._boot_id
         self._num_idle_resumes += 1
-        is_crash = loss.is_crash or self._num_idle_resumes > _MAX_IDLE_RESUMES
-        if is_crash:
+        if loss.is_crash or self._num_idle_resumes > _MAX_IDLE_RESUMES:
             self._give_up()
         connected = await self._dial(time.monotonic() + self._resume_ttl_s)
         if connected.is_resumed:
             log.info("stream resumed")
             return Recovery(connected, is_crash=False)
-        # A worker that lives and is asked in time keeps a session, unless a step has failed in it.
-        has_died = self.has_session or connected.facts.boot_id != boot_id
-        is_crash = is_crash or (has_died and not loss.is_orderly)
+        # A session that is gone, or that nothing comes through, says nothing of the requests: networks do that, too.
+        has_died = connected.facts.boot_id != boot_id and not loss.is_orderly
         if self.has_session:
             self._on_given_up()  # of the session before; the executor has begun another in its place
         self.has_session, self._num_idle_resumes = True, 0
-        return Recovery(connected, is_crash)
+        return Recovery(connected, is_crash=loss.is_crash or has_died)
 
     def end_session(self) -> None:
         """The worker has ended it."""
