@@ -1,88 +1,136 @@
 """Finds the request that kills workers, so that it fails alone and all others go on.
 
-One crash is bad luck: everything is computed again. Whoever is in flight at a second one soon after is
-suspect, and the suspects are tried in halves with nobody else beside them, until a half survives or the one
-that crashes alone is found.
+One crash is bad luck: everything is computed again. Whoever is in flight at a crash is a suspect until it has gone
+32 tokens further than it had come, so computing it again clears nobody:
+
+    known at the crash          in flight                   cleared
+    ├───────────────────────────┼───────┼─── 32 tokens ────┤
+                                        └ position: the most that the dead worker can have computed
+
+The suspects that are in flight at a second crash are tried in thirds, with no other suspect beside them, until a third
+is cleared or the one that crashes by itself is found. A request that gets further than 32 tokens each time is found
+by its record: five crashes in a row open a trial as well, with a longer way to go.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.enginecore.request import Request, RequestState
 
-_PROBATION_STEPS = 32
-"""Completed steps after which whoever took part is cleared."""
+_PROBATION = 32
+"""Tokens beyond its position that clear a suspect; each takes a step."""
+_LONG_PROBATION = 256
+"""The same in a trial of requests that were cleared between all of their crashes."""
+_MOST_CRASHES = 5
+"""Crashes in a row that a request may be in flight at before it is tried, whatever came between them."""
+_NUM_GROUPS = 3
+"""Parts that suspects are tried in: three find the one of 49 with the fewest crashes beside the fewest trials."""
 
 
 class CrashInquiry:
-    """Owned by the engine core, which lets nobody but those `on_trial` into the worker."""
+    """Owned by the engine core, which admits only the group `on_trial` to the worker."""
 
     def __init__(self) -> None:
-        self._suspects: set[Request] = set()
-        """In flight at the last crash."""
+        self._suspects: dict[Request, int] = {}
+        """In flight at a crash, and not cleared: the number of known tokens that clears each."""
         self._groups: deque[list[Request]] = deque()
         """Suspects still to be tried; the first group is on trial."""
-        self._num_steps = 0
-        """Completed since the last crash, or since the trial of this group began."""
+        self._crash_counts: dict[tuple[int, int], int] = {}
+        """Session and number of each request in flight at the last crash, to the crashes in a row up to that one."""
+        self._probation = _PROBATION
 
     @property
     def is_open(self) -> bool:
+        """Whether anybody is suspect."""
         return bool(self._suspects)
 
     @property
-    def on_trial(self) -> list[Request] | None:
-        """Who alone may be admitted; None: everybody."""
+    def on_trial(self) -> Sequence[Request] | None:
+        """The only requests that may be admitted; None if any may."""
         return self._groups[0] if self._groups else None
 
-    def note_crash(self, in_flight: Sequence[Request]) -> Request | None:
-        """A worker has died with these in flight; the culprit, if that is certain now."""
-        in_flight = [request for request in in_flight if request.state is not RequestState.ENDED]
+    def note_crash(self, in_flight: Mapping[Request, int]) -> Request | None:
+        """A worker has died. Returns the request that kills workers if that is certain now.
+
+        Args:
+            in_flight: Each request that the worker may have died of, and its position: its known tokens and those in
+                flight.
+        """
+        alive = [request for request in in_flight if request.state is not RequestState.ENDED]
+        if not alive:
+            return None
         is_trial = bool(self._groups)
-        accused = set(self._groups[0]) if is_trial else self._suspects
-        candidates = [request for request in in_flight if request in accused]
+        candidates = self._candidates(alive)
+        for request in alive:
+            self._suspects[request] = in_flight[request] + self._probation
         if not candidates:
-            if not is_trial:  # a first crash, or one of other requests than the last
-                self._suspects, self._num_steps = set(in_flight), 0
             return None
-        self._num_steps = 0
-        if is_trial:
-            self._groups.popleft()
+        self._groups = deque(rest for group in self._groups if (rest := _without(group, candidates)))
         if len(candidates) > 1:
-            half = (len(candidates) + 1) // 2
-            self._groups.extendleft((candidates[half:], candidates[:half]))
+            self._groups.extendleft(reversed(_split(candidates)))
             return None
-        if not is_trial and len(in_flight) > 1:
-            self._groups.append(candidates)  # others were beside it: once more, alone
+        if not is_trial and len(alive) > 1:
+            self._groups.append(candidates)  # others were beside it: once more, by itself
             return None
         self._close()
         return candidates[0]
 
-    def note_step(self) -> None:
-        """A step was completed: nobody in it has killed the worker yet."""
-        if not self._suspects:
-            return
-        self._num_steps += 1
-        if self._num_steps >= _PROBATION_STEPS:
-            self._acquit()
-
     def review(self) -> None:
-        """Cross out who has ended meanwhile."""
-        while self._groups:
-            self._groups[0] = [r for r in self._groups[0] if r.state is not RequestState.ENDED]
-            if self._groups[0]:
-                return
-            self._acquit()
-
-    def _acquit(self) -> None:
-        """Of the group on trial, or of all after a single crash."""
-        self._num_steps = 0
-        if self._groups:
-            self._groups.popleft()
+        """Clear the suspects that have ended or come far enough, and end the trials of groups without any."""
+        cleared = [r for r, clears_at in self._suspects.items() if _is_cleared(r, clears_at)]
+        if not cleared:
+            return
+        for request in cleared:
+            del self._suspects[request]
+        self._groups = deque(
+            rest for group in self._groups if (rest := [r for r in group if r in self._suspects])
+        )
         if not self._groups:
-            self._close()
+            self._probation = _PROBATION
+
+    def _candidates(self, alive: Sequence[Request]) -> list[Request]:
+        """Return who may have caused this crash and an earlier one, those that came least far since that one first."""
+        counts = self._crash_counts
+        self._crash_counts = {_name(request): counts.get(_name(request), 0) + 1 for request in alive}
+        if self._groups:
+            group = self._groups.popleft()
+            if candidates := [request for request in alive if request in group]:
+                return sorted(candidates, key=self._progress)  # the rest of the group was not in flight
+            self._groups.appendleft(group)  # something keeps it from being admitted, such as a pause
+        if candidates := [request for request in alive if request in self._suspects]:
+            return sorted(candidates, key=self._progress)
+        candidates = [request for request in alive if self._crash_counts[_name(request)] >= _MOST_CRASHES]
+        if candidates:
+            self._probation = _LONG_PROBATION
+        return candidates
+
+    def _progress(self, request: Request) -> int:
+        """Compare how far suspects have come since they were last in flight at a crash."""
+        return len(request.token_ids) - self._suspects[request]
 
     def _close(self) -> None:
-        self._suspects = set()
+        """Forget everything: the request that killed the workers is found."""
+        self._suspects.clear()
         self._groups.clear()
+        self._crash_counts.clear()
+        self._probation = _PROBATION
+
+
+def _name(request: Request) -> tuple[int, int]:
+    return request.session, request.number
+
+
+def _is_cleared(request: Request, clears_at: int) -> bool:
+    """`token_ids` may lag behind by an open block: then it takes a few more tokens."""
+    return request.state is RequestState.ENDED or len(request.token_ids) >= clears_at
+
+
+def _without(group: Sequence[Request], others: Sequence[Request]) -> list[Request]:
+    return [request for request in group if request not in others]
+
+
+def _split(candidates: Sequence[Request]) -> list[list[Request]]:
+    size = -(-len(candidates) // _NUM_GROUPS)
+    return [list(candidates[start : start + size]) for start in range(0, len(candidates), size)]

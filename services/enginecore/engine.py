@@ -45,8 +45,8 @@ class EngineCore:
         self._facts: WorkerFacts | None = None
         self._outputs = SessionOutputs()
         self._crashes = CrashInquiry()
-        self._interrupted: list[Request] = []
-        """In flight when the worker was lost, until the next one is there."""
+        self._interrupted: dict[Request, int] = {}
+        """In flight when the worker was lost, with their positions, until the next one is there."""
         self._pause: Pause | None = None
         self._last_result_at: float | None = None
         self._step_s = 0.0
@@ -91,7 +91,7 @@ class EngineCore:
         if after_crash and (culprit := self._crashes.note_crash(self._interrupted)) is not None:
             why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
             self._note_failed((self._scheduler.fail(culprit, EngineFailure(why)),))
-        self._interrupted = []
+        self._interrupted = {}
         self._scheduler.admit_only(self._admissible())
 
     def worker_lost(self) -> None:
@@ -164,7 +164,6 @@ class EngineCore:
         if (worst := _largest(result.token_ids)) >= self._facts.model.vocab_size:
             raise ProtocolViolation(f"result of step {result.step_id}: {worst} is not in the vocabulary")
         output = self._scheduler.update(result)
-        self._crashes.note_step()
         self._outputs.add_step(output, result)
         self._note_finished(output.finished)
         self._note_failed(output.failed)
@@ -245,13 +244,17 @@ class EngineCore:
             self._scheduler.admit_only(self._admissible())
 
     def _admissible(self) -> Sequence[Request] | None:
-        """Whom trial and pause let into the worker; None: everybody."""
+        """Return the requests that trial and pause let into the worker; None if any may be admitted.
+
+        A trial whose group the pause keeps out waits for the end of the pause: what the pause lets finish goes on.
+        """
         on_trial = self._crashes.on_trial
         if self._pause is None:
             return on_trial
+        may_finish = self._pause.may_finish
         if on_trial is None:
-            return self._pause.may_finish
-        return [request for request in on_trial if request in self._pause.may_finish]
+            return may_finish
+        return [request for request in on_trial if request in may_finish] or may_finish
 
     def _note_finished(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:

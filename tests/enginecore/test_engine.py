@@ -6,26 +6,33 @@ import numpy as np
 
 from services.enginecore.engine import EngineCore
 from tests.helpers.stack import NaiveRunner, make_config
+from triptych.types.facts import PauseMode
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
 
 SESSION = 1
 
 
-def make_engine() -> tuple[EngineCore, NaiveRunner]:
+def make_engine(num_blocks: int = 200, max_model_len: int = 512) -> tuple[EngineCore, NaiveRunner]:
     config = make_config()
-    engine, runner = EngineCore(config), NaiveRunner(config)
+    engine, runner = EngineCore(config), NaiveRunner(config, num_blocks, max_model_len)
     engine.open_session(SESSION)
     engine.worker_ready(runner.facts, after_crash=False)
     return engine, runner
 
 
-def submit(engine: EngineCore, number: int, session: int = SESSION) -> None:
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+def submit(engine: EngineCore, number: int, session: int = SESSION, max_tokens: int = 8) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.submit(
         session,
         SubmitRequest(number, f"{session}-{number}", np.array([1, 2, 3], np.uint32), 3, sampling, seed=1),
     )
+
+
+def step(engine: EngineCore, runner: NaiveRunner) -> None:
+    plan = engine.plan()
+    assert plan is not None, "nothing will ever run"
+    engine.apply(runner.execute(plan))
 
 
 def lose_the_worker(engine: EngineCore, runner: NaiveRunner) -> None:
@@ -65,3 +72,20 @@ def test_a_submit_on_a_stream_that_has_ended_is_nobodys() -> None:
     submit(engine, 1)
     assert engine.num_requests == 0
     assert not engine.take_outputs()
+
+
+def test_a_pause_settles_although_it_keeps_a_group_from_its_trial() -> None:
+    engine, runner = make_engine(num_blocks=9, max_model_len=112)
+    for number in (1, 2, 3):
+        submit(engine, number, max_tokens=100)
+    assert engine.scheduler is not None
+    for _ in range(2):
+        assert engine.plan() is not None
+        lose_the_worker(engine, runner)
+    while engine.scheduler.num_running < 2:  # the first of the three is cleared, the second is on trial
+        step(engine, runner)
+    engine.pause(PauseMode.WAIT)
+    while engine.is_settling:
+        step(engine, runner)
+    assert engine.scheduler.counters.num_preemptions > 0
+    assert engine.num_requests == 1

@@ -127,12 +127,13 @@ def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
     scheduler = make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs", max_num_seqs=3)
     engine = Engine(scheduler, window=2)
     add(engine, 31, 30, 40, max_tokens=20)
-    assert scheduler.requests_in_flight() == []
+    assert scheduler.requests_in_flight() == {}
     while not scheduler.counters.num_preemptions:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    assert [request.number for request in scheduler.requests_in_flight()] == [0, 1], "one runs, one is parked"
+    positions = {request.number: position for request, position in scheduler.requests_in_flight().items()}
+    assert positions == {0: 34, 1: 32}, "one runs, one is parked"
     while engine.plans:
         engine.finish_step()
-    assert scheduler.requests_in_flight() == []
+    assert scheduler.requests_in_flight() == {}

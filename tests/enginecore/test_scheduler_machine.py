@@ -336,7 +336,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_in_flight == len(self.engine.plans)
         assert self.order.alive == list(scheduler._roster)
         in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.PARKED)]
-        assert set(scheduler.requests_in_flight()) == set(in_flight if self.engine.plans else [])
+        assert scheduler.requests_in_flight().keys() == set(in_flight if self.engine.plans else [])
         assert scheduler.num_running + scheduler.num_waiting == len(self.expected) - len(self.engine.outcomes)
         for key, tokens in self.engine.tokens.items():
             expected, reason, stop_token_id = self.expected[key]

@@ -188,9 +188,15 @@ class Scheduler:
                 failed.append(self._fail(request, EngineFailure(why)))
         return tuple(failed)
 
-    def requests_in_flight(self) -> list[Request]:
-        """Whom a loss of the worker would interrupt: all that have begun, if any step is in flight."""
-        return self.begun if self._in_flight else []
+    def requests_in_flight(self) -> dict[Request, int]:
+        """Return whom a loss of the worker would interrupt, all that have begun if any step is in flight, and the
+        position of each: its known tokens and those in flight."""
+        if not self._in_flight:
+            return {}
+        positions = {request: int(self._rows.horizon[request.slot]) for request in self._roster.running}
+        for request in self._roster.parked.values():
+            positions[request] = len(request.token_ids) + request.num_in_flight
+        return positions
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """While this is a set, nobody else is admitted, whatever its place; None lifts it. What runs goes on."""
