@@ -33,8 +33,16 @@ async def wait_until(condition, timeout_s=5.0):
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("params", [None, SamplingParams(max_tokens=8)])
+async def test_outputs_are_cumulative_by_default(llm, params):
+    outputs = [output async for output in llm.generate("a b c", params)]
+    assert [output.outputs[0].text for output in outputs] == [" a", " a b", " a b c"]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+
+
 async def test_deltas_concatenate_to_the_answer_and_the_last_one_has_the_totals(llm):
-    outputs = [output async for output in llm.generate("a b c", SamplingParams(max_tokens=8))]
+    params = SamplingParams(max_tokens=8, output_kind=OutputKind.DELTA)
+    outputs = [output async for output in llm.generate("a b c", params)]
     assert [output.outputs[0].text for output in outputs] == [" a", " b", " c"]
     assert [output.finished for output in outputs] == [False, False, True]
     assert outputs[-1].usage.num_output_tokens == 3

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
-from triptych.client.collect import delta_outputs
+from triptych.client.collect import stream_outputs
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.launch import (
     CONNECT_TIMEOUT_S,
@@ -30,7 +30,8 @@ class AsyncLLM:
     """A model for asyncio programs.
 
         async with AsyncLLM() as llm:
-            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+            params = SamplingParams(max_tokens=64, output_kind=OutputKind.DELTA)
+            async for output in llm.generate("Once upon a time", params):
                 print(output.outputs[0].text, end="")
 
     Belongs to the event loop that it is started on. Needs no `async with`: the first call starts it, and
@@ -100,16 +101,18 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to one prompt: text, token ids or messages. Leaving the iterator aborts it.
 
-        Each output carries what is new (with `output_kind=FINAL_ONLY`: each choice once, whole); the last
-        one has `finished`, usage and timings. Nothing is retried: QueueFull tells when to try again.
+        Each output holds one choice, as `sampling_params.output_kind` says: CUMULATIVE, the default, all of it so
+        far; DELTA what is new; FINAL_ONLY each choice once, when it has ended. The last output has `finished`, usage
+        and timings. Nothing is retried: QueueFull tells when to try again.
 
         Args:
-            sampling_params: sent as it stands, every field of it; None leaves all to the model's
-                generation_config.json and the server's defaults.
+            sampling_params: sent as it stands, every field of it; None leaves all but the output kind to the
+                model's generation_config.json and the server's defaults.
             timeout_s: the request's deadline.
         """
         client = await self.start()
-        is_final_only = sampling_params is not None and sampling_params.output_kind is OutputKind.FINAL_ONLY
+        kind = OutputKind.CUMULATIVE if sampling_params is None else sampling_params.output_kind
+        is_final_only = kind is OutputKind.FINAL_ONLY
         options = RequestOptions(
             request_id=request_id,
             model=self._model_name,
@@ -120,7 +123,9 @@ class AsyncLLM:
         )
         text = prompt if isinstance(prompt, str) else None
         async with aclosing(client.generate(prompt, sampling_params, options, timeout_s=timeout_s)) as events:
-            async for output in delta_outputs(events, text):
+            # Deltas are added up here: sent cumulatively, an answer would travel again with each token.
+            is_cumulative = kind is OutputKind.CUMULATIVE
+            async for output in stream_outputs(events, text, is_cumulative=is_cumulative):
                 yield output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -28,13 +29,19 @@ class OutputCollector:
                 output.finished, output.usage, output.timings = True, event.usage, event.timings
 
 
-async def delta_outputs(events: AsyncIterator[Event], prompt: str | None) -> AsyncIterator[RequestOutput]:
-    """One RequestOutput per delta, holding what is new; the last one has `finished`, usage and timings.
+async def stream_outputs(
+    events: AsyncIterator[Event], prompt: str | None, *, is_cumulative: bool
+) -> AsyncIterator[RequestOutput]:
+    """Yield one RequestOutput per delta of a choice; the last one has `finished`, usage and timings.
 
     A choice's last delta waits for the event after it (which follows at once), so that the last output
     carries text and totals together.
+
+    Args:
+        is_cumulative: Each output holds all of its choice so far. Otherwise it holds what is new.
     """
     admitted = AdmittedEvent("", "", 0, ())
+    index_to_total: dict[int, CompletionOutput] = {}
     held: RequestOutput | None = None
     async for event in events:
         if isinstance(event, AdmittedEvent):
@@ -49,7 +56,11 @@ async def delta_outputs(events: AsyncIterator[Event], prompt: str | None) -> Asy
             yield held
             held = None
         choice = CompletionOutput(index=event.index)
+        if is_cumulative:
+            choice = index_to_total.setdefault(event.index, choice)
         _append(choice, event)
+        if is_cumulative:
+            choice = replace(choice, token_ids=choice.token_ids.copy())
         output = _delta_output(admitted, prompt, [choice])
         if event.finish_reason is not None:
             held = output
