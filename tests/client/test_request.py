@@ -58,6 +58,12 @@ def test_what_is_no_prompt_is_refused_by_name(given, field):
         split_prompts(given)
 
 
+def test_a_long_wrong_argument_is_shown_by_its_beginning():
+    with pytest.raises(InvalidRequest) as caught:
+        split_prompts([["a", 1] * 10_000])
+    assert len(str(caught.value)) < 500
+
+
 def test_chat_refuses_what_is_no_conversation():
     assert len(split_conversations([HELLO, HELLO])) == 2
     with pytest.raises(InvalidRequest, match=r"messages\[1\]"):

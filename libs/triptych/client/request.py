@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -23,6 +24,10 @@ stand for what is not sent."""
 
 _MESSAGE_KEYS = {"role", "content", "name"}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "output_kind")
+# Wrong values are shown in errors by their beginning: a list of thousands of prompts must not print itself.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_show = _SHORT.repr
 _PROTO_KIND = {
     OutputKind.CUMULATIVE: common_pb2.OUTPUT_KIND_CUMULATIVE,
     OutputKind.DELTA: common_pb2.OUTPUT_KIND_DELTA,
@@ -58,7 +63,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequest(
-            "prompts", f"expected text, token ids, messages or a list of these, not {prompts!r}"
+            "prompts", f"expected text, token ids, messages or a list of these, not {_show(prompts)}"
         )
     if not prompts:
         return []
@@ -76,7 +81,7 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
     prompts = split_prompts(cast("Sequence[Prompt]", messages))
     for i, prompt in enumerate(prompts):
         if not is_conversation(prompt):
-            raise InvalidRequest(f"messages[{i}]", f"expected a list of messages, not {prompt!r}")
+            raise InvalidRequest(f"messages[{i}]", f"expected a list of messages, not {_show(prompt)}")
     return prompts
 
 
@@ -140,7 +145,9 @@ def _check_prompt(prompt: Any, where: str) -> Prompt:
             return [_check_message(item, f"{where}.messages[{i}]") for i, item in enumerate(prompt)]
         if all(isinstance(item, Integral) for item in prompt):
             return cast("Sequence[int]", prompt)
-    raise InvalidRequest(where, f"expected text, a list of token ids or a list of messages, not {prompt!r}")
+    raise InvalidRequest(
+        where, f"expected text, a list of token ids or a list of messages, not {_show(prompt)}"
+    )
 
 
 def _check_message(message: Mapping[Any, Any], where: str) -> Message:
@@ -150,7 +157,7 @@ def _check_message(message: Mapping[Any, Any], where: str) -> Message:
         )
     for key, value in message.items():
         if not isinstance(value, str):
-            raise InvalidRequest(f"{where}.{key}", f"expected text, not {value!r}")
+            raise InvalidRequest(f"{where}.{key}", f"expected text, not {_show(value)}")
     return message
 
 
@@ -162,7 +169,7 @@ def _build_sampling(sampling: SamplingParams | Mapping[str, Any]) -> common_pb2.
     elif isinstance(sampling, Mapping):
         values = dict(sampling)
     else:
-        raise InvalidRequest("sampling_params", f"expected SamplingParams, not {sampling!r}")
+        raise InvalidRequest("sampling_params", f"expected SamplingParams, not {_show(sampling)}")
     message = common_pb2.SamplingParams()
     for name, value in values.items():
         field = f"sampling.{name}"
@@ -189,14 +196,14 @@ def _set_biases(message: common_pb2.SamplingParams, biases: Any, field: str) -> 
         for token_id, bias in biases.items() if isinstance(biases, Mapping) else biases:
             message.logit_bias[token_id] = bias
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, f"{biases!r} cannot be sent: {error}") from None
+        raise InvalidRequest(field, f"{_show(biases)} cannot be sent: {error}") from None
 
 
 def _assign(message: Any, name: str, value: Any, field: str) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, f"{value!r} cannot be sent: {error}") from None
+        raise InvalidRequest(field, f"{_show(value)} cannot be sent: {error}") from None
 
 
 def _extend(column: Any, values: Iterable[Any], field: str) -> None:
