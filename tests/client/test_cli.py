@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.fake_frontend import SERVICE, FakeFrontend
 from triptych.client.cli import main
+from triptych.client.cli.streaming import write_now
 from triptych.errors import EngineFailure
 
 COMMANDS = ("serve", "chat", "complete", "demo", "bench", "fit", "replay", "env", "health", "admin")
@@ -85,6 +86,13 @@ def test_complete_prints_the_answer_and_sends_only_what_was_said(frontend, capsy
     [request] = frontend.requests
     assert request.text == "a b"
     assert [field.name for field, _ in request.sampling.ListFields()] == ["max_tokens"]
+
+
+def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(capsys, monkeypatch):
+    write_now("a\x1b[2J\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write_now("a\x1b[2J\r\n\t\x9b\x7fü")
+    assert capsys.readouterr().out == "a\x1b[2J\n" + "a␛[2J␍\n\t\ufffd␡ü"
 
 
 def test_complete_reads_stdin_and_takes_a_chat(frontend, capsys, monkeypatch):

@@ -37,6 +37,14 @@ async def print_answer(
     return stats
 
 
+# A terminal obeys control characters, and a model may write any: they are shown as pictures there.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
 def write_now(text: str) -> None:
+    """Write to stdout at once: text as it is into files and pipes, control characters made visible on a terminal."""
+    if sys.stdout.isatty():
+        text = text.translate(_PICTURES)
     sys.stdout.write(text)
     sys.stdout.flush()
