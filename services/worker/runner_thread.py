@@ -6,6 +6,9 @@ rarely wait for each other.
 
 A plan that has arrived is launched before the result of the one before it is waited for, so that an asynchronous device
 has its next step when it ends one. Results leave in the order of the plans.
+
+A step that fails ends its session, and the thread goes on with the next one. A step that fails because the device is
+lost ends the thread as well: nothing can be computed in this process any more.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ T = TypeVar("T")
 # Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
 # by then or has none, so this delays a result, not a step.
 _POLL_S = 50e-6
+
+_LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")  # how torch, cuBLAS by way of torch, and Triton begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,16 +241,22 @@ class _StepsInFlight:
             self._post(self._deliver, replace(result, timings=timings))
 
     def _fail(self, step_id: int, error: Exception) -> None:
-        """The session is over; what it has in flight is forgotten."""
+        """End the session with this failure; what it has in flight is forgotten.
+
+        Raises:
+            Exception: the error itself, if it says that the device is lost.
+        """
         self._launched.clear()
         self._watch_oldest()
-        if self._deliver is None:
-            return  # a step before this one has failed
-        log.error("step %d failed: %r", step_id, error, exc_info=error)
-        if not isinstance(error, TriptychError):
-            error = EngineFailure(f"step {step_id} failed: {error!r}")
-        self._post(self._deliver, error)
-        self._deliver = None
+        if self._deliver is not None:  # else a step before this one has failed
+            log.error("step %d failed: %r", step_id, error, exc_info=error)
+            is_known = isinstance(error, TriptychError)
+            self._post(
+                self._deliver, error if is_known else EngineFailure(f"step {step_id} failed: {error!r}")
+            )
+            self._deliver = None
+        if _is_device_lost(error):
+            raise error
 
     def _watch_oldest(self) -> None:
         """The step in hand is over; the one behind it has been computed on since."""
@@ -266,6 +277,20 @@ class _Launched:
 def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
     if not answer.done():  # else whoever asked has left
         settle(outcome)
+
+
+def _is_device_lost(error: BaseException | None) -> bool:
+    """Whether the device's context is unusable from now on, as after an illegal access or a failed launch.
+
+    This module must not import torch, which a simulation does without, so the class is known by its name.
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and (
+            type(error).__name__ == "AcceleratorError" or str(error).startswith(_LOST_DEVICE)
+        ):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _is_done(pending: PendingStep) -> bool:

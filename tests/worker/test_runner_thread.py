@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from services.worker.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
-from triptych.errors import EngineFailure, MemoryShort, ProtocolViolation
+from triptych.errors import ConfigError, EngineFailure, MemoryShort, ProtocolViolation
 from triptych.types.step import StepPlan, StepResult
 
 DEADLINE_S = 10.0
@@ -49,8 +50,11 @@ class HeldRunner:
         self.launched: list[HeldStep] = []
         self.num_resets = 0
         self.refused_step = 0
+        self.failure: Exception | None = None
 
     def launch(self, plan: StepPlan) -> HeldStep:
+        if self.failure is not None:
+            raise self.failure
         if plan.step_id == self.refused_step:
             raise ProtocolViolation(f"step {plan.step_id} is refused")
         self.launched.append(HeldStep(plan.step_id))
@@ -265,3 +269,48 @@ async def test_a_bug_in_what_is_asked_ends_the_thread_with_its_reason() -> None:
         await it.until(it.thread.ended.done)
         assert isinstance(it.thread.ended.exception(), ValueError)
         asked.cancel()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+    ],
+    ids=["torch", "cublas", "triton"],
+)
+async def test_a_lost_device_ends_the_thread_after_the_failure(failure: RuntimeError) -> None:
+    async with stand() as it:
+        it.submit(1)
+        (step,) = await it.launched(1)
+        step.end(failure)
+        await it.until(it.thread.ended.done)
+        assert it.thread.ended.exception() is failure
+        (outcome,) = it.outcomes
+        assert isinstance(outcome, EngineFailure)
+        assert "step 1 failed" in str(outcome)
+
+
+async def test_a_device_lost_at_launch_ends_the_thread_with_what_wraps_it() -> None:
+    async with stand() as it:
+        error = ConfigError("worker.enforce_eager: cannot be captured")
+        error.__cause__ = torch.AcceleratorError("CUDA error: operation failed due to a previous error")
+        it.runner.failure = error
+        it.submit(1)
+        await it.until(it.thread.ended.done)
+        assert it.thread.ended.exception() is error
+        assert it.outcomes == [error]
+
+
+async def test_a_device_lost_after_its_session_ends_the_thread_at_the_next() -> None:
+    async with stand() as it:
+        failure = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+        it.submit(1)
+        await it.launched(1)
+        it.runner.failure = failure
+        again: list[StepResult | Exception] = []
+        it.session = it.thread.open_session(again.append)
+        it.submit(1)
+        await it.until(it.thread.ended.done)
+        assert it.thread.ended.exception() is failure
