@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.library import use_threads as use_native_threads
 
+log = logging.getLogger(__name__)
+
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
 _NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # x86 extensions that multiply bfloat16
 
 
@@ -92,16 +96,38 @@ def use_threads(requested: int) -> int:
 
 
 def use_device(device: torch.device) -> None:
-    """Make the device the calling thread's own; before anything is allocated on it.
+    """Make the device the calling thread's own, and set torch up for it; before anything is allocated on it.
 
-    Segments that grow in place keep memory from being cut up by steps of many sizes; who sets torch's allocator
-    himself is left alone.
+    Segments that grow in place keep memory from being cut up by steps of many sizes. Settings that the operator gave
+    torch's allocator in the environment are left alone. Products that cuBLAS cuts into parts are added up in float32:
+    torch would let it add them up in 16 bits.
     """
     if device.type != "cuda":
         return
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        _set_allocator()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.cuda.set_device(device)
+
+
+def _set_allocator() -> None:
+    """Let segments grow in place, by functions of torch that are private and may be gone in another version."""
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
+        torch.cuda.memory, "_set_allocator_settings", None
+    )
+    try:
+        if set_settings is None:
+            raise RuntimeError(f"torch {torch.__version__} has no function for it")
+        set_settings(_ALLOCATOR_SETTINGS)
+    except RuntimeError as error:
+        log.warning(
+            "torch's allocator cannot be set to %s (%s), so memory may be cut up by steps of many sizes; set %s "
+            "in the environment",
+            _ALLOCATOR_SETTINGS,
+            error,
+            _ALLOCATOR_VARIABLES[0],
+        )
 
 
 def free_memory(device: torch.device) -> int:

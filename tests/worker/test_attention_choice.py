@@ -150,6 +150,13 @@ def test_what_does_not_fit_is_refused_with_what_it_is_and_what_to_set(requested,
     assert "to auto" in message
 
 
+@pytest.mark.parametrize("changes", [{"packages": frozenset()}, {"block_size": 16}], ids=str)
+def test_flash_attention_3_is_said_to_be_built_from_source(changes) -> None:
+    where = "build it from the directory hopper of github.com/Dao-AILab/flash-attention"
+    assert where in refusal("flash-attn", HOPPER, **changes)
+    assert where not in refusal("flash-attn", HOPPER, compute_capability=(8, 0), **changes)
+
+
 def test_plain_torch_is_refused_where_it_would_spell_out_the_cache() -> None:
     assert "cache.dtype = int8" in refusal("torch", CPU, kv_dtype="int8")
     assert "nothing attends" in refusal("torch", CPU, device="simulated")
@@ -188,7 +195,15 @@ QUANTIZED_SITE = AttentionSite(
 )
 def test_numbers_that_follow_the_batch_are_not_promised_otherwise(attention, requested, is_invariant) -> None:
     engine = engine_of(attention, requested)
-    assert choose_batch_invariance(engine, QUANTIZED_SITE, "q8") == is_invariant
+    assert choose_batch_invariance(engine, QUANTIZED_SITE, "int8") == is_invariant
+
+
+@pytest.mark.parametrize(
+    ("quantization", "is_free"), [("q4", False), ("q8", False), ("int8", True), ("fp8", True)]
+)
+def test_on_cuda_the_promise_is_made_unasked_where_it_is_free(quantization, is_free) -> None:
+    assert choose_batch_invariance(engine_of("auto", "auto"), QUANTIZED_SITE, quantization) == is_free
+    assert choose_batch_invariance(engine_of("auto", "true"), QUANTIZED_SITE, quantization)
 
 
 @pytest.mark.parametrize("attention", ["flash-attn", "flashinfer", "torch"])

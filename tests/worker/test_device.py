@@ -264,21 +264,68 @@ def test_threads_are_given_to_torch():
         torch.set_num_threads(before)
 
 
+@pytest.fixture
+def products():
+    """Switches of cuBLAS's products, put back after the test."""
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(torch.backends.cuda.matmul, name) for name in names]
+    yield torch.backends.cuda.matmul
+    for name, value in zip(names, before, strict=True):
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
+@pytest.fixture
+def cuda(monkeypatch, products):
+    """The devices that are chosen; torch's allocator has not been set by the operator."""
+    chosen = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
 @pytest.mark.parametrize(
     ("variables", "settings"), [({}, ["expandable_segments:True"]), ({"PYTORCH_ALLOC_CONF": ""}, [])]
 )
 def test_a_cuda_devices_memory_grows_in_place_unless_the_operator_set_the_allocator(
-    monkeypatch, variables, settings
+    monkeypatch, cuda, variables, settings
 ):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    seen, chosen = [], []
+    seen = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     use_device(torch.device("cuda", 1))
-    assert (seen, chosen) == (settings, [torch.device("cuda", 1)])
+    assert (seen, cuda) == (settings, [torch.device("cuda", 1)])
+
+
+def test_an_older_torch_is_set_by_its_older_function(monkeypatch, cuda):
+    seen = []
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", seen.append)
+    use_device(torch.device("cuda", 0))
+    assert (seen, len(cuda)) == (["expandable_segments:True"], 1)
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_an_allocator_that_cannot_be_set_is_logged_and_used_as_it_is(monkeypatch, cuda, caplog, is_missing):
+    def refuse(settings):
+        raise RuntimeError("Unrecognized CachingAllocator option")
+
+    if is_missing:
+        monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+        monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
+    else:
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    use_device(torch.device("cuda", 0))
+    assert len(cuda) == 1
+    assert "expandable_segments" in caplog.text
+
+
+def test_products_on_a_cuda_device_are_added_up_in_float32(monkeypatch, cuda, products):
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+    use_device(torch.device("cuda", 0))
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
 
 
 def test_a_cpu_needs_no_choosing(monkeypatch):

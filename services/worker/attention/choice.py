@@ -94,7 +94,7 @@ def _obstacle_to_torch(site: AttentionSite, *, on_cuda: bool) -> str | None:
 
 def _obstacle_to_flash_attn(site: AttentionSite) -> str | None:
     if not site.packages & {FLASH_ATTN, FLASH_ATTN_3}:
-        return _missing("flash-attn")
+        return _missing("flash-attn") + _hint_at_flash_attn_3(site)
     if not _has_flash_attn_3(site):
         if FLASH_ATTN not in site.packages:
             return (
@@ -105,6 +105,7 @@ def _obstacle_to_flash_attn(site: AttentionSite) -> str | None:
             return (
                 f"it reads pages of a multiple of {_FLASH_ATTN_PAGE} tokens, and cache.block_size is "
                 f"{site.block_size}; set cache.block_size to {_FLASH_ATTN_PAGE}, or this to auto"
+                + _hint_at_flash_attn_3(site)
             )
     head_dim = site.architecture.head_dim
     if head_dim % 8 or head_dim > _FLASH_ATTN_MAX_HEAD_DIM:
@@ -144,6 +145,16 @@ def _unserved_device_or_dtype(site: AttentionSite, *, lowest: tuple[int, int]) -
 
 def _has_flash_attn_3(site: AttentionSite) -> bool:
     return FLASH_ATTN_3 in site.packages and site.compute_capability[0] == _HOPPER
+
+
+def _hint_at_flash_attn_3(site: AttentionSite) -> str:
+    """Where to get it, on a device that it is written for; else nothing."""
+    if site.compute_capability[0] != _HOPPER:
+        return ""
+    return (
+        "; FlashAttention 3 takes blocks of any size on this device, but is not on PyPI (fa3-fwd there reads no paged "
+        "cache): build it from the directory hopper of github.com/Dao-AILab/flash-attention"
+    )
 
 
 def _missing(package: str) -> str:

@@ -154,7 +154,8 @@ class SleepableRunner:
             self._host_copy.vacate()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that has multiplied, graphs' too
+            if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # private, so another torch may not have it
+                torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that has multiplied, graphs' too
             torch.cuda.empty_cache()
 
     def _memory_short(self, needed: int, free: int) -> MemoryShort:
