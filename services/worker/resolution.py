@@ -15,6 +15,9 @@ from triptych.types.facts import RankFacts
 
 _GROUP_SIZE = 32  # of quantized weights
 _NATIVE_DTYPES = ("float32", "bfloat16")
+_WEIGHTS_ALONE = ("q4", "q8")
+"""Forms whose inputs stay in `model.dtype`; on CUDA devices their products of many rows are several times slower
+where they must not depend on the batch."""
 
 
 def resolve_for_device(
@@ -216,7 +219,8 @@ def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantizat
     requested = engine.model.batch_invariant
     obstacle = _batch_dependence(engine.worker.attention_backend, site, quantization)
     if requested == "auto":
-        return engine.model.quantization != "auto" and obstacle is None
+        is_dear = site.device.startswith("cuda") and quantization in _WEIGHTS_ALONE
+        return engine.model.quantization != "auto" and obstacle is None and not is_dear
     if requested == "true" and obstacle is not None:
         raise FeatureDisabled(
             "model.batch_invariant = true", f"{obstacle}, or model.batch_invariant to auto or false"

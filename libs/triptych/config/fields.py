@@ -81,10 +81,10 @@ class ModelConfig:
     batch_invariant: str = value(
         "auto",
         "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
-        "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true, but false "
-        "with `model.quantization = auto`, and where sums follow the batch: with weights that are not quantized on "
-        "CUDA devices, without native kernels on a CPU, and with torch, flash-attn or flashinfer as "
-        "`worker.attention_backend`.",
+        "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true where that "
+        "costs nothing; false with `model.quantization = auto`, with q4 and q8 on CUDA devices, whose prefill it "
+        "would slow down, and where sums follow the batch: with weights that are not quantized on CUDA devices, "
+        "without native kernels on a CPU, and with torch, flash-attn or flashinfer as `worker.attention_backend`.",
         WORKER,
         choices=("auto", "true", "false"),
     )
