@@ -1,9 +1,14 @@
-"""What the operating system grants this process: cores, free memory, instruction sets."""
+"""What the operating system grants this process: cores, free memory, instruction sets.
+
+Linux answers in files under /proc and /sys. Where there are none, as on macOS, Python's own functions answer what they
+can: every core that the machine has, half of its memory, no instruction set.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -19,7 +24,7 @@ def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> 
         root: where `proc` and `sys` are found.
         affinity: logical CPUs allowed; None: as the kernel says.
     """
-    allowed = os.sched_getaffinity(0) if affinity is None else affinity
+    allowed = _allowed_cpus() if affinity is None else affinity
     core_of = _core_of_cpu(root)
     cores = len({core_of.get(cpu, ("", str(cpu))) for cpu in allowed})
     for group in _cgroups("cpu", root):
@@ -30,16 +35,17 @@ def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> 
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """Instruction set extensions of the first CPU, as /proc/cpuinfo spells them."""
+    """Instruction set extensions of the first CPU, as /proc/cpuinfo spells them; empty where there is none."""
     for key, text in _cpuinfo(root):
-        if key == "flags":
+        if key in ("flags", "Features"):  # of x86, of ARM
             return frozenset(text.split())
     return frozenset()
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """Marketing name of the first CPU, `cpu` where the kernel does not say."""
-    return next((text for key, text in _cpuinfo(root) if key == "model name"), "cpu")
+    """Marketing name of the first CPU; where the kernel does not say, its kind, such as aarch64."""
+    name = next((text for key, text in _cpuinfo(root) if key == "model name"), "")
+    return name or platform.processor() or platform.machine() or "cpu"
 
 
 def numa_nodes(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
@@ -48,7 +54,7 @@ def numa_nodes(root: Path = ROOT, affinity: Collection[int] | None = None) -> in
     Args:
         affinity: as in `usable_cores`.
     """
-    allowed = os.sched_getaffinity(0) if affinity is None else affinity
+    allowed = _allowed_cpus() if affinity is None else affinity
     nodes = [
         _read(node / "cpulist") for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     ]
@@ -67,13 +73,20 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def resident_memory(root: Path = ROOT) -> int:
-    """Bytes of memory behind this process's pages."""
-    resident_pages = (root / "proc/self/statm").read_text().split()[1]
-    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory behind this process's pages; 0 where the kernel does not say."""
+    sizes = _read(root / "proc/self/statm").split()  # in pages: all that is mapped, then what is resident
+    return int(sizes[1]) * os.sysconf("SC_PAGE_SIZE") if sizes else 0
+
+
+def _allowed_cpus() -> Collection[int]:
+    """Logical CPUs that this process may run on; all where the system restricts no process to some."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
 
 
 def _cpuinfo(root: Path) -> Iterator[tuple[str, str]]:
-    for line in (root / "proc/cpuinfo").read_text().splitlines():
+    for line in _read(root / "proc/cpuinfo").splitlines():
         key, colon, text = line.partition(":")
         if colon:
             yield key.strip(), text.strip()
@@ -94,10 +107,14 @@ def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
 
 
 def _available_memory(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no line MemAvailable")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        num_pages = os.sysconf("SC_AVPHYS_PAGES")
+    else:  # macOS tells only how much there is; half of it is seldom taken
+        num_pages = os.sysconf("SC_PHYS_PAGES") // 2
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_free_memory(root: Path) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,44 @@ def test_huge_pages_are_what_the_kernel_has_chosen(root, text, mode):
     if text is not None:
         write(root, "sys/kernel/mm/transparent_hugepage/enabled", text)
     assert host.huge_pages(root) == mode
+
+
+@pytest.fixture
+def macos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without /proc, of ten CPUs and 16 GiB, whose system has fewer functions than Linux."""
+    names = {name: key for name, key in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
+    pages = {"SC_PHYS_PAGES": 16 * GIB // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "sysconf_names", names)
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    return tmp_path
+
+
+def test_macos_answers_what_its_python_knows(macos):
+    assert host.usable_cores(macos) == 10
+    assert host.cpu_flags(macos) == frozenset()
+    assert host.cpu_name(macos) == "arm"
+    assert host.numa_nodes(macos) == 1
+    assert host.huge_pages(macos) == "none"
+    assert host.free_memory(macos) == 8 * GIB
+    assert host.resident_memory(macos) == 0
+
+
+def test_arm_tells_its_features_and_no_name(monkeypatch, tmp_path):
+    write(
+        tmp_path,
+        "proc/cpuinfo",
+        "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd i8mm bf16\n\nprocessor\t: 1\nFeatures\t: fp\n",
+    )
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert host.cpu_flags(tmp_path) == {"fp", "asimd", "i8mm", "bf16"}
+    assert host.cpu_name(tmp_path) == "aarch64"
+    assert host.usable_cores(tmp_path, {0, 1}) == 2
+
+
+def test_memory_is_told_by_the_c_library_where_the_kernel_is_old(root):
+    write(root, "proc/meminfo", "MemTotal: 1 kB\n")
+    assert host.free_memory(root) > 0
