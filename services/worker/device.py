@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -24,7 +25,10 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-_NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # x86 extensions that multiply bfloat16
+_NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Extensions that multiply bfloat16: two of x86, and that of ARM."""
+
+_KERNEL_FLAGS = ("avx2", "fma", "f16c")  # the least that native kernels are built for
 
 
 def resolve_config(
@@ -83,16 +87,34 @@ def has_native_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def use_threads(requested: int) -> int:
-    """Give the model its CPU threads, process-wide, and return how many; 0: the physical cores we may use.
+def missing_kernels(root: Path = host.ROOT) -> str:
+    """Return why this machine's CPU has no native kernels in use, and what helps; empty: they are in use."""
+    if isa():
+        return ""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"there are none for {platform.system()} on {platform.machine()}"
+    missing = [flag for flag in _KERNEL_FLAGS if flag not in host.cpu_flags(root)]
+    if missing:
+        return f"this processor has no {', '.join(missing)}, which they need"
+    return "they are not built; `python -m triptych_kernels.cpu.build` builds them where there is g++"
 
-    A second thread per core only fights for the same vector unit. Where native kernels compute, their threads
-    have the cores, and torch does its small remainder on the thread that calls it.
+
+def use_threads(requested: int) -> int:
+    """Give native kernels and torch the model's CPU threads, process-wide, and return how many each has.
+
+    Args:
+        requested: 0: the physical cores that we may use, since a second thread per core only fights for the same
+            vector unit.
     """
     num_threads = requested or host.usable_cores()
     use_native_threads(num_threads)
-    torch.set_num_threads(1 if isa() else num_threads)
+    torch.set_num_threads(num_threads)
     return num_threads
+
+
+def leave_cores_to_kernels() -> None:
+    """Let torch do its small remainder of a step on the thread that calls it; native kernels keep their threads."""
+    torch.set_num_threads(1)
 
 
 def use_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.worker.attention.choice import (
     BATCH_INVARIANT_CHOICES,
+    NATIVE_DTYPES,
     AttentionSite,
     choose_attention_backend,
 )
@@ -14,7 +15,6 @@ from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
 
 _GROUP_SIZE = 32  # of quantized weights
-_NATIVE_DTYPES = ("float32", "bfloat16")
 _WEIGHTS_ALONE = ("q4", "q8")
 """Forms whose inputs stay in `model.dtype`; on CUDA devices their products of many rows are several times slower
 where they must not depend on the batch."""
@@ -51,7 +51,7 @@ def resolve_for_device(
             f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "
             f"at most {own_limit}, or to 0 for the model's limit"
         )
-    dtype = choose_dtype(engine.model.dtype, architecture, native_bfloat16=native_bfloat16)
+    dtype = choose_dtype(engine.model.dtype, architecture, device=device, native_bfloat16=native_bfloat16)
     quantization = choose_quantization(
         engine.model.quantization,
         architecture,
@@ -129,16 +129,24 @@ def refuse_unbuilt(engine: EngineConfig) -> None:
             )
 
 
-def choose_dtype(requested: str, architecture: ModelArchitecture, *, native_bfloat16: bool) -> str:
-    """The precision that `model.dtype` means; `auto` is the checkpoint's, where the device can do it.
+def choose_dtype(
+    requested: str, architecture: ModelArchitecture, *, device: str, native_bfloat16: bool
+) -> str:
+    """Return the precision that `model.dtype` means; `auto` is the checkpoint's, where the device can do it.
 
     GGUF files are quantized, so their own precision says nothing: they count as bfloat16, which becomes
-    float32 on a device that would only emulate it.
+    float32 on a device that would only emulate it. So does float16 on a CPU, where no native kernel takes it.
+
+    Args:
+        device: as `resolve_for_device` takes it.
     """
     if requested != "auto":
         return requested
     stored = "bfloat16" if architecture.is_gguf else architecture.dtype
-    return "float32" if stored == "bfloat16" and not native_bfloat16 else stored
+    is_half = stored == "bfloat16" or (stored == "float16" and device == "cpu")
+    if not is_half:
+        return stored
+    return "bfloat16" if native_bfloat16 else "float32"
 
 
 def choose_kv_dtype(requested: str, dtype: str, *, device: str, native_kernels: bool) -> str:
@@ -162,10 +170,10 @@ def choose_kv_dtype(requested: str, dtype: str, *, device: str, native_kernels: 
                 "on CPUs it is read by the native kernels alone, which are not built for this processor; "
                 f"build them with `python -m triptych_kernels.cpu.build`, or {advice}",
             )
-        if dtype not in _NATIVE_DTYPES:
+        if dtype not in NATIVE_DTYPES:
             raise FeatureDisabled(
                 "cache.dtype = int8",
-                f"the native kernels take {' and '.join(_NATIVE_DTYPES)}, not model.dtype = {dtype}; {advice}",
+                f"the native kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}; {advice}",
             )
     return requested
 
@@ -242,10 +250,10 @@ def _batch_dependence(attention: str, site: AttentionSite, quantization: str) ->
             f"on CUDA devices products with {what} are cuBLAS's, which cuts its sums by the number of rows; set "
             "model.quantization to q4, q8, int8 or fp8 where there are no experts"
         )
-    if site.device == "cpu" and not (site.native_kernels and site.dtype in _NATIVE_DTYPES):
+    if site.device == "cpu" and not (site.native_kernels and site.dtype in NATIVE_DTYPES):
         return (
             "without the native kernels products are torch's, which cuts its sums by the number of rows; build them "
-            f"with `python -m triptych_kernels.cpu.build` and set model.dtype to {' or '.join(_NATIVE_DTYPES)}"
+            f"with `python -m triptych_kernels.cpu.build` and set model.dtype to {' or '.join(NATIVE_DTYPES)}"
         )
     return None
 
@@ -257,8 +265,8 @@ def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> 
         return (
             "on CPUs quantized weights are multiplied by the native kernels alone, which are not in use here"
         )
-    if dtype not in _NATIVE_DTYPES:
-        return f"the kernels take {' and '.join(_NATIVE_DTYPES)}, not model.dtype = {dtype}"
+    if dtype not in NATIVE_DTYPES:
+        return f"the kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}"
     return None
 
 

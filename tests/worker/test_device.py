@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from services.worker.attention.choice import AttentionSite
-from services.worker.device import choose_device, resolve_config, use_device, use_threads
+from services.worker.device import (
+    choose_device,
+    leave_cores_to_kernels,
+    missing_kernels,
+    resolve_config,
+    use_device,
+    use_threads,
+)
 from services.worker.resolution import (
     choose_batch_invariance,
     choose_dtype,
@@ -21,6 +29,7 @@ from services.worker.startup import load_runner
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
+from triptych_kernels.cpu.library import forced_isa
 
 CPU = WorkerConfig(device="cpu")
 
@@ -29,7 +38,9 @@ CPU = WorkerConfig(device="cpu")
     ("requested", "stored", "is_gguf", "native", "chosen"),
     [
         ("auto", "float32", False, True, "float32"),
-        ("auto", "float16", False, False, "float16"),
+        ("auto", "float16", False, False, "float32"),
+        ("auto", "float16", False, True, "bfloat16"),
+        ("float16", "float32", False, True, "float16"),
         ("auto", "bfloat16", False, True, "bfloat16"),
         ("auto", "bfloat16", False, False, "float32"),
         ("auto", "float32", True, True, "bfloat16"),
@@ -40,16 +51,29 @@ CPU = WorkerConfig(device="cpu")
 )
 def test_auto_precision_is_the_checkpoints_where_the_device_can(requested, stored, is_gguf, native, chosen):
     architecture = tiny_architecture(dtype=stored, is_gguf=is_gguf)
-    assert choose_dtype(requested, architecture, native_bfloat16=native) == chosen
+    assert choose_dtype(requested, architecture, device="cpu", native_bfloat16=native) == chosen
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "simulated"])
+def test_a_checkpoint_in_float16_stays_so_on_an_accelerator(device):
+    architecture = tiny_architecture(dtype="float16")
+    assert choose_dtype("auto", architecture, device=device, native_bfloat16=True) == "float16"
 
 
 @pytest.mark.parametrize(
     ("flags", "dtype"),
-    [("avx2 avx512f", "float32"), ("avx512f avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16")],
+    [
+        ("flags : fpu avx2 avx512f", "float32"),
+        ("flags : avx512f avx512_bf16", "bfloat16"),
+        ("flags : amx_bf16", "bfloat16"),
+        ("Features : fp asimd i8mm bf16", "bfloat16"),
+        ("Features : fp asimd", "float32"),
+        ("", "float32"),
+    ],
 )
 def test_a_cpu_has_native_bfloat16_by_its_flags(tmp_path: Path, flags, dtype):
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nflags : fpu {flags}\n")
+    (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\n{flags}\n")
     config = resolve_config(EngineConfig(worker=CPU), tiny_architecture(dtype="bfloat16"), root=tmp_path)
     assert (config.dtype, config.kv_dtype) == (dtype, dtype)
     assert config.rank.device == "cpu"
@@ -254,10 +278,34 @@ def test_an_accelerator_that_is_not_there_stops_the_boot(monkeypatch, num_device
         choose_device("cuda", local_rank=1)
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "flags", "why"),
+    [
+        ("Darwin", "arm64", None, "none for Darwin on arm64"),
+        ("Darwin", "x86_64", None, "none for Darwin on x86_64"),
+        ("Linux", "aarch64", "Features : fp bf16", "none for Linux on aarch64"),
+        ("Linux", "x86_64", "flags : sse4_2 avx f16c", "this processor has no avx2, fma, which they need"),
+        ("Linux", "x86_64", "flags : avx2 fma f16c", "not built; `python -m triptych_kernels.cpu.build`"),
+    ],
+)
+def test_a_machine_without_native_kernels_has_a_reason(monkeypatch, tmp_path, system, machine, flags, why):
+    if flags is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    with forced_isa(""):
+        assert why in missing_kernels(tmp_path)
+    with forced_isa("avx2"):
+        assert missing_kernels(tmp_path) == ""
+
+
 def test_threads_are_given_to_torch():
     before = torch.get_num_threads()
     try:
-        assert use_threads(1) == 1
+        assert use_threads(3) == 3
+        assert torch.get_num_threads() == 3
+        leave_cores_to_kernels()
         assert torch.get_num_threads() == 1
         assert use_threads(0) >= 1
     finally:

@@ -8,31 +8,47 @@ import re
 import pytest
 
 from services.worker.runner import create
+from tests.worker.tiny import tiny_architecture
+from triptych.config.fields import EngineConfig
+from triptych.config.resolved import ResolvedConfig
 
 
 @pytest.mark.parametrize(
-    ("isa", "refusal", "said"),
+    ("missing", "dtype", "refusal", "said"),
     [
-        ("amx", "", None),
-        ("", "", "none are built for this processor"),
+        ("", "bfloat16", "", None),
         (
-            "avx512_bf16",
+            "",
+            "float16",
+            "",
+            "they take float32 and bfloat16, not model.dtype = float16; plain torch computes",
+        ),
+        (
+            "none for Darwin on arm64",
+            "float32",
+            "",
+            "none for Darwin .* plain torch computes in float32, several",
+        ),
+        (
+            "",
+            "bfloat16",
             "Operation not permitted",
             r"has AMX, .* \(Operation not permitted\); avx512_bf16 serves",
         ),
     ],
 )
 def test_kernels_that_are_missing_are_told_with_the_reason(
-    isa: str,
+    missing: str,
+    dtype: str,
     refusal: str,
     said: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(create, "isa", lambda: isa)
+    monkeypatch.setattr(create, "isa", lambda: "avx512_bf16")
     monkeypatch.setattr(create, "amx_refusal", lambda: refusal)
     with caplog.at_level(logging.INFO):
-        create._warn_of_missing_kernels()
+        create._warn_of_missing_kernels(missing, dtype)
     if said is None:
         assert caplog.records == []
         return
@@ -48,6 +64,7 @@ def test_kernels_that_are_missing_are_told_with_the_reason(
         (1, "always", []),
         (2, "madvise", ["2 memory nodes"]),
         (1, "never", ["none .never."]),
+        (1, "none", []),
     ],
 )
 def test_what_the_host_withholds_is_told_with_a_remedy(
@@ -60,3 +77,21 @@ def test_what_the_host_withholds_is_told_with_a_remedy(
     assert len(told) == len(warnings)
     for message, expected in zip(told, warnings, strict=True):
         assert re.search(expected, message)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "said"),
+    [
+        ("float16", "bfloat16", ["rounded to bfloat16, 8 of 11 significant bits"]),
+        ("float16", "float32", ["computed in float32, which is exact"]),
+        ("bfloat16", "float32", []),
+        ("float16", "float16", []),
+    ],
+)
+def test_what_becomes_of_float16_is_logged(
+    stored: str, dtype: str, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        create._tell_of_rounding(ResolvedConfig(EngineConfig(), tiny_architecture(dtype=stored), dtype=dtype))
+    assert len(caplog.messages) == len(said)
+    assert all(part in message for part, message in zip(said, caplog.messages, strict=True))

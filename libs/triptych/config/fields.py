@@ -64,7 +64,7 @@ class ModelConfig:
     dtype: str = value(
         "auto",
         "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "
-        "has no native bfloat16.",
+        "has no native bfloat16. On a CPU a checkpoint in float16 counts as one in bfloat16.",
         ENGINE + WORKER,
         choices=("auto", "float32", "bfloat16", "float16"),
     )

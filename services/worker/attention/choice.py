@@ -14,11 +14,13 @@ FLASH_ATTN, FLASH_ATTN_3, FLASHINFER = "flash_attn", "flash_attn_interface", "fl
 BATCH_INVARIANT_CHOICES = frozenset({"auto", "triton"})
 """Those whose results do not depend on which rows share a step; others cut keys, or gather rows, by that."""
 
+NATIVE_DTYPES = ("float32", "bfloat16")
+"""What the native kernels for CPUs compute with."""
+
 _FLASH_ATTN_PAGE = 256  # mha_varlen_fwd of flash-attn 2.8: "block size must be divisible by 256"
 _FLASH_ATTN_MAX_HEAD_DIM = 256
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)  # that its prefill kernels are built for on every device
 _HOPPER = 9  # major; FlashAttention 3 is written for it alone
-_NATIVE_DTYPES = ("float32", "bfloat16")
 _HALF_DTYPES = ("bfloat16", "float16")
 _UNSCALED_DTYPES = ("float32", *_HALF_DTYPES)
 
@@ -62,7 +64,7 @@ def choose_attention_backend(requested: str, site: AttentionSite) -> str:
             return "triton"
         if site.device != "cpu":
             return "none"
-        return "native" if site.native_kernels and site.dtype in _NATIVE_DTYPES else "torch"
+        return "native" if site.native_kernels and site.dtype in NATIVE_DTYPES else "torch"
     obstacle = _obstacle(requested, site, on_cuda=on_cuda)
     if obstacle is not None:
         raise FeatureDisabled(f"worker.attention_backend = {requested}", obstacle)

@@ -30,6 +30,8 @@ class ForwardBackend(Protocol):
 
     description: str
     """What computes, in words."""
+    computes_with_torch: bool
+    """Whether torch computes steps on the host, all of them or in part, so that it should have threads for it."""
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         """Compute what stands in the input buffers that the backend was made for; after an exception the same step

@@ -15,8 +15,16 @@ from torch import nn
 
 from services.worker import host
 from services.worker.attention.base import AttentionBackend
+from services.worker.attention.choice import NATIVE_DTYPES
 from services.worker.attention.create import create_attention
-from services.worker.device import device_name, free_memory, use_device, use_threads
+from services.worker.device import (
+    device_name,
+    free_memory,
+    leave_cores_to_kernels,
+    missing_kernels,
+    use_device,
+    use_threads,
+)
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
 from services.worker.loader.load import Meanwhile
@@ -65,7 +73,8 @@ def create_runner(
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
         _tell_of_host(num_threads, host.numa_nodes(), host.huge_pages())
-        _warn_of_missing_kernels()
+        _warn_of_missing_kernels(missing_kernels(), config.dtype)
+        _tell_of_rounding(config)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
@@ -115,6 +124,8 @@ def create_runner(
             link=CudaLink(device) if device.type == "cuda" else None,
             group=config.group,
         )
+        if not runner.computes_with_torch:
+            leave_cores_to_kernels()
         on_phase(Phase.WARMING, 0.0)
         warm_up(runner)
         return runner
@@ -190,23 +201,46 @@ def _tell_of_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
             "start one worker per node under `numactl --cpunodebind=N --membind=N`",
             numa_nodes,
         )
-    if huge_pages not in ("always", "madvise"):
+    if huge_pages == "never":
         log.warning(
-            "huge pages: the system grants none (%s), which costs about a tenth of a step; "
-            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` as root grants them",
-            huge_pages,
+            "huge pages: the system grants none (never), which costs about a tenth of a step; "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` as root grants them"
         )
 
 
-def _warn_of_missing_kernels() -> None:
-    if not isa():
+def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
+    """`missing`: see `missing_kernels`."""
+    if missing:
         log.warning(
-            "native kernels: none are built for this processor, plain torch serves, slower; "
-            "`python -m triptych_kernels.cpu.build` builds them where there is g++"
+            "native kernels: %s; plain torch computes in %s, several times slower, without quantization, "
+            "cache.dtype = int8 and batch invariance",
+            missing,
+            dtype,
+        )
+    elif dtype not in NATIVE_DTYPES:
+        log.warning(
+            "native kernels: they take %s, not model.dtype = %s; plain torch computes, several times slower; set "
+            "model.dtype to auto",
+            " and ".join(NATIVE_DTYPES),
+            dtype,
         )
     elif amx_refusal():
         log.warning(
             "native kernels: the processor has AMX, but the system keeps it from this process (%s); %s serves",
             amx_refusal(),
             isa(),
+        )
+
+
+def _tell_of_rounding(config: ResolvedConfig) -> None:
+    """Say what becomes of a checkpoint in float16, which CPUs do not compute with."""
+    if config.architecture.is_gguf or config.architecture.dtype != "float16" or config.dtype == "float16":
+        return
+    if config.dtype == "bfloat16":
+        log.info(
+            "model.dtype: the checkpoint's float16 is rounded to bfloat16, 8 of 11 significant bits; float32 keeps all"
+        )
+    else:
+        log.info(
+            "model.dtype: the checkpoint's float16 is computed in float32, which is exact and takes twice the memory"
         )

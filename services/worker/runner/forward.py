@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 class EagerBackend:
     """Calls the model, operation by operation."""
 
+    computes_with_torch = True
+
     def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
         self._model = model
         self._kv_caches = kv_caches

@@ -113,6 +113,11 @@ class ModelRunner:
     def facts(self) -> WorkerFacts:
         return self._facts
 
+    @property
+    def computes_with_torch(self) -> bool:
+        """See `ForwardBackend`."""
+        return self._backend.computes_with_torch
+
     def reset(self) -> None:
         """Forget every row and expect step 1; see `Runner.reset`."""
         if self._device_steps is not None:

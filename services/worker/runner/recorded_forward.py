@@ -19,6 +19,8 @@ from triptych_kernels.ops import gather_rows
 class RecordedBackend:
     """Records the model at construction."""
 
+    computes_with_torch = False
+
     def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
         """Record `model` for steps of any size that fits `inputs`.
 

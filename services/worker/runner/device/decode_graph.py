@@ -25,6 +25,8 @@ from services.worker.runner.input_batch import InputBuffers, StepSizes
 class CudaGraphBackend:
     """A `ForwardBackend`; decodes whose rows all sample are replayed, other steps go to another."""
 
+    computes_with_torch = False
+
     def __init__(
         self,
         forward: DeviceForward,

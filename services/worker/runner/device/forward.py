@@ -46,6 +46,8 @@ class DeviceForward:
 class DeviceEagerBackend:
     """A `ForwardBackend` without CUDA graphs."""
 
+    computes_with_torch = False
+
     def __init__(self, forward: DeviceForward, inputs: DeviceInputs) -> None:
         self._forward = forward
         self._inputs = inputs

@@ -31,6 +31,8 @@ MAX_GRAPH_TOKENS = 512
 class PiecewiseGraphBackend:
     """A `ForwardBackend`; steps of more than `MAX_GRAPH_TOKENS` go to another."""
 
+    computes_with_torch = False
+
     def __init__(
         self,
         forward: DeviceForward,
