@@ -91,6 +91,30 @@ def test_windows_and_soft_caps_equal_the_reference(limits: dict[str, float], dty
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("cache_dtype", "flawed"),
+    [(None, "query"), (None, "key"), (torch.int8, "query"), (torch.int8, "scale")],
+)
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_nan_shows_wherever_it_is_seen(
+    soft_cap: float, flawed: str, cache_dtype: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    rows = [(1, 40), (3, 258)]
+    step = build_step(rows, block_size=16, head_dim=24, dtype=dtype, cache_dtype=cache_dtype)
+    block = step.block_tables[1, 0]
+    if flawed == "query":
+        step.query[2, 1, 5] = torch.nan
+    elif flawed == "key":
+        step.kv_cache[block, 0, 1, 3, 5] = torch.nan
+    else:
+        assert step.kv_scales is not None
+        step.kv_scales[block, 0, 1, 3] = torch.nan
+    expected = step.attend(impl="reference", soft_cap=soft_cap).isnan()
+    assert expected.any()
+    assert torch.equal(step.attend(impl="cpu", soft_cap=soft_cap).isnan(), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("limits", [{}, {"window": 70}, {"window": 300, "soft_cap": 5.0}])
 def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
     dtype: torch.dtype, limits: dict[str, float]

@@ -264,10 +264,10 @@ inline vec select_lanes(vec inside, vec outside, int64_t first, int64_t end) {
 
 #endif
 
-// e^x for x <= 0, to 2 units in the last place; below -87 it is e^-87, which is nothing beside 1.
+// e^x for x <= 0, to 2 units in the last place; below -87 it is e^-87, which is nothing beside 1. NaN stays.
 // Source: the polynomial and the split of ln 2 are those of Cephes' expf.
 inline vec exp_of_negative(vec x) {
-  x = max(x, splat(-87.0f));
+  x = max(splat(-87.0f), x);  // in this order: of two of which one is NaN, `max` gives the second
   const vec n = round_to_whole(x * splat(1.44269504088896341f));
   const vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   vec p = splat(1.9875691500e-4f);
