@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from triptych_kernels.cpu.library import isa, load
+from triptych_kernels.cpu.library import isa, load, raise_failure
 
 Argument = Tensor | int | float | None
 """A field of a kernel's struct, 8 bytes: an address, an int64_t or a double; None is the null address."""
@@ -36,7 +36,8 @@ def launch(kernel: str, rows: Tensor, *arguments: Argument, filled_like: Tensor 
         arguments: the fields of the kernel's struct, in order; tensors as it describes them, not checked.
         filled_like: what the kernel fills has as many rows as this tensor; None: as `rows`.
     Raises:
-        RuntimeError: tensors without memory, and no recording under way.
+        MemoryError: the system has no memory for what the kernel needs while it runs.
+        RuntimeError: tensors without memory, and no recording under way; or the system does not start the threads.
     """
     if rows.device.type == "meta":
         if not _recorders:
@@ -44,7 +45,7 @@ def launch(kernel: str, rows: Tensor, *arguments: Argument, filled_like: Tensor 
         _recorders[-1].append(kernel, rows, arguments, rows if filled_like is None else filled_like)
         return
     words = to_words([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
-    find_kernel(isa(), kernel)(words, rows.shape[0])
+    raise_failure(find_kernel(isa(), kernel)(words, rows.shape[0]), kernel)
 
 
 def to_words(values: Sequence[int | float | None]) -> ctypes.Array[ctypes.c_int64]:
@@ -59,13 +60,13 @@ def to_words(values: Sequence[int | float | None]) -> ctypes.Array[ctypes.c_int6
 
 
 @cache
-def find_kernel(isa: str, name: str) -> Callable[..., None]:
-    """`triptych_<name>(arguments, rows)`.
+def find_kernel(isa: str, name: str) -> Callable[..., int]:
+    """Return `triptych_<name>(arguments, rows)`, whose result is for `raise_failure`.
 
     Raises:
         AttributeError: the library has no such kernel.
     """
     function = getattr(load(isa), f"triptych_{name}")
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
-    kernel: Callable[..., None] = function
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    kernel: Callable[..., int] = function
     return kernel

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +17,8 @@ from triptych_kernels.cpu.amx import request_permission
 from triptych_kernels.cpu.build import DIGEST, library_path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_TIMEOUT_S = 10.0
+_NO_MEMORY = 1  # `Failure` in kernel.h
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
 _AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AMX = {"amx_tile", "amx_bf16"}
@@ -85,15 +89,47 @@ def load(isa: str) -> ctypes.CDLL:
 
 
 def use_threads(count: int) -> None:
-    """Compute with this many threads, the caller's own among them. Where there is no library it does nothing."""
+    """Compute with this many threads, the caller's own among them. Where there is no library it does nothing.
+
+    A forked child computes with as many, threads of its own.
+
+    Raises:
+        RuntimeError: the system does not start so many; the caller's own then computes by itself.
+    """
     if isa():
         function = load(isa()).triptych_set_threads
-        function.argtypes, function.restype = [ctypes.c_int64], None
-        function(count)
+        function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
+        raise_failure(function(count), f"{count} threads")
+
+
+def raise_failure(failure: int, what: str) -> None:
+    """Raise what the library's functions return: `Failure` in kernel.h, 0 for none."""
+    if failure == 0:
+        return
+    if failure == _NO_MEMORY:
+        raise MemoryError(f"{what}: the system has no memory for what the native kernels need while they run")
+    raise RuntimeError(
+        f"{what}: the system starts no further thread; look at `ulimit -u` and at the container's limit of processes"
+    )
 
 
 def _processor_flags() -> set[str]:
+    """The instruction sets that the processor names; empty where the system does not say."""
+    if sys.platform == "darwin":
+        return _flags_of_sysctl()
+    if not _CPUINFO.is_file():
+        return set()
     for line in _CPUINFO.read_text().splitlines():
         if line.startswith("flags"):
             return set(line.partition(":")[2].split())
     return set()
+
+
+def _flags_of_sysctl() -> set[str]:
+    """Those of a Mac with an Intel processor: macOS writes `AVX2` and `FMA` where Linux writes `avx2` and `fma`."""
+    command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(done.stdout.lower().split())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych_kernels.cpu.launch import Argument, _recorders, find_kernel, to_words
-from triptych_kernels.cpu.library import isa, load
+from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
@@ -148,7 +148,7 @@ class Program:
         self._counts = (ctypes.c_int64 * len(self._count_names))()
         self._run = load(isa()).triptych_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        self._run.restype = None
+        self._run.restype = ctypes.c_int64
 
         def view(output: Tensor) -> Tensor:
             offset = address(output) - self._memory.data_ptr()
@@ -167,10 +167,14 @@ class Program:
         return self._memory.nbytes
 
     def run(self, counts: Mapping[str, int]) -> None:
-        """Compute with what stands in the inputs; `counts` gives each number of rows its value."""
+        """Compute with what stands in the inputs; `counts` gives each number of rows its value.
+
+        Raises:
+            MemoryError: the system has no memory for what a kernel needs while it runs; the outputs hold anything.
+        """
         for i, name in enumerate(self._count_names):
             self._counts[i] = counts[name]
-        self._run(self._structs, len(self._structs), self._counts)
+        raise_failure(self._run(self._structs, len(self._structs), self._counts), "a recorded step")
 
 
 def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:

@@ -7,22 +7,51 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <new>
+#include <system_error>
 
-#define TRIPTYCH_KERNEL(name, Args) extern "C" void triptych_##name(const Args& args, int64_t rows)
+// Defines a kernel, which returns a `Failure`.
+#define TRIPTYCH_KERNEL(name, Args)                                                  \
+  static void run_##name(const Args& args, int64_t rows);                            \
+  extern "C" int64_t triptych_##name(const Args& args, int64_t rows) {               \
+    return triptych::failure_of([&] { run_##name(args, rows); });                    \
+  }                                                                                  \
+  static void run_##name(const Args& args, [[maybe_unused]] int64_t rows)
 
 namespace triptych {
 
 // Element types as the arguments name them.
 enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
+// Why a kernel has not computed, for Python (launch.py) to raise.
+enum Failure : int64_t { kNone = 0, kNoMemory = 1, kNoThreads = 2 };
+
+// Runs f and returns what the system refused it. Any other exception is a bug and ends the process.
+template <typename F>
+Failure failure_of(const F& f) noexcept {
+  try {
+    f();
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  } catch (const std::system_error&) {
+    return kNoThreads;
+  }
+  return kNone;
+}
+
 // Memory that a kernel needs while it runs, kept from call to call; one per place of use and calling thread.
 class Scratch {
  public:
-  // [bytes], aligned to a cache line; its content is undefined, what `get` gave before is void.
+  // Returns [bytes], aligned to a cache line. Its content is undefined, what `get` gave before is void.
+  // Throws std::bad_alloc where the system has no memory; a later, smaller request may succeed.
   void* get(int64_t bytes) {
     if (bytes > size_) {
-      size_ = (bytes + 4095) / 4096 * 4096;
-      memory_.reset(std::aligned_alloc(64, size_));
+      const int64_t size = (bytes + 4095) / 4096 * 4096;
+      size_ = 0;
+      memory_.reset();
+      memory_.reset(std::aligned_alloc(64, size));
+      if (memory_ == nullptr) throw std::bad_alloc();
+      size_ = size;
     }
     return memory_.get();
   }

@@ -1,15 +1,23 @@
 #include "parallel.h"
 
 #include <immintrin.h>
+#include <pthread.h>
+#ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "kernel.h"
 
 namespace triptych {
 namespace {
@@ -35,40 +43,72 @@ class Signal {
       _mm_pause();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    while (word_.load(std::memory_order_seq_cst) == seen) {
-      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-    }
+    while (word_.load(std::memory_order_seq_cst) == seen) sleep_while(seen);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
   void wake() {
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;  // the common case: no system call
+    wake_sleepers();
+  }
+
+#ifdef __linux__
+  // not std::atomic::wait, which spins and yields again before it sleeps
+  void sleep_while(uint32_t seen) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+  }
+  void wake_sleepers() {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
   }
+#else
+  void sleep_while(uint32_t seen) { word_.wait(seen, std::memory_order_seq_cst); }
+  void wake_sleepers() { word_.notify_all(); }
+#endif
 
   alignas(64) std::atomic<uint32_t> word_{0};
   std::atomic<uint32_t> sleepers_{0};
 };
 
+// Whether this thread is in the body of a loop.
+thread_local bool is_in_loop = false;
+
+// Marks the calling thread as in a loop while it exists.
+class InLoop {
+ public:
+  InLoop() {
+    assert(!is_in_loop && "parallel_for inside of parallel_for would wait for itself");
+    is_in_loop = true;
+  }
+  ~InLoop() { is_in_loop = false; }
+  InLoop(const InLoop&) = delete;
+};
+
 class Pool {
  public:
+  explicit Pool(int64_t size) : size_(size) {}
+
+  // Throws std::system_error where so many threads cannot be started; the size is then 1.
   void resize(int64_t size) {
     std::lock_guard<std::mutex> guard(mutex_);
     stop();
+    size_ = 1;
+    start(size);
     size_ = std::max<int64_t>(size, 1);
   }
 
-  int64_t size() const { return size_; }
+  int64_t size() const { return size_.load(std::memory_order_relaxed); }
 
+  // Throws what a body throws, or std::system_error, see `start`.
   void run(int64_t count, Body body, const void* context) {
     if (count <= 0) return;
-    if (size_ == 1 || count == 1) {
+    const InLoop in_loop;
+    if (size() == 1 || count == 1) {
       for (int64_t index = 0; index < count; ++index) body(context, index);
       return;
     }
     std::lock_guard<std::mutex> guard(mutex_);
-    if (threads_.empty()) start();
+    if (threads_.empty()) start(size());  // in a forked child, or after another caller's resize to 1
     for (int64_t begin = 0; begin < count; begin += kMaxCount) {
       begin_ = begin;
       run_claimed(std::min(count - begin, kMaxCount), body, context);
@@ -91,6 +131,7 @@ class Pool {
     begun_.change_by(1);
     work();
     while (const uint32_t left = unfinished_.value()) unfinished_.wait_while(left);
+    if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
   }
 
   void work() {
@@ -99,12 +140,18 @@ class Pool {
       if (!is_open(ticket_.load(std::memory_order_acquire))) return;
       const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
       if (!is_open(ticket)) return;
-      body_(context_, begin_ + static_cast<int64_t>(ticket & kMask));
+      try {
+        body_(context_, begin_ + static_cast<int64_t>(ticket & kMask));
+      } catch (...) {
+        std::lock_guard<std::mutex> guard(exception_mutex_);
+        exception_ = std::current_exception();
+      }
       unfinished_.change_by(static_cast<uint32_t>(-1));
     }
   }
 
   void serve(uint32_t seen) {
+    is_in_loop = true;  // whatever this thread runs is the body of one
     while (true) {
       begun_.wait_while(seen);
       seen = begun_.value();
@@ -113,11 +160,15 @@ class Pool {
     }
   }
 
-  void start() {
+  // Throws std::system_error where the system does not start so many threads; then there are none.
+  void start(int64_t size) {
     is_stopping_ = false;
     const uint32_t seen = begun_.value();
-    for (int64_t thread = 1; thread < size_; ++thread) {
-      threads_.emplace_back([this, seen] { serve(seen); });
+    try {
+      for (int64_t thread = 1; thread < size; ++thread) threads_.emplace_back([this, seen] { serve(seen); });
+    } catch (...) {
+      stop();
+      throw;
     }
   }
 
@@ -130,7 +181,9 @@ class Pool {
 
   std::mutex mutex_;
   std::vector<std::thread> threads_;
-  int64_t size_ = 1;
+  std::atomic<int64_t> size_;
+  std::exception_ptr exception_;
+  std::mutex exception_mutex_;
   std::atomic<bool> is_stopping_{false};
   Body body_ = nullptr;
   const void* context_ = nullptr;
@@ -140,10 +193,18 @@ class Pool {
   Signal begun_, unfinished_;
 };
 
-// Never destroyed: at the end of the process its threads may be anywhere.
+// Never destroyed: at the end of the process its threads may be anywhere. In a forked child, which has none of the
+// threads and whose locks may be held by them, another pool takes its place.
+Pool* the_pool = nullptr;
+
 Pool& pool() {
-  static Pool* instance = new Pool;
-  return *instance;
+  static const bool is_created = [] {
+    the_pool = new Pool(1);
+    pthread_atfork(nullptr, nullptr, [] { the_pool = new Pool(the_pool->size()); });
+    return true;
+  }();
+  static_cast<void>(is_created);
+  return *the_pool;
 }
 
 }  // namespace
@@ -155,5 +216,7 @@ void parallel_for(int64_t count, Body body, const void* context) { pool().run(co
 }  // namespace triptych
 
 extern "C" {
-void triptych_set_threads(int64_t count) { triptych::pool().resize(count); }
+int64_t triptych_set_threads(int64_t count) {
+  return triptych::failure_of([&] { triptych::pool().resize(count); });
+}
 }

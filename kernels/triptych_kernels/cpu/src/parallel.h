@@ -12,7 +12,8 @@ int num_threads();
 
 // body(context, 0..count - 1), each once, on whichever thread is free; returns when all are done. Indices are
 // claimed one by one, so a thread that the system takes off its core holds up its own index alone. One loop at a
-// time: a second caller waits. Loops do not nest.
+// time: a second caller waits. Loops do not nest, which is asserted. An exception that a body throws is thrown here,
+// once all indices are done; of several exceptions, one.
 void parallel_for(int64_t count, Body body, const void* context);
 
 // The same for a lambda: f(index).
@@ -24,6 +25,8 @@ void parallel_for(int64_t count, const F& f) {
 }  // namespace triptych
 
 extern "C" {
-// Use `count` threads (>= 1), the caller's own among them, from the next loop on.
-void triptych_set_threads(int64_t count);
+// Use `count` threads (>= 1), the caller's own among them, from the next loop on. Returns a `Failure` (kernel.h);
+// where the system does not start so many, the caller's thread computes by itself. In a forked child the threads are
+// started again by the first loop.
+int64_t triptych_set_threads(int64_t count);
 }
