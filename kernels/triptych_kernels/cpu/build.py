@@ -1,7 +1,8 @@
 """`python -m triptych_kernels.cpu.build`: compile the native kernels, unless they are up to date.
 
 One library per instruction set from the same sources; which one is loaded is decided on the machine that runs
-them. Without a compiler that can, or on another processor, nothing is built, and plain torch serves.
+them. Without a compiler that can, or on another processor, nothing is built, and plain torch serves. The last line
+printed says what this machine gets.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ISA_FLAGS = {
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", *_WARNINGS)
 _TIMEOUT_S = 300.0
+_PLAIN = "plain torch serves, slower, without 4- and 8-bit weights, int8 caches, recorded steps and batch invariance"
 
 AMX_EMULATED = "amx_emulated"
 """For tests, by `forced_isa`: products as on AMX, their tiles in C++, on any processor with AVX-512."""
@@ -49,16 +51,31 @@ def library_path(isa: str) -> Path:
 
 def main() -> None:
     if platform.machine() != "x86_64":
-        print(f"native kernels: none for {platform.machine()}; plain torch serves")
+        print(
+            f"native kernels: none, since they are written for x86-64 and this is {platform.machine()}; {_PLAIN}"
+        )
         return
     compiler = shutil.which("g++")
     if compiler is None:
-        print("native kernels: no g++ found, so plain torch serves, slower (on Debian: apt-get install g++)")
+        print(f"native kernels: none, since no g++ is found (on Debian: apt-get install g++); {_PLAIN}")
         return
+    if not _build_all(compiler):
+        print(f"native kernels: none, since they do not compile; {_PLAIN}")
+        return
+    from triptych_kernels.cpu.library import usable_isas  # which imports this module
+
+    if usable_isas():
+        print(f"native kernels: built; this machine uses {usable_isas()[0]}")
+    else:
+        print(f"native kernels: built, but this processor lacks AVX2, FMA or F16C; {_PLAIN}")
+
+
+def _build_all(compiler: str) -> bool:
+    """Build a library for each instruction set, unless they are up to date; returns whether they are there."""
     sources = sorted(SOURCES.glob("*.cpp"))
     digest = _digest(compiler, sources, ISA_FLAGS)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
-        return
+        return True
     isas = {isa: flags for isa, flags in ISA_FLAGS.items() if _knows(compiler, flags)}
     print(f"native kernels: compiling {len(sources)} files for {', '.join(isas)} …", flush=True)
     LIBRARIES.mkdir(exist_ok=True)
@@ -70,9 +87,9 @@ def main() -> None:
         _build(compiler, sources, isas)
     except subprocess.CalledProcessError as error:
         print(f"native kernels: {' '.join(error.cmd)} failed:\n{error.stderr}", file=sys.stderr)
-        print("native kernels: not built, so plain torch serves, slower", file=sys.stderr)
-        return
+        return False
     DIGEST.write_text(digest)
+    return True
 
 
 def build_emulated() -> None:
@@ -130,7 +147,7 @@ def _run(command: list[str]) -> None:
 
 def _digest(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Sequence[str]]) -> str:
     version = subprocess.run(
-        [compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     ).stdout
     content = [version, repr(_FLAGS), repr(libraries)]
     content += [path.name + path.read_text() for path in (*sources, *sorted(SOURCES.glob("*.h")))]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,7 +18,11 @@ from torch import Tensor
 
 _SLAB_BYTES = 64 << 20  # weights smaller than a huge page share some
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
-_MAP_NORESERVE = 0x4000  # of Linux; a KV cache is reserved whole and backed when it is first written
+# A KV cache is mapped whole and backed when it is first written, so Linux shall not count it as if it were in use;
+# other systems do not count, or have no such flag. The number is Linux's on x86-64 and aarch64 (Python knows it from
+# 3.13 on).
+_HAS_NORESERVE = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _HAS_NORESERVE else 0)
 
 
 class _Slab:
