@@ -7,7 +7,8 @@
 
 Each choice is a kernel at a key: sizes and dtypes of a layer, and where the kernel allows it a bucket of rows. All
 candidates that the kernel declares are compiled on all processors, and run at the shapes of Llama-3.1-8B,
-Qwen3-0.6B, SmolLM2-135M and Mixtral-8x7B. One whose result differs from the default's is refused: by more than
+Qwen3-0.6B, SmolLM2-135M and Mixtral-8x7B. One whose machine code may overwrite what a tensor core still reads is not
+run, whatever its speed (benchmarks/gpu_tuning/wgmma_hazards.py). One whose result differs from the default's is refused: by more than
 rounding explains, or by a bit, where rows must have the same bits in any batch. The others are timed as replays of a
 CUDA graph over operands that no cache holds, the three fastest again and for longer, beside the default, which stays
 unless it is beaten by 2 %.

@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
+from benchmarks.gpu_tuning.wgmma_hazards import hazards_of_cubin
 from benchmarks.gpu_tuning.workload import Case
 
 CAPABILITY_TO_SHARED_BYTES = {
@@ -26,6 +27,13 @@ CAPABILITY_TO_SHARED_BYTES = {
 
 _shared_bytes: list[int] = []
 """Of the launches since it was last cleared, in a process that compiles candidates."""
+
+_hazards: list[str] = []
+"""Of the same launches, as `wgmma_hazards` finds them."""
+
+
+class OverwrittenOperand(Exception):
+    """The compiler has made machine code that may overwrite what a tensor core still reads."""
 
 
 class _Driver:
@@ -66,6 +74,8 @@ def start_process(target: tuple[str, int, int], num_sms: int) -> None:
     def compile_only(kernel: JITFunction, *args: Any, warmup: bool, **options: Any) -> Any:
         compiled = compile_and_launch(kernel, *args, warmup=True, **options)
         _shared_bytes.append(compiled.metadata.shared)
+        if "cubin" in compiled.asm:
+            _hazards.extend(map(str, hazards_of_cubin(compiled.asm["cubin"])))
         return compiled
 
     JITFunction.run = compile_only
@@ -76,12 +86,17 @@ def compile_candidate(case: Case, config: Any) -> int:
 
     Returns:
         Bytes of shared memory of the largest program; 0 also if the candidate leaves the work to torch.
+    Raises:
+        OverwrittenOperand: names the instructions.
     """
     meta = torch.device("meta")
     _shared_bytes.clear()
+    _hazards.clear()
     with case.tunable.forced(meta, case.key, config):
         for workload in case.build(meta):
             workload.calls[0]()
+    if _hazards:
+        raise OverwrittenOperand("; ".join(_hazards))
     return max(_shared_bytes, default=0)
 
 

@@ -55,13 +55,16 @@ def tune(case: Case, device: torch.device, clock: Clock, refused: Sequence[Refus
     kernel says so, to the bit.
 
     Args:
-        refused: candidates that did not compile; they are not tried.
+        refused: candidates that did not compile, or to code that is not trusted; they are not tried.
     Raises:
-        ValueError: the default itself gives NaN or infinity.
+        ValueError: the default itself is refused, or gives NaN or infinity.
     """
     workloads = case.build(device)
     refusals = list(refused)
     default, *others = case.tunable.candidates(*case.key)
+    for refusal in refused:
+        if refusal.config == default:
+            raise ValueError(f"{case.title}: the default: {refusal.reason}")
 
     def time(config: Any, round_s: float) -> float:
         with case.tunable.forced(device, case.key, config):

@@ -129,6 +129,12 @@ def test_what_does_not_fit_the_device_is_refused_and_the_rest_goes_on() -> None:
     assert "OutOfResources: out of resource: shared memory" in outcome.refusals[0].reason
 
 
+def test_a_default_that_is_refused_is_named() -> None:
+    refused = [Refusal(Tiles(1), "does not compile: OverwrittenOperand: 0x10 MOV R5, R1 writes")]
+    with pytest.raises(ValueError, match=r"the default: does not compile: OverwrittenOperand: 0x10 MOV"):
+        run(dict.fromkeys((1, 2), EXACT), {1: 1e-3, 2: 5e-4}, refused)
+
+
 def test_what_did_not_compile_is_not_tried() -> None:
     refused = [Refusal(Tiles(2), "does not compile")]
     outcome = run({1: EXACT, 2: RuntimeError("tried"), 3: EXACT}, {1: 1e-3, 3: 5e-4}, refused)

@@ -14,12 +14,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.runtime import JITFunction
 
+from benchmarks.gpu_tuning.wgmma_hazards import hazards_of_cubin
 from tests.kernels.triton.calls import CALLS
 from tests.kernels.triton.hopper import believe_in_hopper
 from triptych_kernels.triton.compile_ahead import noted_launches
@@ -43,6 +45,8 @@ class Launch:
     """Of a program."""
     widest_access: int
     """Bytes of the widest load, store or asynchronous copy of global memory by one thread."""
+    hazards: tuple[str, ...]
+    """Writes to what a tensor core may still read, see `wgmma_hazards`."""
 
 
 def compile_calls() -> dict[str, list[Launch] | str]:
@@ -100,7 +104,13 @@ def _describe(kernel: JITFunction, grid: tuple[int, ...], compiled: Any) -> Laun
         stack_bytes=int(stack_bytes),
         shared_bytes=compiled.metadata.shared,
         widest_access=_widest_access(compiled.asm["ptx"]),
+        hazards=_hazards(compiled.asm["cubin"]),
     )
+
+
+@cache
+def _hazards(cubin: bytes) -> tuple[str, ...]:
+    return tuple(map(str, hazards_of_cubin(cubin)))
 
 
 def _widest_access(ptx: str) -> int:

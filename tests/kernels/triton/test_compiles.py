@@ -48,6 +48,7 @@ def test_compiles_for_hopper_within_its_limits(
     for launch in launches:
         assert launch["shared_bytes"] <= MAX_SHARED_BYTES, launch
         assert launch["stack_bytes"] == 0, f"spills registers: {launch}"
+        assert not launch["hazards"], launch
         grid = launch["grid"]
         assert all(0 < size <= limit for size, limit in zip(grid, MAX_GRID, strict=False)), launch
 
