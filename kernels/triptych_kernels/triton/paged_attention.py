@@ -25,11 +25,8 @@ def paged_attention(
     soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
-    batch_invariant: bool = True,
 ) -> Tensor:
-    """See `ops.paged_attention`.
-
-    A query has the same bits in any batch, unless `batch_invariant` is False: then a large batch is spared reductions.
+    """See `ops.paged_attention`; a query has the same bits in any batch.
 
     A CUDA graph may record a step of decodes, that is one with as many tokens as rows: nothing is read back, and the
     lists count as bounds. When it is replayed the tensors say how long the rows are, up to the largest of
@@ -57,6 +54,5 @@ def paged_attention(
             window=window,
             soft_cap=soft_cap,
             max_seq_len=max(seq_lens_list),
-            batch_invariant=batch_invariant,
         )
     return out

@@ -36,7 +36,6 @@ def attend_decodes(
     window: int,
     soft_cap: float,
     max_seq_len: int,
-    batch_invariant: bool,
 ) -> None:
     """Attend from the rows that have one query; `out` keeps what it holds for the others.
 
@@ -48,8 +47,6 @@ def attend_decodes(
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous.
         max_seq_len: no row has more keys.
-        batch_invariant: False: rows of a large batch are cut into fewer splits, as the batch fills the device
-            without; a row's bits then depend on the number of rows.
     """
     num_rows = len(seq_lens)
     num_heads, head_dim = query.shape[1:]
@@ -57,8 +54,7 @@ def attend_decodes(
     block_m = max(triton.next_power_of_2(num_heads // num_kv_heads), 16)
     tiles = decode_tiles(query, kv_cache.dtype, head_dim, block_m)
     num_programs = num_sms(query.device) * tiles.programs_per_sm
-    filled_by = num_kv_heads * (1 if batch_invariant else num_rows)
-    target_splits = min(max(num_programs // filled_by, 1), _MAX_SPLITS)
+    target_splits = min(max(num_programs // num_kv_heads, 1), _MAX_SPLITS)
     max_keys = min(max_seq_len, window + tiles.block_n) if window else max_seq_len
     max_splits = min(target_splits, triton.cdiv(max_keys, _SPLIT_KEYS))
     partials = torch.empty(

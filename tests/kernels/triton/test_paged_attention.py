@@ -262,18 +262,6 @@ def test_a_row_has_the_same_bits_in_any_batch(
     assert torch.equal(step.attend(window=window), torch.cat(alone))
 
 
-def test_larger_batches_are_cut_less_where_bits_may_differ(
-    half_dtype: torch.dtype, device: torch.device, many_sms: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = build_step([(1, 300)] * 16, half_dtype, device, num_heads=1, num_kv_heads=1)
-    limits: dict[str, Any] = {"kv_scales": None, "window": 0, "soft_cap": 0.0, "batch_invariant": False}
-    monkeypatch.setattr(paged_attention_decode, "_combine_splits", None)  # one split each: nothing to combine
-    attended = triton_paged_attention(
-        *step.operands(), query_lens_list=step.query_lens, seq_lens_list=step.seq_lens, **limits
-    )
-    torch.testing.assert_close(attended.cpu(), step.on_cpu().attend("reference"), **TOLERANCE[half_dtype])
-
-
 def test_lengths_of_decodes_are_read_from_tensors_alone(
     half_dtype: torch.dtype, device: torch.device, many_sms: None
 ) -> None:
