@@ -64,6 +64,8 @@ class Request:
     """Results still to come while PARKED."""
     num_cached_tokens: int = 0
     """Prompt tokens that its first admission found in the cache; recomputing changes nothing here."""
+    prompt_logprobs_start: int = 0
+    """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
     queued_at: float = 0.0
     planned_at: float | None = None
     first_token_at: float | None = None
@@ -94,6 +96,13 @@ class Request:
     def was_admitted(self) -> bool:
         """Whether it has run before."""
         return self.planned_at is not None
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be reported. The first token has none."""
+        if self.sampling.prompt_logprobs is None:
+            return False
+        return max(self.prompt_logprobs_start, 1) < self.num_prompt_tokens
 
     @property
     def timings(self) -> StageTimings:

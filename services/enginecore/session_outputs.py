@@ -8,7 +8,7 @@ import numpy as np
 
 from services.enginecore.scheduler import Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
-from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
+from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure, RequestPromptLogprobs
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 
 # Tokens that nobody looks at yet wait for so many steps: each message costs both sides as much as a step's plan.
@@ -27,13 +27,14 @@ class _Gathered:
     """Of each step."""
     token_ids: list[U32] = field(default_factory=list)
     logprobs: list[LogprobColumns] = field(default_factory=list)
+    prompt_logprobs: list[RequestPromptLogprobs] = field(default_factory=list)
     num_tokens: int = 0
     finished: list[FinishedRequest] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
 
     @property
     def is_due(self) -> bool:
-        if self.admitted or self.finished or self.failures:
+        if self.admitted or self.finished or self.failures or self.prompt_logprobs:
             return True
         return bool(self.num_tokens and self.streaming) or len(self.numbers) >= MAX_STEPS_TOGETHER
 
@@ -76,7 +77,10 @@ class SessionOutputs:
             gathered.streaming.discard(request.number)
 
     def add_step(self, output: StepOutput, result: StepResult) -> None:
-        """Hand each session its tokens of one step."""
+        """Hand each session its tokens of one step, and the log-probabilities of its prompts."""
+        for request, part in output.prompt_logprobs:
+            if (gathered := self._gathered.get(request.session)) is not None:
+                gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
         if not len(output.sessions):
             return
         first = int(output.sessions[0])
@@ -129,6 +133,7 @@ def _to_batch(gathered: _Gathered) -> OutputBatch:
         token_counts=counts,
         token_ids=token_ids,
         logprobs=_join_logprobs(gathered.logprobs),
+        prompt_logprobs=tuple(gathered.prompt_logprobs),
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),
     )

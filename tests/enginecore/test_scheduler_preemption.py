@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.helpers.scheduling import (
@@ -13,6 +15,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
+from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
 
@@ -211,3 +214,63 @@ def test_the_waiting_never_make_the_running_give_way() -> None:
     assert engine.scheduler.counters.num_preemptions == 1
     engine.run()
     assert len(engine.outcomes) == 4
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_lost", [0, 3, 7])
+def test_every_prompt_token_is_reported_once_whatever_starts_over(window: int, num_lost: int) -> None:
+    scheduler = make_scheduler(
+        num_blocks=14,
+        max_model_len=200,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=9,
+    )
+    engine = Engine(scheduler, window=window)
+    for number in range(12):
+        prompt = make_prompt(1 + 11 * number % 60, seed=number % 4)
+        asked = {"prompt_logprobs": 1} if number % 3 else {}
+        engine.add(make_request(number, prompt, max_tokens=30, ignore_eos=True, **asked))
+    for _ in range(num_lost):
+        for _ in range(window):
+            engine.plan()
+        if engine.plans:
+            engine.finish_step()
+        engine.lose_worker()
+    engine.run()  # which compares what was reported with the prompt at each end
+    assert scheduler.counters.num_preemptions > 0
+    assert all(engine.prompt_logprobs[0, number] for number in (1, 2, 4, 5, 7, 8, 10, 11))
+
+
+def test_a_prompt_that_was_reported_is_found_in_the_cache_after_a_preemption() -> None:
+    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy="fcfs"), window=1)
+    for number in range(3):
+        engine.add(make_request(number, make_prompt(31, seed=number), prompt_logprobs=1, max_tokens=40))
+    rows: list[NewRow] = []
+    while len(engine.outcomes) < 3:
+        plan = engine.plan()
+        assert plan is not None
+        rows += plan.new_rows
+        engine.finish_step()
+    assert [row.prompt_logprobs_start for row in rows[:3]] == [0, 0, 0]
+    returned = rows[3:]
+    assert returned
+    assert all(row.prompt_logprobs_start == 31 and row.num_computed_tokens > 0 for row in returned)
+
+
+@pytest.mark.parametrize("changes", [{"first_position": 1}, {"first_position": 8}])
+def test_a_part_of_a_prompt_that_is_not_due_breaks_the_protocol(changes: dict[str, int]) -> None:
+    engine = Engine(make_scheduler(max_num_batched_tokens=6), window=1)
+    engine.add(make_request(0, make_prompt(20), prompt_logprobs=0))
+    engine.plan()
+    engine.finish_step()
+    engine.plan()
+    result = engine.worker.execute(engine.plans.popleft())
+    (entry,) = result.prompt_logprobs
+    assert entry.logprobs.first_position == 7
+    wrong = replace(entry, logprobs=replace(entry.logprobs, **changes))
+    with pytest.raises(ProtocolViolation, match="position 7 is due"):
+        engine.scheduler.update(replace(result, prompt_logprobs=(wrong,)))
+    with pytest.raises(ProtocolViolation, match="position 13 is due"):
+        engine.scheduler.update(replace(result, prompt_logprobs=(entry, entry)))
+    assert engine.scheduler.update(result).prompt_logprobs, "nothing has changed before"

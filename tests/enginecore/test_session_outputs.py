@@ -8,8 +8,9 @@ import numpy as np
 
 from services.enginecore.scheduler import StepOutput
 from services.enginecore.session_outputs import MAX_STEPS_TOGETHER, SessionOutputs
+from tests.helpers.scheduling import make_request
 from triptych.errors import QueueFull
-from triptych.types.step import LogprobColumns, StepResult
+from triptych.types.step import LogprobColumns, PromptLogprobs, StepResult
 
 
 def u32(*values: int) -> np.ndarray:
@@ -133,4 +134,19 @@ def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() ->
     outputs.fail(1, 8, QueueFull("full", 1.5))
     outputs.take()
     outputs.add_step(*step([1], [7], rows=[0]))
+    assert outputs.take() == {}
+
+
+def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, 7, whole_output=True)
+    outputs.take()
+    part = PromptLogprobs(1, u32(4, 5).reshape(1, 2), np.zeros((1, 2), np.float32), u32(1))
+    mine, other = (make_request(number, [1, 2], session=session) for number, session in ((7, 1), (7, 2)))
+    nothing = replace(step([], [], rows=[])[0], prompt_logprobs=((mine, part), (other, part)))
+    outputs.add_step(nothing, StepResult(step_id=1, token_ids=u32()))
+    (batch,) = outputs.take().values()
+    assert [(entry.number, entry.logprobs) for entry in batch.prompt_logprobs] == [(7, part)]
+    assert not batch.token_ids.size
     assert outputs.take() == {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from services.enginecore.scheduler import Scheduler
 from services.worker.runner.base import PendingStep, Runner
 from triptych.config import SchedulerConfig
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import PromptLogprobs
 from triptych.types.submit import SubmitRequest
 
 
@@ -41,6 +43,8 @@ class InProcessEngine:
             enable_prefix_caching=enable_prefix_caching,
             clock=time.monotonic,
         )
+        self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
+        """Parts of each request's prompt as they were reported, by its number."""
         self._runner = runner
         self._window = window
         runner.reset()
@@ -67,8 +71,21 @@ class InProcessEngine:
                 pending.append(self._runner.launch(plan))
             output = self.scheduler.update(pending.popleft().wait())
             assert not output.failed, output.failed[0].error
+            for request, part in output.prompt_logprobs:
+                self.prompt_logprobs[request.number].append(part)
             for number, token_id in zip(output.numbers.tolist(), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)
         self.scheduler.check_integrity()
         assert self.scheduler.num_used_blocks == 0
         return list(tokens.values())
+
+    def scores_of(self, number: int) -> PromptLogprobs:
+        """All that was reported of one prompt, in one piece."""
+        parts = self.prompt_logprobs[number]
+        assert parts[0].first_position == 1
+        for part, successor in pairwise(parts):
+            assert part.end == successor.first_position, "a part is missing, or comes twice"
+        columns = ("token_ids", "logprobs", "ranks")
+        return PromptLogprobs(
+            1, *(np.concatenate([getattr(part, name) for part in parts]) for name in columns)
+        )

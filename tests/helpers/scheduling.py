@@ -7,7 +7,7 @@ prefix, or that nobody has written, is caught at once.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,14 @@ from services.enginecore.scheduler import Failed, Finished, Scheduler, StepOutpu
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, RowError, StepPlan, StepResult
+from triptych.types.step import (
+    NewRow,
+    PromptLogprobs,
+    RowError,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+)
 from triptych.types.submit import SubmitRequest
 
 BLOCK_SIZE = 16
@@ -164,6 +171,11 @@ class NaiveWorker:
         misled = self._spread_garbage(spans)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
         token_ids, errors = [], []
+        scored = [
+            scores
+            for slot in sorted(spans)
+            if slot not in failing_slots and (scores := self._score(self.rows[slot], spans[slot])) is not None
+        ]
         for slot in sorted(spans):
             row, span = self.rows[slot], spans[slot]
             row.num_computed += len(span)
@@ -174,7 +186,28 @@ class NaiveWorker:
                 token_id = sample(row.new.seed, len(row.tokens), fingerprint)
                 row.tokens.append((token_id + 1) % VOCAB_SIZE if slot in misled else token_id)
                 token_ids.append(0 if slot in failing_slots else row.tokens[-1])
-        return StepResult(plan.step_id, np.array(token_ids, np.uint32), row_errors=tuple(errors))
+        return StepResult(
+            plan.step_id,
+            np.array(token_ids, np.uint32),
+            row_errors=tuple(errors),
+            prompt_logprobs=tuple(scored),
+        )
+
+    def _score(self, row: WorkerRow, span: range) -> RowPromptLogprobs | None:
+        """What a row reports of its prompt: each token, with its position as the log-probability."""
+        if row.new.sampling.prompt_logprobs is None:
+            return None
+        start = max(row.new.prompt_logprobs_start, span.start + 1)
+        positions = np.arange(start, min(span.stop + 1, row.new.num_prompt_tokens))
+        if not span or not len(positions):
+            return None
+        part = PromptLogprobs(
+            start,
+            np.array(row.tokens, np.uint32)[positions, None],
+            -positions[:, None].astype(np.float32),
+            np.ones(len(positions), np.uint32),
+        )
+        return RowPromptLogprobs(row.new.slot, row.new.generation, part)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for slot in plan.removed_slots.tolist():
@@ -244,6 +277,10 @@ class Engine:
     plans: deque[StepPlan] = field(default_factory=deque)
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     outcomes: dict[tuple[int, int], Finished | Failed] = field(default_factory=dict)
+    prompt_logprobs: defaultdict[tuple[int, int], list[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Position and token of each entry reported."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -265,11 +302,23 @@ class Engine:
         for session, number, token_id, _ in zip(*(column.tolist() for column in columns), strict=True):
             assert (session, number) not in self.outcomes, "a token after the end"
             self.tokens[session, number].append(token_id)
+        for request, part in output.prompt_logprobs:
+            entries = self.prompt_logprobs[request.session, request.number]
+            entries += zip(
+                (-part.logprobs[:, 0]).astype(int).tolist(), part.token_ids[:, 0].tolist(), strict=True
+            )
         for finished in output.finished:
             self.note(finished)
+            self.check_prompt_logprobs(finished.request)
         for failed in output.failed:
             self.note(failed)
         return output
+
+    def check_prompt_logprobs(self, request: Request) -> None:
+        """By its end every token of the prompt but the first has been reported, once, if that was asked for."""
+        asks = request.sampling.prompt_logprobs is not None
+        expected = list(enumerate(request.token_ids[: request.num_prompt_tokens]))[1:] if asks else []
+        assert self.prompt_logprobs[request.session, request.number] == expected
 
     def note(self, outcome: Finished | Failed) -> None:
         key = outcome.request.session, outcome.request.number

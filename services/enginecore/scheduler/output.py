@@ -11,7 +11,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.columns import Ints, Slots
 from triptych.errors import TriptychError
 from triptych.types.outputs import FinishReason
-from triptych.types.step import U32
+from triptych.types.step import U32, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,8 @@ class StepOutput:
     """[t] where each token stands in the worker's result: logprobs are found by it."""
     finished: tuple[Finished, ...] = ()
     failed: tuple[Failed, ...] = ()
+    prompt_logprobs: tuple[tuple[Request, PromptLogprobs], ...] = ()
+    """Parts of prompts, those of one request in order."""
 
     def with_tokens(
         self, late: Sequence[tuple[Request, int, int]], finished: tuple[Finished, ...]
@@ -60,6 +62,7 @@ class StepOutput:
             rows=np.append(self.rows, [row for _, _, row in late]),
             finished=finished,
             failed=self.failed,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

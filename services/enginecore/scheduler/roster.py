@@ -80,8 +80,8 @@ class Roster:
         return self.parked.get((slot, generation))
 
     def reads_cache(self, request: Request) -> bool:
-        """Logprobs of a prompt are not in the cache: who asks for them computes all of it."""
-        return self.blocks.enable_prefix_caching and request.sampling.prompt_logprobs is None
+        """Logprobs of a prompt are not in the cache: who waits for them computes all of it."""
+        return self.blocks.enable_prefix_caching and not request.awaits_prompt_logprobs
 
     def cached_blocks(self, request: Request) -> list[int]:
         """What the cache holds of a waiting request's beginning."""
@@ -134,6 +134,7 @@ class Roster:
             block_ids=block_ids,
             sampling=request.sampling,
             seed=request.seed,
+            prompt_logprobs_start=request.prompt_logprobs_start,
         )
 
     def grow(self, slots: Slots, ends: Ints) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
 from services.enginecore.scheduler.output import Failed, Finished, StepOutput
 from services.enginecore.scheduler.planner import StepPlanner
+from services.enginecore.scheduler.prompt_logprobs import prompt_logprobs_of
 from services.enginecore.scheduler.roster import Roster
 from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
 from triptych.config import SchedulerConfig
@@ -247,7 +248,10 @@ class Scheduler:
         Raises:
             ProtocolViolation: this is not that step's result; nothing has changed.
         """
+        reported = prompt_logprobs_of(result, self._roster) if result.prompt_logprobs else ()
         step = self._in_flight.pop(result)
+        for request, logprobs in reported:
+            request.prompt_logprobs_start = logprobs.end
         self._measure(step)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         rows = self._rows
@@ -259,7 +263,7 @@ class Scheduler:
         self._note_first_tokens(slots)
         self._roster.fill_blocks(slots[is_filled])
         finished = self._finish_stopped(slots, token_ids, is_at_limit)
-        output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed))
+        output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed), reported)
         return self._with_late_tokens(output, step, result) if self._roster.parked else output
 
     def check_integrity(self) -> None:
