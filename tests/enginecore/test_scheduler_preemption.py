@@ -254,8 +254,8 @@ def test_a_prompt_that_was_reported_is_found_in_the_cache_after_a_preemption() -
         engine.finish_step()
     assert [row.prompt_logprobs_start for row in rows[:3]] == [0, 0, 0]
     returned = rows[3:]
-    assert returned
-    assert all(row.prompt_logprobs_start == 31 and row.num_computed_tokens > 0 for row in returned)
+    assert {row.prompt_logprobs_start for row in returned} == {31}
+    assert any(row.num_computed_tokens > 0 for row in returned)
 
 
 @pytest.mark.parametrize("changes", [{"first_position": 1}, {"first_position": 8}])
