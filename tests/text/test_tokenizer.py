@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.text.tokenizers_of_tests import (
     byte_level,
     byte_level_backend,
@@ -187,3 +188,56 @@ def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None
         backend.decoder = decoder
     with pytest.raises(ModelError, match=r"decoder: .* is not supported"):
         Tokenizer(backend, {})
+
+
+# The end of a text, and how long a token can be
+
+
+def with_bos_and_eos() -> Tokenizer:
+    backend = byte_tokenizer()._backend
+    bos, eos = (backend.token_to_id(token) for token in (BOS, EOS))
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", special_tokens=[(BOS, bos), (EOS, eos)]
+    )
+    return Tokenizer(backend, {})
+
+
+def test_a_truncated_text_keeps_what_is_added_around_it() -> None:
+    tokenizer = with_bos_and_eos()
+    bos, *inner, eos = tokenizer.encode("Hello world, the end")
+    assert tokenizer.encode("Hello world, the end", max_tokens=5) == [bos, *inner[-3:], eos]
+    assert tokenizer.encode("Hello world, the end", max_tokens=100) == [bos, *inner, eos]
+    assert tokenizer.encode("Hello world, the end", max_tokens=2) == [bos, eos]
+    assert tokenizer.encode("Hello world, the end", max_tokens=1) == [eos]
+    assert tokenizer.encode("Hello world, the end", max_tokens=5, add_special_tokens=False) == inner[-5:]
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_no_token_stands_for_more_characters_than_the_bound(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.max_chars_per_token is not None
+    assert len(tokenizer.encode(text)) * tokenizer.max_chars_per_token >= len(text)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "is_bounded"),
+    [
+        (None, True),
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Strip(), False),
+        (normalizers.Replace(Regex(" +"), " "), False),
+    ],
+)
+def test_a_normalizer_that_leaves_text_out_takes_the_bound_away(normalizer: object, is_bounded: bool) -> None:
+    backend = byte_tokenizer()._backend
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    assert (Tokenizer(backend, {}).max_chars_per_token is not None) == is_bounded
+
+
+def test_an_added_token_that_takes_spaces_along_takes_the_bound_away() -> None:
+    backend = byte_tokenizer()._backend
+    backend.add_special_tokens([AddedToken("<x>", rstrip=True)])
+    assert Tokenizer(backend, {}).max_chars_per_token is None

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from triptych.text.tokenizer import Tokenizer
+from triptych.types.step import U32
 
 # A character is at most 4 bytes and a token at least 1, so what is incomplete began within the last 3.
 _CONTEXT_TOKENS = 3
@@ -27,7 +28,7 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         *,
-        prompt_token_ids: Sequence[int] = (),
+        prompt_token_ids: Sequence[int] | U32 = (),
         skip_special_tokens: bool = True,
     ) -> None:
         """Start after `prompt_token_ids`: the output continues their text.
@@ -38,7 +39,7 @@ class IncrementalDetokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        visible = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
+        visible = (int(token_id) for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
         context = list(itertools.islice(visible, _CONTEXT_TOKENS))
         for token_id in reversed(context):
             self._decoder.decode(self._token_bytes(token_id))

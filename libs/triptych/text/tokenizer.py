@@ -42,6 +42,8 @@ class Tokenizer:
         self.pad_token = _token_text(config.get("pad_token"))
         self.chat_template: str | None = _default_template(config.get("chat_template"))
         """Jinja source; None where the model has none."""
+        self.max_chars_per_token = _max_chars_per_token(backend)
+        """No token stands for more characters of a text than this. None: there is no such bound."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -66,17 +68,32 @@ class Tokenizer:
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from error
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of `text`; special tokens spelled out in it become their ids.
 
-        `add_special_tokens` adds what the model wants around a plain text; off for a rendered chat
-        template, which has written it already.
+        Args:
+            add_special_tokens: Add what the model wants around a plain text; off for a rendered chat template,
+                which has written it already.
+            max_tokens: Keep only the end of the text, so that there are at most so many tokens. What is added
+                around the text stays, as with Hugging Face's `truncation_side="left"`.
         """
+        if max_tokens is not None:
+            return self._encode_end(text, add_special_tokens, max_tokens)
         # Of the library's ways this one holds the GIL least, which counts on a thread beside an event loop:
         # at most 3 ms for 1 MB of text, where `encode` held it for 26.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def _encode_end(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        num_added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, max_tokens - num_added), direction="left")
+        encoding = self._backend.post_process(encoding, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids[-max_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, as a whole: equal to what an `IncrementalDetokenizer` says in pieces.
@@ -110,6 +127,36 @@ class Tokenizer:
     def strips_leading_space(self) -> bool:
         """Whether `encode` puts a space before every text, which `decode` then leaves out."""
         return self._spelling.strips_leading_space
+
+
+def _max_chars_per_token(backend: Backend) -> int | None:
+    """Return the length of the longest token, if nothing of a text is left out before it is cut into tokens."""
+    shrinks_by = 1
+    for step in _steps(backend.normalizer, "normalizers"):
+        if step["type"] == "NFC":
+            shrinks_by = 4  # no composed character has more parts
+        elif step["type"] not in ("Prepend", "Replace") or "Regex" in step.get("pattern", ()):
+            return None
+    for step in _steps(backend.pre_tokenizer, "pretokenizers"):
+        if (
+            step["type"] not in ("ByteLevel", "Split", "Digits", "Metaspace")
+            or step.get("behavior") == "Removed"
+        ):
+            return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None  # it takes any number of spaces with it
+    return shrinks_by * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _steps(part: Any, list_name: str) -> list[dict[str, Any]]:
+    """Return the description of a normalizer or pre-tokenizer, its parts where it is a sequence."""
+    if part is None:
+        return []
+    description: dict[str, Any] = json.loads(part.__getstate__())
+    if description["type"] != "Sequence":
+        return [description]
+    steps: list[dict[str, Any]] = description[list_name]
+    return steps
 
 
 def _read_config(path: Path) -> dict[str, Any]:
