@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from services.frontend.accounting import RequestRecord
 from services.frontend.identity import choice_request_id, choice_seed, draw_seed, new_request_id
 from services.frontend.outputs import RequestOutputs
@@ -37,6 +35,7 @@ from triptych.observe.metrics import FrontendMetrics
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.outputs import Usage
 from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
@@ -60,7 +59,7 @@ class PreparedRequest:
     request_id: str
     engine: EngineWelcome
     """The facts that it was checked against."""
-    prompt_token_ids: list[int]
+    prompt_token_ids: U32
     sampling: SamplingParams
     """`max_tokens` is filled in."""
     seed: int
@@ -142,7 +141,7 @@ class Generator:
                 record.note_submitted()
                 await self._submit(request, outputs, record)
                 await outputs.wait_admitted()
-                yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids)
+                yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids.tolist())
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (delta := await outputs.next_delta()) is not None:
                     if is_streamed:
@@ -179,12 +178,12 @@ class Generator:
         text = self._require_text()
         self._router.find(model)
         if isinstance(prompt, RawChat):
-            violations = check_chat(prompt, path, "template_kwargs")
+            violations = await text.run(prompt.size, check_chat, prompt, path, "template_kwargs")
         else:
             violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
         if violations:
             raise InvalidRequest(violations)
-        return await text.encode(prompt, path, add_special_tokens=add_special_tokens)
+        return (await text.encode(prompt, path, add_special_tokens=add_special_tokens)).tolist()
 
     async def detokenize(
         self,
@@ -205,7 +204,7 @@ class Generator:
             raise InvalidRequest(
                 path, f"{len(token_ids)} tokens are above the limit {MAX_DETOKENIZE}; split them"
             )
-        bad = find_bad_token_id(token_ids, served.vocab_size)
+        bad = await text.run(len(token_ids), find_bad_token_id, token_ids, served.vocab_size)
         if bad is not None:
             raise InvalidRequest(f"{path}[{bad[0]}]", bad[1])
         return await text.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -227,22 +226,30 @@ class Generator:
         engine = self._router.find(raw.model, raw.path("model"))
         assert engine.model is not None, "a ready engine has told its model"
         record.model = engine.model.name
-        valid = parse(raw, engine, text.defaults)
+        valid = await text.run(raw.size, parse, raw, engine, text.defaults)
         started_ns = time.perf_counter_ns()
+        keep_last, max_model_len = raw.truncate_prompt_tokens, engine.model.max_model_len
         if isinstance(valid.prompt, (str, RawChat)):
-            token_ids = await text.encode(valid.prompt, raw.path("prompt"))
+            token_ids = await text.encode(
+                valid.prompt,
+                raw.path("prompt"),
+                keep_last=keep_last,
+                max_model_len=max_model_len if keep_last is None else None,
+            )
         else:
-            token_ids = list(valid.prompt)
-        if raw.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-raw.truncate_prompt_tokens :]
-        sampling = fit_to_context(valid, len(token_ids), engine.model.max_model_len)
-        if (largest := max(token_ids)) >= engine.model.vocab_size:  # no prompt of ids gets here with one
+            token_ids = valid.prompt
+        sampling = fit_to_context(valid, len(token_ids), max_model_len)
+        if (
+            largest := int(token_ids.max())
+        ) >= engine.model.vocab_size:  # no prompt of ids gets here with one
             raise InvalidRequest(
                 raw.path("prompt"),
                 f"has the token {largest}, but the model's vocabulary ends at {engine.model.vocab_size - 1}",
             )
         echo = ""
-        if raw.echo:
+        if raw.echo and isinstance(valid.prompt, str) and keep_last is None:
+            echo = valid.prompt
+        elif raw.echo:
             echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
         return PreparedRequest(
             raw=raw,
@@ -260,7 +267,7 @@ class Generator:
         text = self._require_text()
         raw, sampling = request.raw, request.sampling
         engine = self._router.choose(request.engine)
-        prompt = np.array(request.prompt_token_ids, dtype=np.uint32)
+        prompt = request.prompt_token_ids
         for index in range(sampling.n):
             if index and index % _SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)

@@ -11,7 +11,8 @@ import grpc.aio
 
 from services.frontend.generate import Generator
 from services.frontend.identity import new_request_id
-from services.frontend.requests import RawChat, RawRequest
+from services.frontend.requests import RawChat, RawRequest, why_too_many_messages
+from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.rpc.interceptors import set_request_id
 from triptych.types.sampling import OutputKind
@@ -27,6 +28,9 @@ _OUTPUT_KINDS = {
     common_pb2.OUTPUT_KIND_DELTA: OutputKind.DELTA,
     common_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
 }
+_INLINE_MESSAGES = 64  # a longer conversation is read on a thread
+# Stand in for messages that are refused already, so that they are not reported missing as well.
+_REFUSED_MESSAGES = ({"role": "user", "content": ""},)
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 
 
@@ -35,6 +39,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        self._threads = WorkThreads(1, inline_size=_INLINE_MESSAGES, what="long conversations")
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -42,7 +47,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the call's deadline had passed before the request was read")
-        raw = to_raw_request(request, remaining_s)
+        raw = await self._threads.run(len(request.chat.messages), to_raw_request, request, remaining_s)
         set_request_id(raw.request_id)
         async with aclosing(self._generator.generate(raw)) as events:
             async for event in events:
@@ -56,7 +61,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest("prompt", "none is given; set text or chat")
         prompt: str | RawChat = request.text
         if kind == "chat":
-            prompt, violations = _to_chat(request.chat)
+            prompt, violations = await self._threads.run(len(request.chat.messages), _to_chat, request.chat)
             if violations:
                 raise InvalidRequest(violations)
             if request.chat.tools_json:
@@ -148,6 +153,8 @@ def _sampling_fields(message: common_pb2.SamplingParams) -> dict[str, Any]:
 def _to_chat(chat: generation_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
     template_kwargs: Mapping[str, Any] = {}
     violations = []
+    if (why := why_too_many_messages(len(chat.messages))) is not None:
+        return RawChat(_REFUSED_MESSAGES), [FieldViolation("chat.messages", why)]
     if chat.template_kwargs_json:
         try:
             template_kwargs = json.loads(chat.template_kwargs_json)

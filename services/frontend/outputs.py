@@ -14,6 +14,7 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
 from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.step import U32
 
 # After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
@@ -38,7 +39,7 @@ class RequestOutputs:
         self._news = asyncio.Event()
 
     def add_choice(
-        self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], echo: str
+        self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | U32, echo: str
     ) -> Choice:
         """The next choice, to be submitted now. `echo` stands at the head of its text."""
         choice = Choice(self, len(self.choices), sampling, tokenizer, prompt_token_ids, echo)
@@ -148,7 +149,7 @@ class Choice:
         index: int,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | U32,
         echo: str,
     ) -> None:
         self.index = index

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.frontend.sampling_fields import check_sampling, find_bad_token_id, why_not_text
+from services.frontend.sampling_fields import check_sampling, find_bad_token_id, to_array, why_not_text
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome
 
 COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out; a chat gets all that is left
 MAX_DEADLINE_S = 1e9
 MAX_REQUEST_ID_BYTES = 128
+MAX_MESSAGES = 16384  # of one conversation
 MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
+_MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
+_LONG_VARIABLE = 1 << 13  # stands for the size of a list or an object, which is not looked into
 _I32 = (-(1 << 31), (1 << 31) - 1)
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "self")
 
@@ -28,6 +32,13 @@ class RawChat:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the chat template."""
+    size: int = field(init=False)
+    """How much work it is to check and to render, in characters of a message."""
+
+    def __post_init__(self) -> None:
+        num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
+        variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
+        object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +74,14 @@ class RawRequest:
     unserved: tuple[str, ...] = ()
     """Paths of fields that the client set and nobody has built; refused by name."""
 
+    @property
+    def size(self) -> int:
+        """How much work it is to check: characters, token ids, entries of lists."""
+        size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
+        if isinstance(self.prompt, RawChat):
+            return size + self.prompt.size
+        return size if self.prompt is None else size + len(self.prompt)
+
     def path(self, name: str) -> str:
         """The path of a field of this class as the client wrote it."""
         return self.paths.get(name, name)
@@ -77,7 +96,8 @@ class ValidRequest:
     """A request that only the length of its prompt can still refuse."""
 
     raw: RawRequest
-    prompt: str | Sequence[int] | RawChat
+    prompt: str | U32 | RawChat
+    """Token ids are truncated already."""
     sampling: SamplingParams
     """`max_tokens` is None where the client gave none."""
 
@@ -119,7 +139,9 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     if unserved:
         raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
     assert raw.prompt is not None
-    return ValidRequest(raw, raw.prompt, sampling)
+    if isinstance(raw.prompt, (str, RawChat)):
+        return ValidRequest(raw, raw.prompt, sampling)
+    return ValidRequest(raw, to_array(raw.prompt[-_num_kept(raw, raw.prompt) :]), sampling)
 
 
 def is_request_id(text: str) -> bool:
@@ -166,6 +188,27 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
     return replace(sampling, max_tokens=max_tokens)
 
 
+def why_too_many_messages(num_messages: int) -> str | None:
+    """Return what is wrong with the length of a conversation, or None if nothing is."""
+    if num_messages <= MAX_MESSAGES:
+        return None
+    return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
+
+
+def prompt_has_too_many_chars(
+    path: str, num_chars: int, max_model_len: int, max_chars_per_token: int
+) -> ContextLengthExceeded:
+    """Return the refusal of a text that is too long, whatever its tokens are."""
+    error = ContextLengthExceeded(
+        path,
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
+        f"characters, which are more tokens than that: its longest token has {max_chars_per_token}; reduce the prompt, "
+        "or set truncate_prompt_tokens.",
+    )
+    error.metadata = {"field": path, "limit": str(max_model_len), "num_chars": str(num_chars)}
+    return error
+
+
 def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolation]:
     """What is wrong with a conversation, whatever the template makes of it.
 
@@ -175,6 +218,8 @@ def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolatio
     violations = []
     if not chat.messages:
         violations.append(FieldViolation(path, "the conversation is empty; at least 1 message is needed"))
+    if (why := why_too_many_messages(len(chat.messages))) is not None:
+        return [FieldViolation(path, why)]
     for index, message in enumerate(chat.messages):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
@@ -311,3 +356,13 @@ def _exceeds_context(
         "max_tokens": str(max_tokens),
     }
     return error
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), str)
+
+
+def _size_of_variable(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return 1 if value is None or isinstance(value, (bool, int, float)) else _LONG_VARIABLE

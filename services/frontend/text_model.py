@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from services.frontend.requests import RawChat
+import numpy as np
+
+from services.frontend.requests import RawChat, prompt_has_too_many_chars
 from services.frontend.sampling_fields import check_defaults
+from services.frontend.work_threads import WorkThreads
 from triptych.config.checkpoint import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import Tokenizer
+from triptych.types.step import U32
 
 # 4 kB tokenize in about 1.3 ms: as long as a small model's step. What is longer goes to a thread.
-INLINE_CHARS = 4096
-_INLINE_TOKENS = 4096
+INLINE_SIZE = 4096
 _NUM_THREADS = 2
 
 P = ParamSpec("P")
@@ -34,54 +34,72 @@ class TextModel:
         self.defaults = check_defaults(defaults)
         """Sampling fields that the checkpoint sets for requests that leave them out."""
         self._template = ChatTemplate(tokenizer)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._threads = WorkThreads(_NUM_THREADS, inline_size=INLINE_SIZE, what="long prompts")
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextModel:
         """Raises ModelError, naming what is missing or not understood."""
         return cls(Tokenizer.from_directory(directory), read_generation_defaults(directory))
 
+    async def run(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that works on a prompt: here if it is short, else on a thread.
+
+        Raises:
+            QueueFull: Too many long prompts wait already.
+        """
+        return await self._threads.run(size, function, *args, **kwargs)
+
     async def encode(
-        self, prompt: str | RawChat, path: str, *, add_special_tokens: bool | None = None
-    ) -> list[int]:
-        """Token ids of a text or of a rendered conversation.
+        self,
+        prompt: str | RawChat,
+        path: str,
+        *,
+        add_special_tokens: bool | None = None,
+        keep_last: int | None = None,
+        max_model_len: int | None = None,
+    ) -> U32:
+        """Return the token ids of a text or of a rendered conversation.
 
         Args:
             path: of the prompt in the client's words.
             add_special_tokens: None: for a text, yes; a template has written its own.
+            keep_last: Drop the beginning of the text, so that there are at most so many tokens.
+            max_model_len: A text that must have as many tokens is refused before it is tokenized. None: any length.
 
         Raises:
-            InvalidRequest: on `path`: the template refuses the conversation, or there is none.
+            InvalidRequest: on `path`: the template refuses the conversation, there is no template, or the text is too
+                long.
+            QueueFull: Too many long prompts wait to be tokenized.
         """
         if isinstance(prompt, RawChat):
-            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            text = await self.run(prompt.size, self._render, prompt, path)
+            adds_special = bool(add_special_tokens)
         else:
-            num_chars = len(prompt)
-        return await self._run(num_chars <= INLINE_CHARS, self._encode, prompt, path, add_special_tokens)
+            text, adds_special = prompt, add_special_tokens is not False
+        max_chars = self.tokenizer.max_chars_per_token
+        if max_model_len is not None and max_chars is not None and len(text) > max_model_len * max_chars:
+            raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars)
+        return await self.run(len(text), self._encode, text, adds_special, keep_last)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids, each in the vocabulary."""
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        return await self._run(len(token_ids) <= _INLINE_TOKENS, decode, token_ids)
+        return await self.run(
+            len(token_ids), self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens
+        )
 
-    async def echo(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    async def echo(self, prompt_token_ids: U32, *, skip_special_tokens: bool) -> str:
         """The prompt's text as far as it is complete: the output may finish its last character."""
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
-        return await self._run(len(prompt_token_ids) <= _INLINE_TOKENS, detokenizer.push, prompt_token_ids)
+        return await self.run(len(prompt_token_ids), lambda: detokenizer.push(prompt_token_ids.tolist()))
 
-    def _encode(self, prompt: str | RawChat, path: str, add_special_tokens: bool | None) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
+    def _encode(self, text: str, add_special_tokens: bool, keep_last: int | None) -> U32:
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=keep_last)
+        return np.array(ids, dtype=np.uint32)
+
+    def _render(self, chat: RawChat, path: str) -> str:
         try:
-            text = self._template.render(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, **prompt.template_kwargs
+            return self._template.render(
+                chat.messages, add_generation_prompt=chat.add_generation_prompt, **chat.template_kwargs
             )
         except InvalidRequest as error:
             raise InvalidRequest([FieldViolation(path, v.description) for v in error.violations]) from error
-        return self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))
-
-    async def _run(self, is_short: bool, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if is_short:
-            return function(*args, **kwargs)
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)

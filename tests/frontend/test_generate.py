@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,7 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, TIMINGS, FakeEngine, Reply, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request
 from triptych.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     DuplicateRequest,
     EngineUnavailable,
@@ -26,6 +27,7 @@ from triptych.errors import (
     ModelNotFound,
     QueueFull,
 )
+from triptych.text.chat_template import ChatTemplate, Message
 from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
@@ -332,6 +334,73 @@ async def test_a_long_prompt_is_tokenized_off_the_loop(monkeypatch: pytest.Monke
         await answer(core.generator, raw_request("x" * 4096))
         await answer(core.generator, raw_request("x" * 4097))
         assert threads[4096] == threading.get_ident() != threads[4097]
+
+
+async def test_a_text_with_too_many_characters_is_refused_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    too_long = "x" * (64 * (tokenizer.max_chars_per_token or 0) + 1)
+    async with FakeEngine() as engine, frontend_core(engine, tokenizer=tokenizer) as core:
+        for prompt in (too_long, RawChat([{"role": "user", "content": too_long}])):
+            with pytest.raises(ContextLengthExceeded, match="maximum context length is 64 tokens"):
+                await collect(core.generator, raw_request(prompt))
+
+
+async def test_a_text_of_any_length_may_be_truncated() -> None:
+    async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
+        raw = raw_request("the " * 1000, truncate_prompt_tokens=3, sampling={"max_tokens": 1})
+        got = await answer(core.generator, raw)
+        assert got.admitted.prompt_token_ids == TOKENIZER.encode("the " * 1000)[-3:]
+
+
+async def test_a_long_conversation_is_checked_and_rendered_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: dict[int, int] = {}
+    plain = ChatTemplate.render
+
+    def render(self: ChatTemplate, messages: Sequence[Message], **options: bool) -> str:
+        threads[len(messages)] = threading.get_ident()
+        return plain(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    model = replace(MODEL, max_model_len=10_000)
+    async with FakeEngine(seeded, model=model) as engine, frontend_core(engine) as core:
+        for num_messages in (64, 65):
+            chat = RawChat([{"role": "user", "content": ""}] * num_messages)
+            await answer(core.generator, raw_request(chat, sampling={"max_tokens": 1}))
+    assert threads[64] == threading.get_ident() != threads[65]
+
+
+async def test_a_rendered_text_is_tokenized_where_its_own_length_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+    tokenizer = byte_tokenizer(chat_template="{{ 'the ' * 2000 }}")
+    plain = tokenizer.encode
+
+    def encode(text: str, **options: bool) -> list[int]:
+        threads.append(threading.get_ident())
+        return plain(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    model = replace(MODEL, max_model_len=10_000)
+    async with FakeEngine(seeded, model=model) as engine, frontend_core(engine, tokenizer=tokenizer) as core:
+        chat = RawChat([{"role": "user", "content": "Hi"}])
+        await answer(core.generator, raw_request(chat, sampling={"max_tokens": 1}))
+    assert threads != [threading.get_ident()]
+
+
+async def test_the_echo_of_a_text_is_the_text_as_sent() -> None:
+    async with FakeEngine(say("!")) as engine, frontend_core(engine) as core:
+        text = "<|bos|>the"
+        got = await answer(core.generator, raw_request(text, echo=True, sampling={"max_tokens": 1}))
+        assert got.text() == text + "!"
+        ids = TOKENIZER.encode(text)
+        got = await answer(core.generator, raw_request(ids, echo=True, sampling={"max_tokens": 1}))
+        assert got.text() == "the!"
 
 
 async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:

@@ -157,6 +157,11 @@ async def test_every_violation_travels_with_its_path() -> None:
             errors.ContextLengthExceeded,
             r"length is 64 tokens.*\(60 in the prompt, 5 in the completion",
         ),
+        (
+            GenerateRequest(chat={"messages": [{"role": "user"}] * 16385}),
+            errors.InvalidRequest,
+            r"^chat\.messages: 16385 messages are above the limit 16384$",
+        ),
         (GenerateRequest(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
         (GenerateRequest(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
         (

@@ -11,9 +11,9 @@ from annotated_types import MaxLen
 from pydantic import FailFast, Field, model_validator
 
 from services.frontend.openai.body import Body, Part, either, ignored, not_served
+from services.frontend.requests import MAX_MESSAGES
 
 MAX_PROMPTS = 1024  # of one request; each is a request of its own behind this door
-MAX_MESSAGES = 16384
 
 
 class FirstOnly(FailFast):
