@@ -61,7 +61,9 @@ def resolve_for_device(
         native_float8=native_float8,
         num_ranks=rank.tensor_parallel_size,
     )
-    kv_dtype = choose_kv_dtype(engine.cache.dtype, dtype, device=device, native_kernels=native_kernels)
+    kv_dtype = choose_kv_dtype(
+        engine.cache.dtype, dtype, device=device, native_kernels=native_kernels, native_float8=native_float8
+    )
     site = AttentionSite(
         architecture,
         device=device,
@@ -149,33 +151,50 @@ def choose_dtype(
     return "bfloat16" if native_bfloat16 else "float32"
 
 
-def choose_kv_dtype(requested: str, dtype: str, *, device: str, native_kernels: bool) -> str:
-    """The precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
+def choose_kv_dtype(
+    requested: str, dtype: str, *, device: str, native_kernels: bool, native_float8: bool = False
+) -> str:
+    """Return the precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
 
     Args:
         dtype: of activations.
-        device: as `resolve_for_device` takes it.
-        native_kernels: whether the native kernels for CPUs are in use there.
+        device, native_kernels, native_float8: as `resolve_for_device` takes them.
     Raises:
-        FeatureDisabled: int8 on a CPU where no kernel reads it: plain torch would first spell it out, so it would
-            cost time instead of saving it.
+        FeatureDisabled: 8 bits where no kernel reads them: plain torch would first spell them out, so it would cost
+            time instead of saving it.
     """
     if requested == "auto":
         return dtype
-    if requested == "int8" and device == "cpu":
-        advice = f"set it to auto, which is {dtype} here"
-        if not native_kernels:
-            raise FeatureDisabled(
-                "cache.dtype = int8",
-                "on CPUs it is read by the native kernels alone, which are not built for this processor; "
-                f"build them with `python -m triptych_kernels.cpu.build`, or {advice}",
-            )
-        if dtype not in NATIVE_DTYPES:
-            raise FeatureDisabled(
-                "cache.dtype = int8",
-                f"the native kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}; {advice}",
-            )
+    obstacle = None
+    if requested == "float8_e4m3fn":
+        obstacle = _obstacle_to_float8(device, native_float8=native_float8)
+    elif requested == "int8" and device == "cpu":
+        obstacle = _obstacle_to_int8_on_cpu(dtype, native_kernels=native_kernels)
+    if obstacle is not None:
+        raise FeatureDisabled(f"cache.dtype = {requested}", f"{obstacle} auto, which is {dtype} here")
     return requested
+
+
+def _obstacle_to_float8(device: str, *, native_float8: bool) -> str | None:
+    if device == "cpu":
+        return "8-bit floats are read on CUDA devices alone; set it to int8, or to"
+    if device.startswith("cuda") and not native_float8:
+        return (
+            "8-bit floats are converted by devices of compute capability 8.9 and above, which this is not; set it to "
+            "int8, or to"
+        )
+    return None
+
+
+def _obstacle_to_int8_on_cpu(dtype: str, *, native_kernels: bool) -> str | None:
+    if not native_kernels:
+        return (
+            "on CPUs it is read by the native kernels alone, which are not built for this processor; "
+            "build them with `python -m triptych_kernels.cpu.build`, or set it to"
+        )
+    if dtype not in NATIVE_DTYPES:
+        return f"the native kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}; set it to"
+    return None
 
 
 def choose_quantization(

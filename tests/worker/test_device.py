@@ -134,6 +134,25 @@ def test_a_cache_of_8_bits_is_served_elsewhere(device, native_kernels):
     assert choose_kv_dtype("int8", "bfloat16", device=device, native_kernels=native_kernels) == "int8"
 
 
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [("cpu", "read on CUDA devices alone; set it to int8"), ("cuda:0", r"compute capability 8\.9 and above")],
+)
+def test_a_cache_of_8_bit_floats_is_refused_where_nothing_converts_them(device, says):
+    with pytest.raises(
+        FeatureDisabled, match=rf"cache\.dtype = float8_e4m3fn: .*{says}.* auto, which is float16"
+    ):
+        choose_kv_dtype("float8_e4m3fn", "float16", device=device, native_kernels=True)
+
+
+def test_a_cache_of_8_bit_floats_is_served_on_cuda():
+    engine = EngineConfig(cache=CacheConfig(dtype="float8_e4m3fn"))
+    device = {"device": "cuda:0", "native_bfloat16": True, "native_kernels": False}
+    assert resolve_for_device(engine, tiny_architecture(), native_float8=True, **device).kv_dtype == (
+        "float8_e4m3fn"
+    )
+
+
 QUANTIZABLE = tiny_architecture(hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16)
 
 

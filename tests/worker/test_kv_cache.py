@@ -94,14 +94,16 @@ def test_allocation_has_the_planned_shape_and_an_empty_null_block():
     assert all(layer.scales is None for layer in layers)
 
 
-def test_a_cache_of_8_bits_has_scales_and_its_plan_counts_them():
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_cache_of_8_bits_has_scales_and_its_plan_counts_them(dtype):
     config = replace(
-        tiny_config(tiny_architecture(num_layers=3, num_kv_heads=2), block_size=5), kv_dtype="int8"
+        tiny_config(tiny_architecture(num_layers=3, num_kv_heads=2), block_size=5), kv_dtype=dtype
     )
     plan = plan_kv_cache(config, 1 << 30)
     layers = allocate_kv_cache(plan.shape, torch.device("cpu"))
-    assert all(layer.blocks.dtype == torch.int8 and layer.scales.dtype == torch.float32 for layer in layers)
+    assert {layer.blocks.dtype for layer in layers} == {getattr(torch, dtype)}
+    assert {layer.scales.dtype for layer in layers} == {torch.float32}
     assert all(layer.scales.shape == layer.blocks.shape[:4] for layer in layers)
-    assert all(not layer.blocks[0].any() and not layer.scales[0].any() for layer in layers)
+    assert all(not layer.blocks[0].float().any() and not layer.scales[0].any() for layer in layers)
     allocated = sum(tensor.nbytes for layer in layers for tensor in (layer.blocks, layer.scales))
     assert allocated == plan.shape.num_blocks * plan.block_bytes

@@ -118,9 +118,11 @@ class CacheConfig:
     dtype: str = value(
         "auto",
         "Precision of keys and values; auto: `model.dtype`. int8 rounds each key and each value to 8 bits with a scale "
-        "of its own, so that almost twice the tokens of bfloat16 fit.",
+        "of its own, so that almost twice the tokens of bfloat16 fit. float8_e4m3fn does the same with 8-bit "
+        "floats, which are coarser and converted by the device itself: on CUDA devices alone, from compute capability "
+        "8.9 on.",
         ENGINE + WORKER,
-        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"),
     )
     num_blocks: int = value(
         0, "KV blocks, the null block included; 0: sized from the memory left after loading.", WORKER, ge=0

@@ -23,7 +23,7 @@ class ResolvedConfig:
     dtype: str = "float32"
     """`engine.model.dtype` with `auto` resolved for this machine: float32, bfloat16, float16."""
     kv_dtype: str = "float32"
-    """`engine.cache.dtype` with `auto` resolved: int8, or one of `dtype`'s."""
+    """`engine.cache.dtype` with `auto` resolved: int8, float8_e4m3fn, or one of `dtype`'s."""
     quantization: str = "none"
     """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8, fp8."""
     attention_backend: str = "torch"

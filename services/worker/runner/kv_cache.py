@@ -18,7 +18,7 @@ from triptych.types.facts import KvShape
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 
-_KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8}
+_KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ...]:

@@ -11,8 +11,8 @@ from triptych.types.facts import KvShape
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
 _MIB = 1 << 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_SCALE_BYTES = {"int8": 4}  # of each key and each value, where elements have one
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
 
 
 @dataclass(frozen=True, slots=True)
