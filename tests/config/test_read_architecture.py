@@ -153,12 +153,15 @@ def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
         ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "differ by layer type"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor: 0.5 is not supported"),
         ("quantization_config", {"quant_method": "gptq"}, "quant_method: 'gptq' is not supported"),
-        ("sliding_window", 32, "sliding_window: 32 is not supported"),
+        ("sliding_window", 32, "sliding_window: 32 is not supported for LlamaForCausalLM, but for Mis"),
+        ("sliding_window", "all", "sliding_window: 'all' must be an integer"),
         (
             "layer_types",
             ["full_attention", "sliding_attention"],
             "layer_types: .* must all be 'full_attention'",
         ),
+        ("layer_types", ["chunked_attention"] * 2, "layer_types: .* must all be"),
+        ("layer_types", ["sliding_attention"] * 2, "sliding_window: is missing"),
     ],
 )
 def test_what_is_odd_names_file_key_and_value(tmp_path: Path, key: str, value: Any, message: str) -> None:
@@ -172,13 +175,44 @@ def test_what_is_odd_names_file_key_and_value(tmp_path: Path, key: str, value: A
         {"sliding_window": None},
         {"sliding_window": 64},
         {"sliding_window": 32, "use_sliding_window": False},
+        {"sliding_window": 32, "max_window_layers": 2},
+        {"sliding_window": 32, "max_window_layers": 2, "use_sliding_window": True},
+        {"sliding_window": 32, "layer_types": ["full_attention"] * 2},
         {"layer_types": ["full_attention"] * 2},
         {"quantization_config": None},
         {"partial_rotary_factor": 1.0},
     ],
 )
 def test_what_changes_nothing_is_served(tmp_path: Path, harmless: dict[str, Any]) -> None:
-    assert read_architecture(write_config(tmp_path, **harmless)).num_layers == 2
+    architecture = read_architecture(write_config(tmp_path, **harmless))
+    assert (architecture.num_layers, architecture.sliding_window) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 32,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        },
+    ],
+)
+def test_one_window_for_all_layers_is_read(tmp_path: Path, window: dict[str, Any]) -> None:
+    assert read_architecture(write_config(tmp_path, **window)).sliding_window == 32
+
+
+def test_a_window_of_some_layers_is_refused(tmp_path: Path) -> None:
+    some = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(ModelError, match="max_window_layers: 1 must be 0 or at least num_hidden_layers 2"):
+        read_architecture(write_config(tmp_path, architectures=["Qwen2ForCausalLM"], **some))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def attend_pages(
     query_starts: Tensor,
     seq_lens: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """By definition; keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
     cache = torch.stack([keys, values], dim=1).transpose(2, 3)
@@ -85,7 +86,7 @@ def attend_pages(
         seq_lens,
         scale,
         kv_scales=None,
-        window=0,
+        window=window,
         soft_cap=0.0,
         query_lens_list=(),
         seq_lens_list=(),
@@ -100,6 +101,13 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, *counts:
     assert query.shape[-2] % keys.shape[2] == 0
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in counts)
     assert tables.dtype == torch.int32
+
+
+def _window(window_size: tuple[int, int]) -> int:
+    """Keys that a query sees: those before its own that are counted, and its own; 0: all."""
+    left, right = window_size
+    assert right == (-1 if left == -1 else 0)
+    return left + 1
 
 
 def _flash_attn(calls: Calls) -> ModuleType:
@@ -131,7 +139,8 @@ def _flash_attn(calls: Calls) -> ModuleType:
         assert int(query_lens.max()) == max_seqlen_q
         assert int(seq_lens.max()) == max_seqlen_k
         assert causal
-        return attend_pages(q, k, v, block_table, cu_seqlens_q, seq_lens, softmax_scale)
+        window = _window(window_size)
+        return attend_pages(q, k, v, block_table, cu_seqlens_q, seq_lens, softmax_scale, window)
 
     def flash_attn_with_kvcache(
         q,
@@ -159,7 +168,10 @@ def _flash_attn(calls: Calls) -> ModuleType:
         num_rows, num_queries = q.shape[:2]
         assert (num_rows, num_queries) == (len(cache_seqlens), 1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        attended = attend_pages(q[:, 0], k_cache, v_cache, block_table, starts, cache_seqlens, softmax_scale)
+        window = _window(window_size)
+        attended = attend_pages(
+            q[:, 0], k_cache, v_cache, block_table, starts, cache_seqlens, softmax_scale, window
+        )
         return attended[:, None]
 
     for function in (flash_attn_varlen_func, flash_attn_with_kvcache):
@@ -205,7 +217,10 @@ def _flash_attn_interface(calls: Calls) -> ModuleType:
         _check(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q)
         assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
         assert causal
-        return attend_pages(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale)
+        window = _window(window_size)
+        return attend_pages(
+            q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale, window
+        )
 
     module.flash_attn_with_kvcache = calls.noted(module, flash_attn_with_kvcache)
     return module
@@ -220,6 +235,7 @@ class _Plan:
     page_size: int
     sizes: tuple[int, int, int]
     scale: float
+    window_left: int
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
@@ -252,7 +268,8 @@ class _Wrapper:
         for row, (start, end) in enumerate(zip(plan.indptr.tolist(), plan.indptr[1:].tolist(), strict=False)):
             tables[row, : end - start] = plan.indices[start:end]
         keys, values = paged_kv_cache.transpose(2, 3).unbind(1)
-        out.copy_(attend_pages(q, keys, values, tables, plan.query_starts, seq_lens, plan.scale))
+        window = plan.window_left + 1
+        out.copy_(attend_pages(q, keys, values, tables, plan.query_starts, seq_lens, plan.scale, window))
         return out
 
 
@@ -315,6 +332,7 @@ def _flashinfer(calls: Calls) -> ModuleType:
                 page_size,
                 (num_qo_heads, num_kv_heads, head_dim),
                 sm_scale,
+                window_left,
                 (q_data_type, kv_data_type),
             )
 
@@ -401,6 +419,7 @@ def _flashinfer(calls: Calls) -> ModuleType:
                 page_size,
                 (num_qo_heads, num_kv_heads, head_dim_qk),
                 sm_scale,
+                window_left,
                 (q_data_type, kv_data_type),
             )
 

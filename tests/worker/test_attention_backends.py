@@ -70,11 +70,11 @@ class Step:
     cache: KvCache
     batch: AttentionBatch
 
-    def expected(self, scale: float = SCALE) -> Tensor:
+    def expected(self, scale: float = SCALE, window: int = 0) -> Tensor:
         keys, values = self.cache.blocks.transpose(2, 3).unbind(1)
         batch = self.batch
         return attend_pages(
-            self.query, keys, values, batch.block_tables, batch.query_starts, batch.seq_lens, scale
+            self.query, keys, values, batch.block_tables, batch.query_starts, batch.seq_lens, scale, window
         )
 
 
@@ -126,6 +126,18 @@ def test_each_query_sees_its_rows_keys_and_no_others(calls: Calls, name: str, ro
         assert attended.shape == step.query.shape
         torch.testing.assert_close(attended, step.expected(), rtol=0, atol=0)
         assert not attended.isnan().any()
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "torch"])
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_each_query_sees_the_last_keys_within_its_window(calls: Calls, name: str, window: int) -> None:
+    make, block_sizes = BACKENDS.get(name, (lambda: PagedAttention("torch"), (4,)))
+    backend = make()
+    step = make_step(STEPS["mixed"], block_sizes[-1], backend)
+    whole = backend.attend(step.query, step.cache, step.batch, SCALE)
+    attended = backend.attend(step.query, step.cache, step.batch, SCALE, window)
+    torch.testing.assert_close(attended, step.expected(window=window))
+    assert torch.allclose(attended, whole) == (window == 40), "no row has so many keys"
 
 
 def test_flash_attn_reads_rows_of_several_of_its_long_blocks(calls: Calls) -> None:

@@ -46,4 +46,6 @@ class ModelArchitecture:
     """In each layer's mixture; 0: every layer has one MLP."""
     num_experts_per_tok: int = 0
     """How many of them a token goes through."""
+    sliding_window: int = 0
+    """Keys that a token sees at most, its own included, in every layer; 0: all."""
     is_gguf: bool = False

@@ -18,11 +18,14 @@ GGUF_INDEX_FILE = "gguf_index.json"
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling fields that a checkpoint may set for requests that leave them out."""
 
+_WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures whose attention reads `sliding_window`."""
+
 
 def read_architecture(directory: Path) -> ModelArchitecture:
     """Parse `directory/config.json` (and the EOS ids of generation_config.json, where there is one).
 
-    Facts that have no field here and would change the maths (a sliding window, a partial rotary
+    Facts that have no field here and would change the maths (windows that differ by layer, a partial rotary
     embedding, weights quantized by another tool) are refused by name; an unknown architecture or rope
     kind is kept, for the model registry and the layers to refuse.
 
@@ -67,6 +70,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
         eos_token_ids=_eos_token_ids(generation, config),
         num_experts=num_experts,
         num_experts_per_tok=num_experts_per_tok,
+        sliding_window=_sliding_window(config, max_positions),
         is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
     )
 
@@ -237,14 +241,46 @@ def _refuse_unserved(config: _JsonFile) -> None:
     if quantization is not None:
         method = quantization.values.get("quant_method")
         config.fail("quantization_config.quant_method", method, "is not supported; use plain or GGUF weights")
+
+
+def _sliding_window(config: _JsonFile, max_positions: int) -> int:
+    """Return how many keys a token sees in every layer; 0: all, as where the window is as long as the context."""
     layer_types = config.values.get("layer_types")
-    if layer_types is not None and any(kind != "full_attention" for kind in layer_types):
-        config.fail("layer_types", layer_types, "must all be 'full_attention'")
-    window = config.values.get("sliding_window")
-    # Qwen2 writes a window next to a switch that is off; a window as long as the context does nothing.
-    if (
-        window is not None
-        and config.boolean("use_sliding_window", default=True)
-        and config.integer("sliding_window") < config.integer("max_position_embeddings")
-    ):
-        config.fail("sliding_window", window, "is not supported: attention must see the whole context")
+    if layer_types is not None:
+        kinds = set(layer_types)
+        if kinds == {"full_attention"}:
+            return 0
+        if kinds != {"sliding_attention"}:
+            config.fail("layer_types", layer_types, "must all be 'full_attention' or all 'sliding_attention'")
+        window = config.integer("sliding_window")
+    elif not _has_window(config):
+        return 0
+    else:
+        window = config.integer("sliding_window")
+    if window >= max_positions:
+        return 0
+    name = _architecture_name(config)
+    if name not in _WINDOWED:
+        config.fail(
+            "sliding_window", window, f"is not supported for {name}, but for {', '.join(sorted(_WINDOWED))}"
+        )
+    return window
+
+
+def _has_window(config: _JsonFile) -> bool:
+    """Whether `sliding_window` counts where no `layer_types` say so.
+
+    Qwen2 and Qwen3 write it next to a switch, which is off unless it is set, and next to the number of layers that
+    come before the first one with a window.
+    """
+    if config.values.get("sliding_window") is None:
+        return False
+    first_layer = config.values.get("max_window_layers")
+    if not config.boolean("use_sliding_window", default=first_layer is None):
+        return False
+    if first_layer is None or config.integer("max_window_layers", minimum=0) == 0:
+        return True
+    num_layers = config.integer("num_hidden_layers")
+    if first_layer < num_layers:
+        config.fail("max_window_layers", first_layer, f"must be 0 or at least num_hidden_layers {num_layers}")
+    return False

@@ -65,12 +65,15 @@ class AttentionBackend(Protocol):
     """Whether a CUDA graph may record it in a step of decodes: it then allocates by the bounds that the batch's
     lists are, reads back nothing, and serves any lengths up to them when it is replayed."""
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         """Causal attention of each query to its row's keys up to its own position.
 
         Args:
             query: [num_tokens, num_heads, head_dim], rotated.
             scale: of the products of queries and keys.
+            window: keys that a query sees at most, its own included; 0: all.
         Returns:
             [num_tokens, num_heads, head_dim] of the same dtype.
         """

@@ -31,7 +31,9 @@ class FlashAttention2:
         self._attend_rows = package.flash_attn_varlen_func
         self._key_starts: tuple[AttentionBatch, Tensor] | None = None
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         keys, values = _pages(kv_cache)
         attended: Tensor
         if batch.max_query_len == 1:
@@ -43,6 +45,7 @@ class FlashAttention2:
                 block_table=batch.block_tables,
                 softmax_scale=scale,
                 causal=True,
+                window_size=_window_size(window),
             )
             return attended[:, 0]
         attended = self._attend_rows(
@@ -55,6 +58,7 @@ class FlashAttention2:
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=scale,
             causal=True,
+            window_size=_window_size(window),
             block_table=batch.block_tables,
         )
         return attended
@@ -76,7 +80,9 @@ class FlashAttention3:
     def __init__(self) -> None:
         self._attend = import_module("flash_attn_interface").flash_attn_with_kvcache
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         keys, values = _pages(kv_cache)
         attended: Tensor = self._attend(
             query,
@@ -88,8 +94,14 @@ class FlashAttention3:
             max_seqlen_q=batch.max_query_len,
             softmax_scale=scale,
             causal=True,
+            window_size=_window_size(window),
         )
         return attended
+
+
+def _window_size(window: int) -> tuple[int, int]:
+    """Keys that a query sees before its own and behind it, as the packages count; -1: all."""
+    return (window - 1, 0) if window else (-1, -1)
 
 
 def _pages(kv_cache: KvCache) -> tuple[Tensor, Tensor]:

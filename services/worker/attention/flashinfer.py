@@ -8,6 +8,7 @@ Source: FlashInfer, arXiv:2501.01005; flashinfer/{prefill,decode}.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
@@ -42,10 +43,13 @@ class FlashInferAttention:
         )
         self._rows = _Planned(package.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), device)
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         is_decode = batch.max_query_len == 1
         planned = self._decodes if is_decode else self._rows
-        if not planned.is_for(batch, scale):
+        limits = _Limits(scale, window)
+        if not planned.is_for(batch, limits):
             num_kv_heads, block_size, head_dim = kv_cache.blocks.shape[2:]
             indptr, last_page_len = _pages_of_rows(batch.seq_lens_list, block_size)
             indices = _page_indices(batch, block_size, num_pages=int(indptr[-1]))
@@ -53,13 +57,21 @@ class FlashInferAttention:
             sizes = query.shape[1], num_kv_heads, head_dim, block_size
             dtypes = {"q_data_type": query.dtype, "kv_data_type": kv_cache.blocks.dtype}
             if is_decode:
-                planned.plan(batch, scale, *pages, *sizes, **dtypes)
+                planned.plan(batch, limits, *pages, *sizes, **dtypes)
             else:
                 query_indptr = _starts(batch.query_lens_list)
-                planned.plan(batch, scale, query_indptr, *pages, *sizes, causal=True, **dtypes)
+                planned.plan(batch, limits, query_indptr, *pages, *sizes, causal=True, **dtypes)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         planned.wrapper.run(query, kv_cache.blocks, out=out)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a plan holds of a layer; see `AttentionBackend.attend`."""
+
+    scale: float
+    window: int
 
 
 class _Event(Protocol):
@@ -75,21 +87,22 @@ class _Planned:
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
-        self._step: tuple[AttentionBatch, float] | None = None
+        self._step: tuple[AttentionBatch, _Limits] | None = None
         # A plan travels through pinned memory of the wrapper's own, which it writes without asking whether the device
         # has read the plan before; and we launch steps ahead of the device.
         self._was_read: _Event | None = torch.cuda.Event() if device.type == "cuda" else None
 
-    def is_for(self, batch: AttentionBatch, scale: float) -> bool:
-        return self._step is not None and self._step[0] is batch and self._step[1] == scale
+    def is_for(self, batch: AttentionBatch, limits: _Limits) -> bool:
+        return self._step is not None and self._step[0] is batch and self._step[1] == limits
 
-    def plan(self, batch: AttentionBatch, scale: float, *arguments: Any, **options: Any) -> None:
+    def plan(self, batch: AttentionBatch, limits: _Limits, *arguments: Any, **options: Any) -> None:
         if self._was_read is not None:
             self._was_read.synchronize()
-        self.wrapper.plan(*arguments, sm_scale=scale, **options)
+        # the package counts the keys before a query's own; -1: all
+        self.wrapper.plan(*arguments, sm_scale=limits.scale, window_left=limits.window - 1, **options)
         if self._was_read is not None:
             self._was_read.record()
-        self._step = batch, scale
+        self._step = batch, limits
 
 
 def _pages_of_rows(seq_lens: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,9 @@ class PagedAttention:
         self.in_graphs = impl != "torch"  # which loops over rows on the host
         self._impl = impl
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         if self._impl == "torch" and query.device.type == "meta":
             raise NotRecordable("attention in plain torch loops over the rows of each step")
         return paged_attention(
@@ -31,6 +33,7 @@ class PagedAttention:
             batch.seq_lens,
             scale,
             kv_scales=kv_cache.scales,
+            window=window,
             query_lens_list=batch.query_lens_list,
             seq_lens_list=batch.seq_lens_list,
             impl=self._impl,

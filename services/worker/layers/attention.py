@@ -12,9 +12,11 @@ from triptych_kernels.ops import rotary_and_write_kv
 class Attention(nn.Module):
     """Causal attention without projections; it has no weights."""
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, *, window: int = 0) -> None:
+        """`window`: see `AttentionBackend.attend`."""
         super().__init__()
         self.scale = head_dim**-0.5
+        self.window = window
 
     def forward(
         self,
@@ -40,4 +42,4 @@ class Attention(nn.Module):
             batch.slot_mapping,
             kv_scales=kv_cache.scales,
         )
-        return batch.backend.attend(query, kv_cache, batch, self.scale).flatten(1)
+        return batch.backend.attend(query, kv_cache, batch, self.scale, self.window).flatten(1)

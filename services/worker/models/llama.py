@@ -186,7 +186,7 @@ class LlamaAttention(nn.Module):
             eps = architecture.rms_norm_eps
             self.q_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.q_norm")
             self.k_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.k_norm")
-        self.attention = Attention(head_dim)
+        self.attention = Attention(head_dim, window=architecture.sliding_window)
         self.o_proj = RowLinear(
             num_heads * head_dim,
             architecture.hidden_size,

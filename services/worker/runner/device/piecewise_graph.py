@@ -119,6 +119,7 @@ class _Call:
 
     kv_cache: KvCache
     scale: float
+    window: int
 
 
 class _Seam:
@@ -152,14 +153,16 @@ class _Seam:
         finally:
             self._cut = None
 
-    def attend(self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
         if self._memory is None:
             shape = self._max_num_tokens, *query.shape[1:]
             # what stands behind a step's tokens is computed on, and thrown away: it should be numbers
             self._memory = query.new_zeros(shape), query.new_zeros(shape)
         queries, attended = (memory[: len(query)] for memory in self._memory)
         queries.copy_(query)
-        call = _Call(kv_cache, scale)
+        call = _Call(kv_cache, scale, window)
         if self._cut is None:
             self.run(call)
         else:
@@ -172,7 +175,7 @@ class _Seam:
         assert self._memory is not None, "the first step of all is not replayed"
         assert self._batch is not None, "a step begins before it attends"
         queries, attended = (memory[: self._num_tokens] for memory in self._memory)
-        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.scale))
+        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.scale, call.window))
 
 
 @dataclass(slots=True, eq=False)
