@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
+from services.enginecore.plan_difference import is_same
+from services.enginecore.request import Request
+from services.enginecore.scheduler import planner
+from services.enginecore.scheduler.columns import Ints
+from services.enginecore.scheduler.draft import share_budget
+from services.enginecore.scheduler.planner import StepPlanner
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -17,7 +26,7 @@ from tests.helpers.scheduling import (
 )
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow
+from triptych.types.step import NewRow, StepResult
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
@@ -274,3 +283,75 @@ def test_a_part_of_a_prompt_that_is_not_due_breaks_the_protocol(changes: dict[st
     with pytest.raises(ProtocolViolation, match="position 13 is due"):
         engine.scheduler.update(replace(result, prompt_logprobs=(entry, entry)))
     assert engine.scheduler.update(result).prompt_logprobs, "nothing has changed before"
+
+
+class OneAtATime(StepPlanner):
+    """Looks again after each preemption."""
+
+    def _make_room(self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int) -> int:
+        self._roster.preempt(candidates.pop())
+        return 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=14
+    ),
+    num_blocks=st.integers(12, 40),
+    budget=st.integers(14, 100),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    is_caching=st.booleans(),
+)
+def test_victims_preempted_together_are_those_of_one_at_a_time(
+    prompts, num_blocks, budget, policy, is_caching
+) -> None:
+    schedulers = [
+        make_scheduler(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=44,
+            policy=policy,
+            max_num_seqs=14,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=is_caching,
+        )
+        for _ in range(2)
+    ]
+    schedulers[1]._planner.__class__ = OneAtATime
+    for number, (length, seed, priority) in enumerate(prompts):
+        for scheduler in schedulers:
+            priority = priority if policy == "priority" else 0
+            scheduler.add(
+                make_request(number, make_prompt(length, seed), priority=priority, max_tokens=40 - length)
+            )
+    while schedulers[0].has_work:
+        plans = [scheduler.schedule() for scheduler in schedulers]
+        assert is_same(*plans)
+        assert plans[0] is not None
+        step = next(iter(schedulers[0]._in_flight))
+        token_ids = np.arange(len(step.sampling_slots), dtype=np.uint32)
+        for scheduler in schedulers:
+            scheduler.update(StepResult(plans[0].step_id, token_ids))
+    assert schedulers[0].counters.num_preemptions == schedulers[1].counters.num_preemptions
+
+
+def test_many_victims_are_chosen_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows cross into a new block at once, and none is free."""
+    num_looks = 0
+
+    def counting(wanted: Ints, budget: int) -> Ints:
+        nonlocal num_looks
+        num_looks += 1
+        return share_budget(wanted, budget)
+
+    monkeypatch.setattr(planner, "share_budget", counting)
+    scheduler = make_scheduler(num_blocks=101, max_model_len=64, max_num_seqs=100, max_num_waiting=100)
+    for number in range(100):
+        scheduler.add(make_request(number, make_prompt(15, number), max_tokens=40))
+    scheduler.schedule()
+    scheduler.schedule()
+    num_looks = 0
+    scheduler.schedule()
+    assert scheduler.counters.num_preemptions == 50
+    assert num_looks == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.enginecore.kv.block import BlockTable
 from services.enginecore.kv.hashing import extend_hashes
@@ -110,6 +110,17 @@ class BlockManager:
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
         table.num_hits = table.num_offered = 0
+
+    def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[int]:
+        """Yield, for each table in turn, how many more blocks would be free if it were given back, too."""
+        block_to_references: dict[int, int] = {}
+        for table in tables:
+            num_freed = 0
+            for block in table.block_ids:
+                references = block_to_references.get(block) or self._pool.num_references(block)
+                block_to_references[block] = references - 1
+                num_freed += references == 1
+            yield num_freed
 
     def reset(self) -> bool:
         """Forget all cached content; refused (False) while any block is in use."""

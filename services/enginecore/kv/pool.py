@@ -45,6 +45,9 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return not self._references[block]
 
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
     def take(self, count: int) -> list[int]:
         """Hold the `count` least recently used free blocks; what was cached in them is forgotten."""
         taken = self._free.take(count)

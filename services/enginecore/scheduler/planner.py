@@ -40,9 +40,11 @@ class StepPlanner:
         """Share the budget in running order, and preempt until the free blocks suffice for it.
 
         Who is preempted is settled before anyone is given anything. So a victim's tokens are refunded by
-        sharing the budget again, and a block that a victim would have filled was never offered.
+        sharing the budget again, and a block that a victim would have filled was never offered. Since those who stay
+        may grow by what is refunded, there may be a second round.
         """
         rows, blocks, budget = self._roster.rows, self._roster.blocks, self._config.max_num_batched_tokens
+        candidates: list[Request] | None = None
         num_preempted = 0
         while True:
             slots = rows.running_order()  # [r], like all that follows
@@ -52,21 +54,40 @@ class StepPlanner:
             lacking = ends - rows.capacity[slots]
             growing = np.flatnonzero(lacking > 0)
             num_new_blocks = -(-lacking[growing] // self._block_size)
-            if num_new_blocks.sum() <= blocks.num_free:
+            num_lacking = int(num_new_blocks.sum()) - blocks.num_free
+            if num_lacking <= 0:
                 break
-            self._roster.preempt(self._victim())
-            num_preempted += 1
+            if candidates is None:
+                candidates = self._most_urgent_first()
+            slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))
+            num_preempted += self._make_room(candidates, slot_to_need, num_lacking)
         draft = StepDraft(slots, counts, ends, budget - int(counts.sum()), num_preempted)
         if len(growing):
             draft.block_slots, draft.block_ids = self._roster.grow(slots[growing], ends[growing])
         return draft
 
-    def _victim(self) -> Request:
-        """Who makes room: the last admitted, or the least urgent."""
-        slot_to_request = self._roster.rows.slot_to_request
-        if self._config.policy == "fcfs":
-            return slot_to_request[next(reversed(slot_to_request))]
-        return max(slot_to_request.values(), key=lambda request: (request.priority, request.arrival))
+    def _most_urgent_first(self) -> list[Request]:
+        """Return those who run in the order in which they keep their blocks; the last makes room first."""
+        running = self._roster.running
+        if self._config.policy == "priority":
+            running.sort(key=_by_urgency)
+        return running
+
+    def _make_room(self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int) -> int:
+        """Preempt, and take from the end of `candidates`, the fewest whose blocks and needs cover `num_lacking` blocks;
+        returns how many."""
+        victims: list[Request] = []
+        freed = self._roster.blocks.blocks_freed_by(request.blocks for request in reversed(candidates))
+        for num_freed in freed:
+            victim = candidates[-1 - len(victims)]
+            victims.append(victim)
+            num_lacking -= num_freed + slot_to_need.get(victim.slot, 0)
+            if num_lacking <= 0:
+                break
+        del candidates[-len(victims) :]
+        for victim in victims:
+            self._roster.preempt(victim)
+        return len(victims)
 
     def _plan_waiting(self, draft: StepDraft) -> None:
         """Admit in order until rows, budget or blocks run out. Nobody is preempted, and nobody skips ahead but
@@ -101,3 +122,7 @@ class StepPlanner:
             return inf
         wanted = self._roster.rows.wanted(draft.slots)
         return most - int(np.count_nonzero(wanted > self._most_per_request))
+
+
+def _by_urgency(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
