@@ -89,7 +89,7 @@ class Request:
             priority=submit.priority,
             tenant=submit.tenant,
             deadline=deadline,
-            blocks=BlockTable(extras={0: salt} if salt else {}),
+            blocks=BlockTable(extras={0: (salt,)} if salt else {}),
         )
 
     @property

@@ -21,7 +21,9 @@ def make_manager(num_blocks: int = 11, *, enable_prefix_caching: bool = True) ->
     return BlockManager(num_blocks=num_blocks, block_size=SIZE, enable_prefix_caching=enable_prefix_caching)
 
 
-def fill(manager: BlockManager, token_ids: array[int], extras: dict[int, bytes] | None = None) -> BlockTable:
+def fill(
+    manager: BlockManager, token_ids: array[int], extras: dict[int, tuple[bytes, ...]] | None = None
+) -> BlockTable:
     """A table that holds `token_ids`, with its full blocks offered."""
     table = BlockTable(extras=extras or {})
     hits = manager.get_computed_blocks(table, token_ids)
@@ -56,7 +58,7 @@ def test_the_null_block_is_never_handed_out() -> None:
 
 
 def test_a_hash_names_the_whole_prefix_and_the_extras() -> None:
-    def hashes(values: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
+    def hashes(values: list[int], extras: dict[int, tuple[bytes, ...]] | None = None) -> list[bytes]:
         found: list[bytes] = []
         extend_hashes(found, tokens(*values), len(values) // SIZE, SIZE, extras or {})
         return found
@@ -67,11 +69,45 @@ def test_a_hash_names_the_whole_prefix_and_the_extras() -> None:
     assert one[0] != other[0]
     assert one[1] != other[1], "equal blocks after different prefixes"
     assert hashes([1, 2, 3, 4, 5, 6, 7, 8, 9]) == one, "a partial block has no hash"
-    salted = hashes([1, 2, 3, 4, 5, 6, 7, 8], {0: b"salt"})
+    salted = hashes([1, 2, 3, 4, 5, 6, 7, 8], {0: (b"salt",)})
     assert salted[0] != one[0]
     assert salted[1] != one[1], "the salt reaches every block through the chain"
-    image = hashes([1, 2, 3, 4, 5, 6, 7, 8], {1: b"image"})
+    image = hashes([1, 2, 3, 4, 5, 6, 7, 8], {1: (b"image",)})
     assert (image[0], image[1] != one[1]) == (one[0], True)
+    kinds = [
+        hashes([1, 2, 3, 4], {0: parts}) for parts in ((b"a", b"bc"), (b"ab", b"c"), (b"abc",), (b"abc", b""))
+    ]
+    assert len({kind[0] for kind in kinds}) == 4, (
+        "where one extra ends and the next begins is part of the name"
+    )
+
+
+def test_equal_prompts_share_their_hashes_until_one_goes_on() -> None:
+    manager = make_manager(30)
+    prompt = tokens(*range(3 * SIZE + 2))
+    first, second, salted = BlockTable(), BlockTable(), BlockTable(extras={0: (b"salt",)})
+    for table in (first, second, salted):
+        manager.hash_prompt(table, prompt, len(prompt))
+    assert first.hashes is second.hashes
+    assert first.hashes != salted.hashes
+    longer = tokens(*prompt, 8, 9)
+    assert manager.allocate(first, len(longer)) is not None
+    manager.offer_full_blocks(first, longer, len(longer))
+    assert (len(first.hashes), len(second.hashes)) == (4, 3)
+    assert first.hashes[:3] == second.hashes
+    alone: list[bytes] = []
+    extend_hashes(alone, longer, 4, SIZE, {})
+    assert first.hashes == alone
+
+
+def test_the_hashes_of_a_prompt_go_with_its_last_request() -> None:
+    manager = make_manager()
+    prompt = tokens(*range(2 * SIZE))
+    table = BlockTable()
+    manager.hash_prompt(table, prompt, len(prompt))
+    assert len(manager._prompts._chains) == 1
+    del table
+    assert not manager._prompts._chains
 
 
 def test_hashing_in_parts_is_hashing_at_once() -> None:
@@ -135,10 +171,10 @@ def test_hits_that_nobody_holds_count_as_capacity() -> None:
     table = BlockTable()
     hits = manager.get_computed_blocks(table, tokens(*range(2 * SIZE), 9, 9, 9, 9))
     assert hits == [1, 2]
-    assert manager.can_allocate(4 * SIZE, hits)
-    assert not manager.can_allocate(4 * SIZE + 1, hits)
+    assert manager.num_lacking(4 * SIZE, hits) <= 0
+    assert manager.num_lacking(4 * SIZE + 1, hits) > 0
     holder = fill(manager, tokens(*range(2 * SIZE)))
-    assert manager.can_allocate(4 * SIZE, hits), "held hits cost nothing more"
+    assert manager.num_lacking(4 * SIZE, hits) <= 0, "held hits cost nothing more"
     assert manager.num_free == 2
     manager.free(holder)
 
@@ -155,7 +191,7 @@ def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
     table = BlockTable()
     hits = manager.get_computed_blocks(table, ids)
     assert manager.allocate(table, num_tokens, hits) is None
-    assert not manager.can_allocate(num_tokens, hits)
+    assert manager.num_lacking(num_tokens, hits) > 0
     assert (table.block_ids, table.num_hits, table.num_offered) == ([], 0, 0)
     after = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
     assert after == before

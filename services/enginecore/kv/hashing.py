@@ -2,16 +2,50 @@
 
 hash(0) = H(zeros, tokens of block 0, extras of block 0)
 hash(i) = H(hash(i - 1), tokens of block i, extras of block i)
+
+An extra is a part of a block's content beside its tokens. Each is hashed with its length before it, so that no two
+lists of extras read alike.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from weakref import WeakValueDictionary
 
 HASH_BYTES = 16
 ROOT_HASH = bytes(HASH_BYTES)
+
+Extras = Mapping[int, Sequence[bytes]]
+"""Block index to what distinguishes that block's content beside its tokens, in a fixed order of kinds."""
+
+
+class HashChain(list[bytes]):
+    """The names of the leading full blocks of a sequence. Those of equal prompts share one; see `PromptHashes`."""
+
+    __slots__ = ("__weakref__",)
+
+
+class PromptHashes:
+    """The chain of every prompt in use, so that equal ones, such as those of the choices of one request, are hashed
+    once."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chains: WeakValueDictionary[tuple[object, ...], HashChain] = WeakValueDictionary()
+
+    def of(self, token_ids: array[int], num_blocks: int, extras: Extras) -> HashChain:
+        """Return the chain of the first `num_blocks` blocks, full ones; whoever shares it must not grow it."""
+        with memoryview(token_ids) as view:
+            tokens = blake2b(view[: num_blocks * self._block_size], digest_size=HASH_BYTES).digest()
+        key = tokens, tuple((index, *extras[index]) for index in sorted(extras))
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = HashChain()
+            extend_hashes(chain, token_ids, num_blocks, self._block_size, extras)
+            self._chains[key] = chain
+        return chain
 
 
 def extend_hashes(
@@ -19,12 +53,12 @@ def extend_hashes(
     token_ids: array[int],
     num_blocks: int,
     block_size: int,
-    extras: Mapping[int, bytes],
+    extras: Extras,
 ) -> None:
     """Grow `hashes` in place until it names `num_blocks` leading blocks of `token_ids`.
 
-    A parent and the tokens have fixed lengths, so appending extras is unambiguous. The bytes are those
-    of this machine: hashes never leave the process.
+    A parent and the tokens have fixed lengths, so appending extras is unambiguous. The bytes are those of this machine:
+    hashes never leave the process.
     """
     first = len(hashes)
     if first >= num_blocks:
@@ -36,6 +70,10 @@ def extend_hashes(
     for index, start in enumerate(range(0, len(content), block_bytes), first):
         block = parent + content[start : start + block_bytes]
         if index in extras:
-            block += extras[index]
+            block += _packed(extras[index])
         parent = blake2b(block, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
+
+
+def _packed(parts: Sequence[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

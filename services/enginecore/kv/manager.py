@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from services.enginecore.kv.block import BlockTable
-from services.enginecore.kv.hashing import extend_hashes
+from services.enginecore.kv.hashing import HashChain, PromptHashes, extend_hashes
 from services.enginecore.kv.pool import BlockPool
 
 
@@ -23,6 +23,7 @@ class BlockManager:
         self._pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._prompts = PromptHashes(block_size)
         self._offered: list[int] = []
 
     @property
@@ -41,26 +42,36 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def hash_prompt(self, table: BlockTable, token_ids: array[int], num_prompt_tokens: int) -> None:
+        """Name the full blocks of a new request's prompt, unless those of an equal prompt are named already."""
+        num_full = num_prompt_tokens // self.block_size
+        if num_full and self.enable_prefix_caching:
+            table.hashes = self._prompts.of(token_ids, num_full, table.extras)
+            table.shares_hashes = True
+
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
         """The longest run of cached blocks that holds a prefix of `token_ids`. Holds nothing yet."""
         if not self.enable_prefix_caching:
             return []
+        num_full = len(token_ids) // self.block_size
         hits: list[int] = []
-        for index in range(len(token_ids) // self.block_size):
-            extend_hashes(table.hashes, token_ids, index + 1, self.block_size, table.extras)
-            block = self._pool.find(table.hashes[index])
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        while True:
+            hits += self._pool.find_run(table.hashes[len(hits) : num_full])
+            if len(hits) < len(table.hashes) or len(hits) == num_full:
+                return hits
+            self._extend_hashes(table, token_ids, min(num_full, 2 * len(hits) + 1))
 
-    def can_allocate(self, num_tokens: int, hits: Sequence[int] = ()) -> bool:
-        """Whether a request without blocks could be given all that `num_tokens` need.
+    def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: int = 0) -> int:
+        """How many more blocks would have to be free, so that a request without blocks could be given all that
+        `num_tokens` need; 0 or less: there is room.
 
         A hit that nobody holds stands in the free queue, so it counts as capacity consumed.
+
+        Args:
+            num_promised: Free blocks that others are to get.
         """
-        shared = sum(not self._pool.is_free(block) for block in hits)
-        return self.blocks_for(num_tokens) - shared <= self._pool.num_free
+        num_shared = len(hits) - self._pool.num_free_among(hits)
+        return self.blocks_for(num_tokens) - num_shared + num_promised - self._pool.num_free
 
     def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         """Grow `table` until it holds `num_tokens` tokens; returns the blocks added, hits first.
@@ -69,8 +80,7 @@ class BlockManager:
         """
         assert not (hits and table.block_ids), "hits can only begin a table"
         num_new = self.blocks_for(num_tokens) - len(table.block_ids) - len(hits)
-        freed_hits = sum(self._pool.is_free(block) for block in hits)
-        if num_new + freed_hits > self._pool.num_free:
+        if num_new + self._pool.num_free_among(hits) > self._pool.num_free:
             return None
         if hits:
             self._pool.share(hits)
@@ -88,7 +98,7 @@ class BlockManager:
         num_full = num_tokens // self.block_size
         if num_full <= table.num_offered or not self.enable_prefix_caching:
             return
-        extend_hashes(table.hashes, token_ids, num_full, self.block_size, table.extras)
+        self._extend_hashes(table, token_ids, num_full)
         for index in range(table.num_offered, num_full):
             block = table.block_ids[index]
             if self._pool.offer(block, table.hashes[index]):
@@ -138,3 +148,10 @@ class BlockManager:
             assert table.num_hits <= table.num_offered <= len(table.block_ids), "more offered than held"
             references.update(table.block_ids)
         self._pool.check_integrity(references)
+
+    def _extend_hashes(self, table: BlockTable, token_ids: array[int], num_blocks: int) -> None:
+        if num_blocks <= len(table.hashes):
+            return
+        if table.shares_hashes:
+            table.hashes, table.shares_hashes = HashChain(table.hashes), False
+        extend_hashes(table.hashes, token_ids, num_blocks, self.block_size, table.extras)

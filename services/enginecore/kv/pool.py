@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 from services.enginecore.kv.block import NULL_BLOCK
 from services.enginecore.kv.free_queue import FreeQueue
@@ -38,12 +39,13 @@ class BlockPool:
     def num_held(self) -> int:
         return self._num_blocks - 1 - len(self._free)
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The block of this content, if there is one."""
-        return self._hash_to_block.get(block_hash)
+    def find_run(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of these contents, up to the first that there is none of."""
+        return list(takewhile(bool, map(self._hash_to_block.get, block_hashes)))  # type: ignore[arg-type]
 
-    def is_free(self, block: int) -> bool:
-        return not self._references[block]
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of them nobody holds."""
+        return list(map(self._references.__getitem__, blocks)).count(0)
 
     def num_references(self, block: int) -> int:
         return self._references[block]

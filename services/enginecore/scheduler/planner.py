@@ -109,7 +109,7 @@ class StepPlanner:
             if count > draft.budget and not self._config.enable_chunked_prefill:
                 break
             # All of it must fit before its first chunk runs, or long prompts would evict each other.
-            if not blocks.can_allocate(num_known, hits):
+            if blocks.num_lacking(num_known, hits) > 0:
                 roster.is_short_of_blocks = True
                 break
             count = min(count, draft.budget)

@@ -92,6 +92,7 @@ class Roster:
     def add(self, request: Request) -> None:
         self._alive[request.session, request.number] = request
         self._alive_ids.add(request.request_id)
+        self.blocks.hash_prompt(request.blocks, request.token_ids, request.num_prompt_tokens)
         self.shares.open(request)
         self.settle()
         self.waiting.add(request)
