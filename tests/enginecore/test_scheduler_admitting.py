@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
+from services.enginecore.kv import BlockManager
 from tests.helpers.scheduling import Engine, counts_by_number, make_prompt, make_request, make_scheduler
+from triptych.types.step import StepResult
 
 
 def add(engine: Engine, *lengths: int, first: int = 0, max_tokens: int = 4) -> None:
@@ -137,3 +142,39 @@ def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
     while engine.plans:
         engine.finish_step()
     assert scheduler.requests_in_flight() == {}
+
+
+def test_choices_of_a_long_prompt_enter_over_several_steps() -> None:
+    """Each finds 4,000 blocks in the cache: what one step may look up is bounded."""
+    scheduler = make_scheduler(
+        num_blocks=20_001, block_size=4, max_model_len=17_000, max_num_batched_tokens=16_000
+    )
+    prompt = make_prompt(16_000)
+    for number in range(8):
+        scheduler.add(make_request(number, prompt, max_tokens=100))
+    num_entered = []
+    while scheduler.num_waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        num_entered.append(len(plan.new_rows))
+        num_sampling = len(next(iter(scheduler._in_flight)).sampling_slots)
+        scheduler.update(StepResult(plan.step_id, np.zeros(num_sampling, np.uint32)))
+    assert num_entered == [1, 3, 3, 1]
+    assert scheduler.counters.prefix_hits == 7 * 15_999
+
+
+def test_a_request_that_does_not_fit_is_looked_up_again_when_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    def counting(self: BlockManager, *arguments: Any) -> list[int]:
+        nonlocal num_looks
+        num_looks += 1
+        return look_up(self, *arguments)
+
+    look_up = BlockManager.get_computed_blocks
+    monkeypatch.setattr(BlockManager, "get_computed_blocks", counting)
+    engine = Engine(make_scheduler(num_blocks=21, max_model_len=320))
+    engine.add(make_request(0, make_prompt(160, seed=0), max_tokens=60))
+    engine.add(make_request(1, make_prompt(200, seed=1), max_tokens=4))
+    engine.run()
+    assert num_looks == 3, "each when it came first in line, and the second when the first had gone"

@@ -206,6 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         candidates = [request for request in self.order.alive if request.state is RequestState.WAITING]
         rows = scheduler._rows
         num_long = sum(self.is_long(rows.horizon[slot], rows.computed[slot]) for slot in rows.slot_to_request)
+        self.check_blocked()
         plan = self.engine.plan()
         if plan is None:
             is_stuck = scheduler.has_work and not scheduler.num_in_flight
@@ -213,6 +214,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.check_plan(plan, running, has_preempted=counters.num_preemptions > preemptions)
         self.check_order(plan, candidates, num_long)
+
+    def check_blocked(self) -> None:
+        """A request that is not looked up again since it cannot fit does not fit."""
+        scheduler, roster = self.engine.scheduler, self.engine.scheduler._roster
+        arrival, least_room = scheduler._planner._blocked
+        num_promised = scheduler._rows.num_promised_blocks()
+        for request in roster.waiting._members:
+            if request.arrival == arrival and roster.blocks.room - num_promised < least_room:
+                hits = roster.cached_blocks(request)
+                assert roster.blocks.num_lacking(len(request.token_ids), hits, num_promised) > 0
 
     def check_plan(self, plan: StepPlan, num_running: int, *, has_preempted: bool) -> None:
         config, scheduler = self.config, self.engine.scheduler

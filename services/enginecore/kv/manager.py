@@ -31,6 +31,11 @@ class BlockManager:
         return self._pool.num_free
 
     @property
+    def room(self) -> int:
+        """A number that grows by at least as much as what any one request lacks falls; see `num_lacking`."""
+        return self._pool.num_free + self._pool.num_shareable_gained
+
+    @property
     def num_used(self) -> int:
         return self._pool.num_held
 

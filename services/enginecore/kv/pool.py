@@ -24,6 +24,8 @@ class BlockPool:
         self._block_to_hash: list[bytes | None] = [None] * num_blocks
         self._hash_to_block: dict[bytes, int] = {}
         self._num_cached_free = 0
+        self.num_shareable_gained = 0
+        """How often, since the start, a block came to be both held and named: hits in it cost no free block."""
 
     @property
     def num_free(self) -> int:
@@ -66,6 +68,7 @@ class BlockPool:
             if not self._references[block]:
                 self._free.remove(block)
                 self._num_cached_free -= 1
+                self.num_shareable_gained += 1
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -92,6 +95,7 @@ class BlockPool:
             return False
         self._block_to_hash[block] = block_hash
         self._hash_to_block[block_hash] = block
+        self.num_shareable_gained += 1
         return True
 
     def withdraw(self, block: int) -> None:

@@ -101,6 +101,12 @@ class RowColumns:
         """[len(slots)] tokens that each could compute now."""
         return np.minimum(self.horizon[slots], self.last[slots]) - self.computed[slots]
 
+    def num_promised_blocks(self) -> int:
+        """Blocks that the running rows still need for tokens that are known: those of prompts computed in chunks."""
+        slots = self.running_order()
+        lacking = np.maximum(self.known[slots] - self.capacity[slots], 0)
+        return int((-(-lacking // self._block_size)).sum())
+
     def take_uncharged(self, slots: Slots) -> Ints:
         """[len(slots)] tokens that each has put out since this was last asked."""
         known = self.known[slots]
