@@ -11,9 +11,7 @@ from hypothesis import given, settings
 
 from services.enginecore.plan_difference import is_same
 from services.enginecore.request import Request
-from services.enginecore.scheduler import planner
-from services.enginecore.scheduler.columns import Ints
-from services.enginecore.scheduler.draft import share_budget
+from services.enginecore.scheduler.columns import RowColumns, Slots
 from services.enginecore.scheduler.planner import StepPlanner
 from tests.helpers.scheduling import (
     EOS,
@@ -364,19 +362,19 @@ def test_victims_preempted_together_are_those_of_one_at_a_time(
 def test_many_victims_are_chosen_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows cross into a new block at once, and none is free."""
     num_looks = 0
+    look = RowColumns.running_order
 
-    def counting(wanted: Ints, budget: int) -> Ints:
+    def counting(rows: RowColumns) -> Slots:
         nonlocal num_looks
         num_looks += 1
-        return share_budget(wanted, budget)
+        return look(rows)
 
-    monkeypatch.setattr(planner, "share_budget", counting)
     scheduler = make_scheduler(num_blocks=101, max_model_len=64, max_num_seqs=100, max_num_waiting=100)
     for number in range(100):
         scheduler.add(make_request(number, make_prompt(15, number), max_tokens=40))
     scheduler.schedule()
     scheduler.schedule()
-    num_looks = 0
+    monkeypatch.setattr(RowColumns, "running_order", counting)
     scheduler.schedule()
     assert scheduler.counters.num_preemptions == 50
     assert num_looks == 2

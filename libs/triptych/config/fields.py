@@ -160,7 +160,11 @@ class SchedulerConfig:
         True, "Split long prompts over steps; off demands max_num_batched_tokens >= max_model_len.", ENGINE
     )
     long_prefill_token_threshold: int = value(
-        0, "Most tokens of one request in one step; 0: the budget alone limits.", ENGINE, ge=0
+        0,
+        "Most tokens of one request in one step; 0: the budget alone limits. In either case a prompt that wants more than a "
+        "quarter of a step leaves a quarter of what is there to requests that wait.",
+        ENGINE,
+        ge=0,
     )
     max_long_partial_prefills: int = value(
         0,

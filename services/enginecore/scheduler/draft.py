@@ -9,7 +9,16 @@ import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.columns import Ints, Slots
+from triptych.config import SchedulerConfig
 from triptych.types.step import U32, NewRow, StepPlan, empty_u32
+
+LONG_SHARE = 4
+"""A prompt that wants more than this part of a step is long, and leaves this part of its tokens to those that wait."""
+
+
+def most_short(config: SchedulerConfig) -> int:
+    """The most tokens that a row may want of one step and not be long."""
+    return max(config.max_num_batched_tokens // LONG_SHARE, 1)
 
 
 def share_budget(wanted: Ints, budget: int) -> Ints:
@@ -26,6 +35,8 @@ class StepDraft:
 
     slots: Slots
     """[r] rows that were running before this step, in running order."""
+    wanted: Ints
+    """[r] tokens that each could compute."""
     counts: Ints
     """[r] tokens that each computes; 0 skips it."""
     ends: Ints
@@ -34,6 +45,8 @@ class StepDraft:
     """Tokens left."""
     num_preempted: int
     """Requests that had to make room."""
+    num_reserved: int
+    """Tokens of `budget` that long prompts leave to those that wait."""
     block_slots: list[int] = field(default_factory=list)
     """[b] the running rows that grow, once per block."""
     block_ids: list[int] = field(default_factory=list)

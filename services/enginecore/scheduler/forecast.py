@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.enginecore.request import Request
+from services.enginecore.scheduler.draft import LONG_SHARE, most_short
 from services.enginecore.scheduler.pace import EndingPace, StepPace
 from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
@@ -23,6 +24,7 @@ class FirstTokenForecast:
         self.endings = EndingPace()
         self._budget = config.max_num_batched_tokens
         self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._most_short = most_short(config)
         self._computed_share = 1.0
 
     def note_admitted(self, num_tokens: int, num_computed_tokens: int) -> None:
@@ -40,11 +42,14 @@ class FirstTokenForecast:
             return None
         num_ahead, num_tokens_ahead = self._ahead_of(request, roster)
         num_running = len(roster.rows.slot_to_request)
-        wanted = roster.rows.wanted(roster.rows.running_order())
-        num_prefilling = int(wanted[wanted > 1].sum())
+        num_short, num_long = self._prefilling(request, roster)
         num_hits = len(roster.cached_blocks(request)) * roster.blocks.block_size
         num_own = max(len(request.token_ids) - num_hits, 1)
-        for_budget = self._prefill_s(num_prefilling + num_tokens_ahead + num_own, num_running)
+        for_budget = self._prefill_s(num_short + num_long + num_tokens_ahead + num_own, num_running)
+        if num_long and num_own <= self._most_short:
+            for_budget = min(
+                for_budget, self._beside_long_s(num_tokens_ahead + num_own, num_running + num_short)
+            )
         num_endings = max(num_running + num_ahead + 1 - roster.num_seats, 0)
         for_seat = num_endings * (self.endings.interval_s(roster.num_seats) or 0.0)
         return max(for_budget, for_seat + self._chunks_s(num_own, num_running))
@@ -59,6 +64,22 @@ class FirstTokenForecast:
                 num_requests += 1
                 num_tokens += len(preempted.token_ids)
         return num_requests, num_tokens
+
+    def _prefilling(self, request: Request, roster: Roster) -> tuple[int, int]:
+        """Prompt tokens that short prompts which run still want, and that long ones do which come before it."""
+        slots = roster.rows.running_order()
+        wanted = roster.rows.wanted(slots)
+        is_long = wanted > self._most_short
+        num_long = 0
+        for slot, count in zip(slots[is_long].tolist(), wanted[is_long].tolist(), strict=True):
+            if roster.rows.slot_to_request[slot].priority <= request.priority:
+                num_long += count
+        return int(wanted[(wanted > 1) & ~is_long].sum()), num_long
+
+    def _beside_long_s(self, num_tokens: int, num_others: int) -> float:
+        """Seconds to compute so many tokens in what long prompts leave."""
+        room = max((self._budget - num_others) // LONG_SHARE, 1)
+        return -(-num_tokens // room) * self.steps.seconds(self._budget)
 
     def _prefill_s(self, num_tokens: int, num_decoding: int) -> float:
         """Seconds to compute so many prompt tokens beside rows that decode."""

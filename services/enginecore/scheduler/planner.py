@@ -3,6 +3,12 @@
 There is no prefill phase and no decode phase: each request has a computed count that chases its horizon,
 and a step is a number of tokens for each request. Chunked prefill, prefix hits, preemption and overlap
 fall out of that.
+
+Where more is wanted than the budget of a step:
+
+    ├─ decodes and short prompts ─┼──────── long prompts, the most urgent first ────────┼── quarter ──┤
+                                                                                          those that wait; what they
+                                                                                          leave goes to the long ones
 """
 
 from __future__ import annotations
@@ -12,7 +18,8 @@ from math import inf
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.draft import StepDraft, share_budget
+from services.enginecore.scheduler.columns import Ints, Slots
+from services.enginecore.scheduler.draft import LONG_SHARE, StepDraft, most_short, share_budget
 from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
 
@@ -31,6 +38,7 @@ class StepPlanner:
         self._block_size = block_size
         # A request takes at most this much of a step; the budget alone limits where no threshold is set.
         self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._most_short = most_short(config)
         self._blocked: tuple[int, int] = (-1, 0)
         """Arrival of the last request that blocks were too few for, and the room in which it may fit."""
 
@@ -40,10 +48,12 @@ class StepPlanner:
         self._roster.is_short_of_blocks = draft.num_preempted > 0
         if not draft.num_preempted:
             self._plan_waiting(draft)
+            if draft.num_reserved and draft.budget:
+                self._extend_chunks(draft)
         return draft
 
     def _plan_running(self) -> StepDraft:
-        """Share the budget in running order, and preempt until the free blocks suffice for it.
+        """Share the budget, and preempt until the free blocks suffice for it.
 
         Who is preempted is settled before anyone is given anything. So a victim's tokens are refunded by
         sharing the budget again, and a block that a victim would have filled was never offered. Since those who stay
@@ -55,7 +65,7 @@ class StepPlanner:
         while True:
             slots = rows.running_order()  # [r], like all that follows
             wanted = np.minimum(rows.wanted(slots), self._most_per_request)
-            counts = share_budget(wanted, budget)
+            counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends = rows.computed[slots] + counts
             lacking = ends - rows.capacity[slots]
             growing = np.flatnonzero(lacking > 0)
@@ -67,10 +77,57 @@ class StepPlanner:
                 candidates = self._most_urgent_first()
             slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))
             num_preempted += self._make_room(candidates, slot_to_need, num_lacking)
-        draft = StepDraft(slots, counts, ends, budget - int(counts.sum()), num_preempted)
+        draft = StepDraft(
+            slots, wanted, counts, ends, budget - int(counts.sum()), num_preempted, num_reserved
+        )
         if len(growing):
             draft.block_slots, draft.block_ids = self._roster.grow(slots[growing], ends[growing])
         return draft
+
+    def _share(self, slots: Slots, wanted: Ints, *, may_reserve: bool) -> tuple[Ints, int]:
+        """Return what each row gets of the budget, [len(slots)], and how much is left to those that wait."""
+        budget = self._config.max_num_batched_tokens
+        if wanted.sum() < budget:
+            return wanted, 0
+        is_long = wanted > self._most_short
+        if not is_long.any():
+            return share_budget(wanted, budget), 0
+        counts = share_budget(np.where(is_long, 0, wanted), budget)
+        rest, num_reserved = budget - int(counts.sum()), 0
+        if may_reserve and self._roster.rows.num_free and len(self._roster.waiting):
+            num_reserved = rest // LONG_SHARE
+        places = self._by_urgency(slots, np.flatnonzero(is_long))
+        counts[places] = share_budget(wanted[places], rest - num_reserved)
+        return counts, num_reserved
+
+    def _extend_chunks(self, draft: StepDraft) -> None:
+        """Give the long prompts what those that wait have left, as far as there are blocks for it."""
+        places = self._by_urgency(draft.slots, np.flatnonzero(draft.wanted > draft.counts))
+        extra = share_budget((draft.wanted - draft.counts)[places], draft.budget)
+        room = self._roster.rows.capacity[draft.slots[places]] - draft.ends[places]
+        num_free = self._roster.blocks.num_free
+        for place, count, held in zip(places.tolist(), extra.tolist(), room.tolist(), strict=True):
+            count = min(count, held + num_free * self._block_size)
+            num_free -= max(-(-(count - held) // self._block_size), 0)
+            draft.counts[place] += count
+            draft.ends[place] += count
+            draft.budget -= count
+        slots, ends = draft.slots[places], draft.ends[places]
+        is_growing = ends > self._roster.rows.capacity[slots]
+        if is_growing.any():
+            block_slots, block_ids = self._roster.grow(slots[is_growing], ends[is_growing])
+            draft.block_slots += block_slots
+            draft.block_ids += block_ids
+
+    def _by_urgency(self, slots: Slots, places: Slots) -> Slots:
+        """Sort places in `slots` as they are served: by priority and arrival, or in running order."""
+        if self._config.policy == "fcfs" or len(places) < 2:
+            return places
+        slot_to_request = self._roster.rows.slot_to_request
+        by_urgency = sorted(
+            places.tolist(), key=lambda place: _by_urgency(slot_to_request[int(slots[place])])
+        )
+        return np.array(by_urgency, np.intp)
 
     def _most_urgent_first(self) -> list[Request]:
         """Return those who run in the order in which they keep their blocks; the last makes room first."""
