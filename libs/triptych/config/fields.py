@@ -161,8 +161,8 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int = value(
         0,
-        "Most tokens of one request in one step; 0: the budget alone limits. In either case a prompt that wants more than a "
-        "quarter of a step leaves a quarter of what is there to requests that wait.",
+        "Most tokens of one request in one step; 0: the budget alone limits. In either case a prompt that wants "
+        "more than a quarter of a step leaves a quarter of what is there to requests that wait.",
         ENGINE,
         ge=0,
     )
