@@ -20,6 +20,7 @@ from triptych import errors
 from triptych.errors import FieldViolation, TriptychError
 
 ERROR_DOMAIN = "triptych"
+UNAVAILABLE_RETRY_S = 1.0  # an engine that is gone is dialled again within a second, and another may be there
 
 # Clients refuse more than 8 KiB of trailing metadata and see RESOURCE_EXHAUSTED in place of the status. It
 # holds the message twice, once percent-encoded, which makes three bytes of one; and the violations once.
@@ -87,10 +88,16 @@ def to_status(error: TriptychError, request_id: str = "") -> grpc.Status:
     if isinstance(error, errors.InvalidRequest):
         details.append(_bad_request(error.violations))
     if isinstance(error, errors.QueueFull):
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(max(1, round(error.retry_after_s * 1000)))
-        details.append(retry)
+        details.append(_retry_info(error.retry_after_s))
+    elif isinstance(error, (errors.EngineUnavailable, errors.GenerationLost)):
+        details.append(_retry_info(UNAVAILABLE_RETRY_S))
     return _status(row.grpc_code.value[0], _cut(error.message, _MAX_MESSAGE_BYTES), details, request_id)
+
+
+def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(max(1, round(delay_s * 1000)))
+    return retry
 
 
 def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.ErrorInfo:
