@@ -24,7 +24,7 @@ MAX_STOP_CHARS = 256
 _CHUNK_TOKENS = 8192
 _U32_MAX = (1 << 32) - 1
 _FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
-_INTEGER_LIMITS = {
+INTEGER_LIMITS = {
     "n": (1, MAX_CHOICES),
     "max_tokens": (1, _U32_MAX),
     "min_tokens": (0, _U32_MAX),
@@ -32,7 +32,7 @@ _INTEGER_LIMITS = {
     "seed": (0, (1 << 64) - 1),
     "logprobs": (0, MAX_LOGPROBS),
 }
-_FLOAT_LIMITS = {
+FLOAT_LIMITS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -146,10 +146,10 @@ def _is_unserved(name: str, value: Any) -> bool:
 
 
 def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
-    if name in _INTEGER_LIMITS:
-        return _integer(value, *_INTEGER_LIMITS[name])
-    if name in _FLOAT_LIMITS:
-        low, high = _FLOAT_LIMITS[name]
+    if name in INTEGER_LIMITS:
+        return _integer(value, *INTEGER_LIMITS[name])
+    if name in FLOAT_LIMITS:
+        low, high = FLOAT_LIMITS[name]
         return _float(value, low, high, is_low_refused=name == "top_p")
     if name in _BOOLEANS:
         if not isinstance(value, bool):

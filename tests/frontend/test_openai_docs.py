@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from typing import Any
@@ -17,9 +18,14 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logpro
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "n": 2, "stop": "time"}),
     ("post", "/v1/completions", {"prompt": [1], "max_tokens": 1}),
-    ("post", "/v1/completions", {"prompt": ""}),
+    ("post", "/v1/completions", {"prompt": "a" * 100}),
     ("post", "/v1/chat/completions", CHAT),
-    ("post", "/v1/chat/completions", {"messages": []}),
+    ("post", "/v1/chat/completions", {**CHAT, "model": "other"}),
+    (
+        "post",
+        "/v1/chat/completions",
+        {**CHAT, "tools": [], "response_format": {"type": "text"}, "stop": ["a"]},
+    ),
     ("get", "/v1/models", None),
     ("get", "/v1/models/{model}", None),
     ("post", "/tokenize", {"prompt": "a"}),
@@ -68,19 +74,62 @@ async def test_requests_and_answers_are_as_described(
     check(response.json(), operation["responses"][key]["content"]["application/json"]["schema"], document)
 
 
-async def test_the_description_tells_a_bad_request_too(door: Door) -> None:
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": {}}),
+    ("/v1/completions", {}),
+    ("/v1/completions", {"prompt": None}),
+    ("/v1/completions", {"prompt": ""}),
+    ("/v1/completions", {"prompt": []}),
+    ("/v1/completions", {"prompt": [[]]}),
+    ("/v1/completions", {"prompt": [-1]}),
+    ("/v1/completions", {"prompt": "a", "typo": 1}),
+    ("/v1/completions", {"prompt": "a", "stream": "yes"}),
+    ("/v1/completions", {"prompt": "a", "temperature": 2.5}),
+    ("/v1/completions", {"prompt": "a", "top_p": 0}),
+    ("/v1/completions", {"prompt": "a", "n": 0}),
+    ("/v1/completions", {"prompt": "a", "seed": -1}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}),
+    ("/v1/completions", {"prompt": "a", "stop": ""}),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 33}),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"1": "x"}}),
+    ("/v1/completions", {"prompt": "a", "allowed_token_ids": []}),
+    ("/v1/completions", {"prompt": "a", "priority": 1 << 31}),
+    ("/v1/completions", {"prompt": "a", "user": "x" * 257}),
+    ("/v1/completions", {"prompt": "a", "best_of": 2}),
+    ("/v1/chat/completions", {}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/v1/chat/completions", {"messages": [{"role": "", "content": "x"}]}),
+    ("/v1/chat/completions", {**CHAT, "tools": [{}]}),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+    ("/tokenize", {}),
+    ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
+    ("/detokenize", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BAD)
+async def test_what_is_refused_is_described_as_bad(door: Door, path: str, body: dict[str, Any]) -> None:
     document = await openapi(door)
-    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
-    bodies: list[dict[str, Any]] = [
-        {"prompt": {}},
-        {"prompt": "a", "typo": 1},
-        {"prompt": "a", "stream": "yes"},
-    ]
-    for body in bodies:
-        with pytest.raises(jsonschema.ValidationError):
-            check(body, schema, document)
+    operation = document["paths"][path]["post"]
+    with pytest.raises(jsonschema.ValidationError):
+        check(body, operation["requestBody"]["content"]["application/json"]["schema"], document)
+    if path != "/detokenize":  # no tokens have no text
+        assert (await door.http.post(path, json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "a", "logprobs": 1}), ("/v1/chat/completions", CHAT)]
+)
+async def test_events_of_a_stream_are_as_described(door: Door, path: str, body: dict[str, Any]) -> None:
+    document = await openapi(door)
+    schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    response = await door.http.post(path, json=streamed)
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    for event in events[:-1]:
+        check(json.loads(event), schema, document)
 
 
 async def test_every_route_is_described_with_its_errors_and_header(door: Door) -> None:

@@ -233,7 +233,12 @@ async def test_errors_before_the_first_output_have_their_status(
         await door.client.completions.create(model=MODEL, prompt="a", stream=is_stream)
     assert (caught.value.status_code, caught.value.code) == (status, code)
     assert str(error) in caught.value.message
-    retry_after = {"queue_full": "2", "deadline_unreachable": "3"}.get(code)
+    retry_after = {
+        "queue_full": "2",
+        "deadline_unreachable": "3",
+        "engine_unavailable": "1",
+        "generation_lost": "1",
+    }.get(code)
     assert caught.value.response.headers.get("retry-after") == retry_after
 
 

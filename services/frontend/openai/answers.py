@@ -49,7 +49,7 @@ class CompletionChoice(Answer):
 
 
 class CompletionAnswer(Answer):
-    """A completion; the chunks of a stream look alike, with `usage` in the last one if asked for."""
+    """A completion."""
 
     id: str
     object: Literal["text_completion"]
@@ -58,6 +58,20 @@ class CompletionAnswer(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+
+
+class CompletionChunk(Answer):
+    """One event of a completion that streams."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    """One, or none in the chunk with the usage."""
+    usage: UsageAnswer | None = None
+    """Only with `stream_options.include_usage`; null but in the last chunk."""
 
 
 class Candidate(Answer):
@@ -102,6 +116,37 @@ class ChatCompletionAnswer(Answer):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+
+
+class ChatDelta(Answer):
+    """What is new in a choice."""
+
+    role: Literal["assistant"] | None = None
+    """In the first chunk of a choice."""
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it."""
+
+
+class ChatCompletionChunk(Answer):
+    """One event of a chat completion that streams."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[ChatChunkChoice]
+    """One, or none in the chunk with the usage."""
+    usage: UsageAnswer | None = None
+    """Only with `stream_options.include_usage`; null but in the last chunk."""
 
 
 class ModelAnswer(Answer):

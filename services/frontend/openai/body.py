@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pydantic import (
     BaseModel,
@@ -22,7 +23,7 @@ from triptych.errors import FieldViolation
 
 MAX_VIOLATIONS = 64  # reported of one body; a client needs no more to see what is wrong
 MAX_FIELDS = 256  # of one JSON object; the largest that the API knows has a quarter of that
-_ACCEPTED = "x-accepted-values"
+_NOT_SERVED = "x-not-served"
 _WORDS = {
     "missing": "is missing",
     "model_type": "must be a JSON object",
@@ -91,7 +92,7 @@ def not_served(*accepted: Any) -> Any:
     return Field(
         default=None,
         description=f"Not served yet: leave it out{also}.",
-        json_schema_extra={_ACCEPTED: list(accepted)},
+        json_schema_extra={"enum": [None, *accepted], _NOT_SERVED: True},
     )
 
 
@@ -100,16 +101,25 @@ def ignored() -> Any:
     return Field(default=None, description="Accepted and ignored.")
 
 
-def unserved_fields(part: Part, prefix: str = "") -> list[str]:
-    """Paths of the fields that the client set although nobody has built them."""
-    paths = []
-    for name, info in type(part).model_fields.items():
-        extra, value = info.json_schema_extra, getattr(part, name)
-        if value is not None and isinstance(extra, dict) and _ACCEPTED in extra:
-            accepted: Any = extra[_ACCEPTED]
-            if value not in accepted:
-                paths.append(prefix + name)
-    return paths
+def unserved_fields(part: Part) -> list[str]:
+    """Names of the fields that the client set although nobody has built them."""
+    given = part.model_fields_set
+    return [
+        name
+        for name, accepted in _name_to_accepted(type(part)).items()
+        if name in given and getattr(part, name) not in accepted
+    ]
+
+
+@functools.cache
+def _name_to_accepted(kind: type[Part]) -> dict[str, Sequence[Any]]:
+    """The fields that nobody has built, with the values that are accepted all the same."""
+    extras = {name: info.json_schema_extra for name, info in kind.model_fields.items()}
+    return {
+        name: cast(Sequence[Any], extra["enum"])
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and _NOT_SERVED in extra
+    }
 
 
 def either(expected: str) -> WrapValidator:

@@ -181,7 +181,7 @@ def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
 def _unserved(body: SamplingBody) -> list[str]:
     paths = unserved_fields(body)
     if body.stream_options is not None:
-        paths += unserved_fields(body.stream_options, "stream_options.")
+        paths += [f"stream_options.{name}" for name in unserved_fields(body.stream_options)]
     if isinstance(body, ChatFields):
         paths += _unserved_messages(body)
     return paths
@@ -190,11 +190,10 @@ def _unserved(body: SamplingBody) -> list[str]:
 def _unserved_messages(body: ChatFields) -> list[str]:
     paths = []
     for index, message in enumerate(body.messages or ()):
-        path = f"messages[{index}]."
-        paths += unserved_fields(message, path)
+        paths += [f"messages[{index}].{name}" for name in unserved_fields(message)]
         if isinstance(message.content, list):
             paths += [
-                f"{path}content[{number}].{part.type[:80]}"
+                f"messages[{index}].content[{number}].{part.type[:80]}"
                 for number, part in enumerate(message.content)
                 if part.type != "text"
             ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -20,15 +19,16 @@ from services.frontend.openai.body import to_violations
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.openai.objects import to_json
 from triptych.errors import (
+    EngineUnavailable,
     FeatureDisabled,
-    FieldViolation,
+    GenerationLost,
     InvalidRequest,
     ModelNotFound,
     QueueFull,
     TriptychError,
 )
 from triptych.observe.logging import with_fields
-from triptych.rpc.status import row_of
+from triptych.rpc.status import UNAVAILABLE_RETRY_S, row_of
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ def _tell_triptych(error: TriptychError) -> HttpError:
             param = "model"
         case QueueFull():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        case EngineUnavailable() | GenerationLost():
+            headers = {"Retry-After": str(math.ceil(UNAVAILABLE_RETRY_S))}
     return HttpError(
         row.http_status, row.openai_type, error.code.lower(), error.message, param or None, headers
     )
@@ -113,32 +115,8 @@ def _tell_http(error: HTTPException) -> HttpError:
 
 
 def _to_invalid_request(error: RequestValidationError) -> InvalidRequest:
-    details = error.errors()
-    violations = []
-    for detail in details:
-        where, *loc = detail["loc"]
-        if detail["type"] == "json_invalid":
-            violations.append(_malformed(detail, error.body))
-        elif where == "body" and not loc:
-            violations.append(FieldViolation("", f"the body {_why_no_body(detail)}"))
-        else:
-            violations += to_violations([{**detail, "loc": loc}])
-    return InvalidRequest(violations)
-
-
-def _malformed(detail: Mapping[str, Any], text: Any) -> FieldViolation:
-    why = detail["ctx"]["error"]
-    at = json.JSONDecodeError(why, text if isinstance(text, str) else "", int(detail["loc"][-1]))
-    return FieldViolation("", f"the body is not valid JSON: {why} at line {at.lineno}, column {at.colno}")
-
-
-def _why_no_body(detail: Mapping[str, Any]) -> str:
-    match detail["type"]:
-        case "heap":
-            return f"has too many fields: {detail['msg']}"
-        case "missing":
-            return "is missing; send a JSON object"
-    return "must be a JSON object, sent with Content-Type: application/json"
+    """The framework itself checks headers only."""
+    return InvalidRequest(to_violations([{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]))
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -152,10 +130,8 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 def _explained(error: HTTPException, request: Request) -> HTTPException:
-    """The framework's own errors say little: no such route, a body that is no UTF-8."""
+    """The framework's own errors say little: no such route."""
     detail = str(error.detail)
     if detail == HTTPStatus(error.status_code).phrase:
         detail += f": {request.method} {request.url.path}; GET /docs lists what there is"
-    elif error.__cause__ is not None:
-        detail += f": {error.__cause__}"
     return HTTPException(error.status_code, detail, error.headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -13,12 +14,14 @@ from starlette.responses import HTMLResponse, Response
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.openai import answers, convert
+from services.frontend.openai.document import build_document
 from services.frontend.openai.errors import install_handlers, json_response
 from services.frontend.openai.guard import RequestGuard
 from services.frontend.openai.in_flight import InFlight
 from services.frontend.openai.merge import merge
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
 from services.frontend.openai.page import render_page
+from services.frontend.openai.reading import BodyReader
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,7 +30,7 @@ from services.frontend.openai.schema import (
     TokenizeRequest,
 )
 from services.frontend.openai.sse import EventStream, chunks
-from services.frontend.requests import RawRequest
+from services.frontend.requests import RawChat, RawRequest
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.events import Event
 
@@ -45,10 +48,6 @@ _TimeoutS = Annotated[
 router = APIRouter(responses=_ERRORS)
 
 
-def _streamable(answer: type[answers.Answer]) -> dict[str, Any]:
-    return {"model": answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-
-
 def create_app(generator: Generator) -> FastAPI:
     """The app, bound to nothing yet. `app.state.in_flight` is for whoever stops it."""
     app = FastAPI(
@@ -61,29 +60,36 @@ def create_app(generator: Generator) -> FastAPI:
     )
     app.state.generator = generator
     app.state.in_flight = InFlight()
+    app.state.reader = BodyReader()
     app.include_router(router)
+    app.openapi = functools.cache(functools.partial(build_document, app))  # type: ignore[method-assign]
     install_handlers(app)
     app.add_middleware(RequestGuard)
     return app
 
 
-@router.post("/v1/completions", responses={200: _streamable(answers.CompletionAnswer)}, tags=["generate"])
-async def create_completion(
-    request: Request, body: CompletionRequest, timeout_s: _TimeoutS = None
-) -> Response:
+@router.post("/v1/completions", responses={200: {"model": answers.CompletionAnswer}}, tags=["generate"])
+async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
     """Complete one prompt or several."""
-    raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=timeout_s)
+
+    def to_raws(body: CompletionRequest) -> tuple[CompletionRequest, list[RawRequest]]:
+        raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=timeout_s)
+        return body, raws
+
+    body, raws = await _reader(request).read(request, CompletionRequest, to_raws)
     return await _generate(request, body, raws, CompletionFormat(wants_logprobs=body.logprobs is not None))
 
 
 @router.post(
-    "/v1/chat/completions", responses={200: _streamable(answers.ChatCompletionAnswer)}, tags=["generate"]
+    "/v1/chat/completions", responses={200: {"model": answers.ChatCompletionAnswer}}, tags=["generate"]
 )
-async def create_chat_completion(
-    request: Request, body: ChatCompletionRequest, timeout_s: _TimeoutS = None
-) -> Response:
+async def create_chat_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
     """Answer a conversation."""
-    raw = convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
+
+    def to_raw(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, RawRequest]:
+        return body, convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
+
+    body, raw = await _reader(request).read(request, ChatCompletionRequest, to_raw)
     return await _generate(request, body, [raw], ChatFormat(wants_logprobs=bool(body.logprobs)))
 
 
@@ -101,11 +107,16 @@ async def get_model(request: Request, model: str) -> Response:
 
 
 @router.post("/tokenize", responses={200: {"model": answers.TokenizeAnswer}}, tags=["tokens"])
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(request: Request) -> Response:
     """Text or a conversation -> token ids."""
+
+    def to_prompt(body: TokenizeRequest) -> tuple[TokenizeRequest, str | RawChat]:
+        return body, convert.tokenize_prompt(body)
+
+    body, prompt = await _reader(request).read(request, TokenizeRequest, to_prompt)
     generator, model = _generator(request), body.model or ""
     token_ids = await generator.tokenize(
-        convert.tokenize_prompt(body),
+        prompt,
         model=model,
         add_special_tokens=body.add_special_tokens,
         path="prompt" if body.messages is None else "messages",
@@ -115,8 +126,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 @router.post("/detokenize", responses={200: {"model": answers.DetokenizeAnswer}}, tags=["tokens"])
-async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+async def detokenize(request: Request) -> Response:
     """Token ids -> text."""
+    body = await _reader(request).read(request, DetokenizeRequest, lambda body: body)
     if body.violations:
         raise InvalidRequest(body.violations)
     text = await _generator(request).detokenize(
@@ -176,6 +188,11 @@ async def _generate(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
     )
     return EventStream(pieces, in_flight=in_flight, request_id=request_id)
+
+
+def _reader(request: Request) -> BodyReader:
+    reader: BodyReader = request.app.state.reader
+    return reader
 
 
 def _generator(request: Request) -> Generator:

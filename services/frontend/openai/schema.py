@@ -8,11 +8,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from annotated_types import MaxLen
-from pydantic import FailFast, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from services.frontend.openai.body import Body, Part, either, ignored, not_served
-from services.frontend.requests import MAX_MESSAGES
+from services.frontend.requests import MAX_LABEL_BYTES, MAX_MESSAGES
+from services.frontend.sampling_fields import FLOAT_LIMITS, INTEGER_LIMITS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
+_LOGIT_BIAS: dict[str, Any] = {
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": "number"},
+}
 MAX_PROMPTS = 1024  # of one request; each is a request of its own behind this door
 
 
@@ -22,8 +28,35 @@ class FirstOnly(FailFast):
     __hash__ = object.__hash__  # pydantic's own has none, and unions of types need one
 
 
-TokenIds = Annotated[list[int], FirstOnly()]
-Strings = Annotated[list[str], FirstOnly()]
+def schema(**keywords: Any) -> FieldInfo:
+    """Say in the document what the parser checks: keywords of JSON Schema."""
+    return Field(json_schema_extra=keywords)
+
+
+def limits(name: str) -> FieldInfo:
+    """Say in the document which values of a sampling field the parser takes."""
+    low, high = {**FLOAT_LIMITS, **INTEGER_LIMITS}[name]
+    return schema(**{"exclusiveMinimum" if name == "top_p" else "minimum": low}, maximum=high)
+
+
+def document_as(*required: str) -> ConfigDict:
+    """Say in the document that these fields are needed. The parser reports them, for a body always builds."""
+
+    def require(document: dict[str, Any]) -> None:
+        document["required"] = list(required)
+        for name in required:
+            field = document["properties"][name]
+            field.pop("default", None)
+            if "anyOf" in field:
+                field["anyOf"] = [choice for choice in field["anyOf"] if choice != {"type": "null"}]
+
+    return ConfigDict(json_schema_extra=require)
+
+
+_StopString = Annotated[str, schema(minLength=1, maxLength=MAX_STOP_CHARS)]
+TokenId = Annotated[int, schema(minimum=0)]
+TokenIds = Annotated[list[TokenId], FirstOnly()]
+StopStrings = Annotated[list[_StopString], FirstOnly(), schema(maxItems=MAX_STOP_STRINGS)]
 
 
 class StreamOptions(Part):
@@ -39,25 +72,25 @@ class SamplingBody(Body):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    n: int | None = None
+    n: Annotated[int, limits("n")] | None = None
     """Choices per prompt, 1..16384; greedy sampling needs 1. Null: 1."""
-    temperature: float | None = None
+    temperature: Annotated[float, limits("temperature")] | None = None
     """0..2; below 1e-5 is greedy. Null: the model's own default, else 1."""
-    top_p: float | None = None
+    top_p: Annotated[float, limits("top_p")] | None = None
     """(0, 1]. Null: the model's own default, else 1, which is off."""
-    top_k: int | None = None
+    top_k: Annotated[int, limits("top_k")] | None = None
     """Keep the k best tokens alone; 0 and -1 are off."""
-    min_p: float | None = None
+    min_p: Annotated[float, limits("min_p")] | None = None
     """[0, 1]: drop tokens less likely than min_p times the best; 0 is off."""
-    presence_penalty: float | None = None
+    presence_penalty: Annotated[float, limits("presence_penalty")] | None = None
     """[-2, 2], once per token already in the output."""
-    frequency_penalty: float | None = None
+    frequency_penalty: Annotated[float, limits("frequency_penalty")] | None = None
     """[-2, 2], once per occurrence in the output."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, limits("repetition_penalty")] | None = None
     """0.01..100, over prompt and output; 1 is off."""
-    seed: int | None = None
+    seed: Annotated[int, limits("seed")] | None = None
     """0..2^64-1: the same seed gives the same output. Null: drawn."""
-    stop: Annotated[str | Strings | None, either("a string or a list of strings")] = None
+    stop: Annotated[_StopString | StopStrings | None, either("a string or a list of strings")] = None
     """Text that ends the output."""
     stop_token_ids: TokenIds | None = None
     """Token ids that end the output."""
@@ -65,25 +98,25 @@ class SamplingBody(Body):
     """Leave the stop string in the text."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
-    min_tokens: int | None = None
+    min_tokens: Annotated[int, limits("min_tokens")] | None = None
     """End tokens are masked until this many are out."""
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Any], schema(**_LOGIT_BIAS)] | None = None
     """Token id to a number that is added to its logit, clamped to [-100, 100]."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, schema(minItems=1)] | None = None
     """Only these may be sampled."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Null: true."""
     spaces_between_special_tokens: bool | None = None
     """Null: true."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, schema(minimum=1)] | None = None
     """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
-    priority: int | None = None
+    priority: Annotated[int, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
     """Lower runs first. Null: 0."""
-    tenant: str | None = None
+    tenant: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """Who is served, at most 256 bytes: tenants have fair shares. Believed as it stands. Null: `user`."""
-    user: str | None = None
+    user: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """OpenAI's name of the end user, at most 256 bytes: the tenant where none is given."""
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """Prefixes are shared only between requests of equal salt."""
     stream: bool | None = None
     """Send the output as server-sent events while it grows, and `data: [DONE]` at the end."""
@@ -102,16 +135,20 @@ class SamplingBody(Body):
     store: Any = ignored()
 
 
+_Text = Annotated[str, schema(minLength=1)]
+_PromptIds = Annotated[TokenIds, schema(minItems=1)]
 Prompt = (
-    str
-    | Annotated[list[str], FirstOnly(), MaxLen(MAX_PROMPTS)]
-    | TokenIds
-    | Annotated[list[TokenIds], FirstOnly(), MaxLen(MAX_PROMPTS)]
+    _Text
+    | Annotated[list[_Text], FirstOnly(), MaxLen(MAX_PROMPTS), schema(minItems=1)]
+    | _PromptIds
+    | Annotated[list[_PromptIds], FirstOnly(), MaxLen(MAX_PROMPTS), schema(minItems=1)]
 )
 
 
 class CompletionRequest(SamplingBody):
     """POST /v1/completions."""
+
+    model_config = document_as("prompt")
 
     prompt: Annotated[
         Prompt | None,
@@ -121,11 +158,11 @@ class CompletionRequest(SamplingBody):
         ),
     ] = None
     """At least one token each. Choice j of prompt i has the index i * n + j."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, limits("max_tokens")] | None = None
     """New tokens at most, >= 1. Null: 16."""
     echo: bool | None = None
     """Repeat the prompt at the head of the text."""
-    logprobs: int | None = None
+    logprobs: Annotated[int, limits("logprobs")] | None = None
     """Report the log-probability of each token and of its so many best rivals, 0..20. Null: none."""
 
     best_of: Any = not_served(1)
@@ -150,7 +187,7 @@ class ContentPart(Part):
 class Message(Part):
     """One turn of a conversation."""
 
-    role: str
+    role: _Text
     """system, user, assistant, or what the model's chat template knows."""
     content: Annotated[
         str | Annotated[list[ContentPart], FirstOnly()] | None,
@@ -172,7 +209,7 @@ class Message(Part):
 class ChatFields(Body):
     """What says how a conversation becomes a prompt."""
 
-    messages: Annotated[list[Message], MaxLen(MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
     """The conversation so far, at least one message."""
     add_generation_prompt: bool | None = None
     """Open the assistant's turn. Null: true."""
@@ -183,13 +220,15 @@ class ChatFields(Body):
 class ChatCompletionRequest(SamplingBody, ChatFields):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    model_config = document_as("messages")
+
+    max_completion_tokens: Annotated[int, limits("max_tokens")] | None = None
     """New tokens at most, >= 1. Null: all that the context leaves."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, limits("max_tokens")] | None = None
     """The older name of max_completion_tokens."""
     logprobs: bool | None = None
     """Report the log-probability of each token."""
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, limits("logprobs")] | None = None
     """And those of its so many best rivals, 0..20."""
 
     audio: Any = not_served()
@@ -210,6 +249,15 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
 class TokenizeRequest(ChatFields):
     """POST /tokenize: either `prompt` or `messages`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("prompt", "messages")
+            ]
+        }
+    )
+
     model: str | None = None
     """Name of the model; null: the one served."""
     prompt: str | None = None
@@ -220,6 +268,8 @@ class TokenizeRequest(ChatFields):
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
+
+    model_config = document_as("tokens")
 
     model: str | None = None
     """Name of the model; null: the one served."""
