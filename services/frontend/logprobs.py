@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from triptych.types.outputs import Logprob, TokenLogprobs
 from triptych.types.step import LogprobColumns
@@ -18,7 +19,7 @@ class BatchLogprobs:
         self._logprobs: list[float] = columns.logprobs.tolist()
         self._ranks: list[int] = columns.ranks.tolist()
 
-    def at(self, row: int, token_text: Callable[[int], str]) -> TokenLogprobs:
+    def at(self, row: int, token_bytes: Callable[[int], bytes]) -> TokenLogprobs:
         """The entry of the batch's token number `row`.
 
         Raises:
@@ -27,12 +28,17 @@ class BatchLogprobs:
         entry = self._row_to_entry[row]
         start, end = self._offsets[entry], self._offsets[entry + 1]
         candidates = [
-            Logprob(token_id, logprob, token_text(token_id), rank)
+            _spelled(token_id, logprob, rank, token_bytes(token_id))
             for rank, (token_id, logprob) in enumerate(
                 zip(self._token_ids[start:end], self._logprobs[start:end], strict=True)
             )
         ]
         chosen, *top = candidates  # the chosen token comes first, then the best ones, ranked from 1
-        return TokenLogprobs(
-            Logprob(chosen.token_id, chosen.logprob, chosen.text, self._ranks[entry]), tuple(top)
-        )
+        return TokenLogprobs(replace(chosen, rank=self._ranks[entry]), tuple(top))
+
+
+def _spelled(token_id: int, logprob: float, rank: int, token_bytes: bytes) -> Logprob:
+    try:
+        return Logprob(token_id, logprob, token_bytes.decode(), rank)
+    except UnicodeDecodeError:
+        return Logprob(token_id, logprob, token_bytes.decode(errors="replace"), rank, token_bytes)

@@ -249,8 +249,8 @@ class Choice:
         if self._sampling.logprobs is not None and num_kept:
             if logprobs is None:
                 raise LookupError(f"the engine sent no log-probabilities for {num_kept} tokens")
-            text_of = self._tokenizer.token_text
-            self._logprobs += [logprobs.at(first_row + i, text_of) for i in range(num_kept)]
+            token_bytes = self._tokenizer.token_bytes
+            self._logprobs += [logprobs.at(first_row + i, token_bytes) for i in range(num_kept)]
         if finish is not None and self.finish_reason is None:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
         is_due = self._sampling.output_kind is not OutputKind.FINAL_ONLY or self.finish_reason is not None

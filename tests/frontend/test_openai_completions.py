@@ -140,7 +140,7 @@ async def test_logprobs_stand_beside_their_tokens(door: Door) -> None:
     assert logprobs.text_offset == [0, 1, 6]
     assert logprobs.top_logprobs is not None
     # Minus infinity has no JSON; OpenAI's stand-in does.
-    assert logprobs.top_logprobs[1] == {" Once": -0.5, "t1": -0.25, "\ufffd": -9999.0}
+    assert logprobs.top_logprobs[1] == {" Once": -0.5, "t1": -0.25, "bytes:\\xe2\\x80": -9999.0}
 
 
 async def test_streamed_logprobs_are_the_unstreamed_ones(door: Door) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,20 @@ async def test_logprobs_carry_text_and_ranks_of_this_request_s_rows() -> None:
     assert entry.top == (Logprob(43, -0.25, text(43), 1), Logprob(44, -2.0, text(44), 2))
     choice.on_tokens([40], BatchLogprobs(logprob_columns()), 1, None)
     assert (await outputs.next_delta()).logprobs[0].chosen == Logprob(40, -1.0, text(40), 2)
+
+
+async def test_logprobs_tell_the_bytes_of_a_part_of_a_character() -> None:
+    outputs, choice, _ = one_choice(logprobs=2)
+    first, second = TOKENIZER.encode("ü")
+    columns = replace(
+        logprob_columns(), token_ids=np.array([40, 41, 40, first, first, second], dtype=np.uint32)
+    )
+    choice.on_tokens([first], BatchLogprobs(columns), 3, None)
+    entry = (await outputs.next_delta()).logprobs[0]
+    assert [(e.text, e.token_bytes, e.utf8) for e in (entry.chosen, entry.top[1])] == [
+        ("\ufffd", b"\xc3", b"\xc3"),
+        ("\ufffd", b"\xbc", b"\xbc"),
+    ]
 
 
 async def test_logprobs_that_the_engine_forgot_are_an_error_not_a_gap() -> None:

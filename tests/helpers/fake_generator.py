@@ -151,5 +151,5 @@ def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:
 
 def _logprobs(token_id: int, text: str, num_top: int) -> TokenLogprobs:
     top = tuple(Logprob(100 + rank, -0.25 * rank, f"t{rank}", rank) for rank in range(1, num_top))
-    worst = (Logprob(200, float("-inf"), "\ufffd", num_top),) if num_top else ()
+    worst = (Logprob(200, float("-inf"), "\ufffd", num_top, b"\xe2\x80"),) if num_top else ()
     return TokenLogprobs(Logprob(token_id, -0.5, text, 1), top + worst)

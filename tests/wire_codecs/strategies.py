@@ -84,7 +84,9 @@ sampling = build(
 
 timings = build(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
 usage = build(Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32)
-logprob = build(Logprob, token_id=u32, logprob=logprob_values, text=words, rank=u32)
+logprob = build(
+    Logprob, token_id=u32, logprob=logprob_values, text=words, rank=u32, token_bytes=st.none() | st.binary()
+)
 token_logprobs = build(TokenLogprobs, chosen=logprob, top=st.lists(logprob, max_size=3).map(tuple))
 
 events = st.one_of(

@@ -100,6 +100,13 @@ class Logprob:
     text: str = ""
     rank: int = 0
     """1 = best; 0 = not known."""
+    token_bytes: bytes | None = None
+    """The token's bytes where `text` does not tell them: a part of a character. None: those of `text`."""
+
+    @property
+    def utf8(self) -> bytes:
+        """The token's bytes: a part of a UTF-8 text."""
+        return self.text.encode() if self.token_bytes is None else self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)

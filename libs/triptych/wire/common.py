@@ -92,9 +92,14 @@ def token_logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprob
 
 def _logprob_to_proto(entry: Logprob) -> common_pb2.Logprob:
     return common_pb2.Logprob(
-        token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, text=entry.text
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        text=entry.text,
+        token_bytes=entry.token_bytes,
     )
 
 
 def _logprob_from_proto(message: common_pb2.Logprob) -> Logprob:
-    return Logprob(message.token_id, message.logprob, message.text, message.rank)
+    token_bytes = message.token_bytes if message.HasField("token_bytes") else None
+    return Logprob(message.token_id, message.logprob, message.text, message.rank, token_bytes)

@@ -31,6 +31,7 @@ class CompletionLogprobs(Answer):
     """One entry per token in each list."""
 
     tokens: list[str]
+    """A part of a character is spelled by its bytes: `bytes:\\xe2\\x80`."""
     token_logprobs: list[float]
     """-9999 stands for minus infinity."""
     top_logprobs: list[dict[str, float]]
@@ -78,8 +79,8 @@ class Candidate(Answer):
     token: str
     logprob: float
     """-9999 stands for minus infinity."""
-    bytes: list[int] | None
-    """UTF-8; null for a token that is no text by itself."""
+    bytes: list[int]
+    """Those of the token: a part of a UTF-8 text, where `token` may show U+FFFD."""
 
 
 class ChatToken(Candidate):

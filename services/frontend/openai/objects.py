@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event
-from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+from triptych.types.outputs import FinishReason, Logprob, TokenLogprobs, Usage
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell; as OpenAI does
 
@@ -90,10 +90,10 @@ class CompletionFormat:
             offset += len(entry.chosen.text)
         self._text_offsets[index] = offset
         return {
-            "tokens": [entry.chosen.text for entry in entries],
+            "tokens": [_name(entry.chosen) for entry in entries],
             "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
             "top_logprobs": [
-                {candidate.text: _finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
+                {_name(candidate): _finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
                 for entry in entries
             ],
             "text_offset": offsets,
@@ -177,8 +177,8 @@ def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     return {
         "content": [
             {
-                **_candidate(entry.chosen.text, entry.chosen.logprob),
-                "top_logprobs": [_candidate(top.text, top.logprob) for top in entry.top],
+                **_candidate(entry.chosen),
+                "top_logprobs": [_candidate(top) for top in entry.top],
             }
             for entry in entries
         ],
@@ -186,10 +186,15 @@ def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     }
 
 
-def _candidate(text: str, logprob: float) -> dict[str, Any]:
-    # U+FFFD stands for bytes that are no character by themselves, and which ones is not told.
-    encoded = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+def _name(entry: Logprob) -> str:
+    """Return a token's text, or its bytes in OpenAI's spelling: parts of characters differ in these only."""
+    if entry.token_bytes is None:
+        return entry.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.token_bytes)
+
+
+def _candidate(entry: Logprob) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.utf8)}
 
 
 def _finite(logprob: float) -> float:
