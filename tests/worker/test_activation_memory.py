@@ -18,7 +18,7 @@ BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 70, 6, 32
 PROMPT, DECODE = 5_000, 300
 
 
-def measured(*, with_graphs: bool, peaks: dict[int, int]) -> tuple[int, list[tuple[int, ...]]]:
+def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list[tuple[int, ...]]]:
     """The bytes found, and the shape of each batch that the model saw: `peaks` by its number of tokens."""
     architecture = tiny_architecture()
     config = tiny_config(architecture, max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
@@ -46,14 +46,14 @@ def measured(*, with_graphs: bool, peaks: dict[int, int]) -> tuple[int, list[tup
         max_num_batched_tokens=BUDGET,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
-        with_graphs=with_graphs,
+        max_graph_tokens=max_graph_tokens,
         peak_of=peak_of,
     )
     return found, seen
 
 
 def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() -> None:
-    found, seen = measured(with_graphs=False, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
+    found, seen = measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
     assert seen == [(BUDGET, 32, 32, 6), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
     assert found == PROMPT
 
@@ -62,9 +62,8 @@ def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() ->
     ("prompt", "recorded", "decode", "bytes_needed"), [(5000, 100, 300, 5300), (5000, 400, 300, 5400)]
 )
 def test_graphs_need_the_memory_of_the_largest_recorded_step_once_more(
-    monkeypatch: pytest.MonkeyPatch, prompt: int, recorded: int, decode: int, bytes_needed: int
+    prompt: int, recorded: int, decode: int, bytes_needed: int
 ) -> None:
-    monkeypatch.setattr("services.worker.runner.activation_memory.MAX_GRAPH_TOKENS", 11)
-    found, seen = measured(with_graphs=True, peaks={BUDGET: prompt, 11: recorded, MAX_NUM_SEQS: decode})
+    found, seen = measured(max_graph_tokens=11, peaks={BUDGET: prompt, 11: recorded, MAX_NUM_SEQS: decode})
     assert seen[-1] == (11, 11)
     assert found == bytes_needed

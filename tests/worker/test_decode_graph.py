@@ -143,6 +143,36 @@ def test_a_bucket_is_recorded_behind_its_first_step_and_replayed_from_then_on(re
     assert said[3] == [expected[0][3], expected[2][3]]
 
 
+def test_all_buckets_are_captured_at_start_largest_first(recorder: FakeRecorder) -> None:
+    runner, model = echo_runner(max_num_seqs=8)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
+    told: list[float] = []
+    runner.capture_graphs(told.append)
+    assert sizes == [8, 4, 2, 1], "each runs once before it is recorded"
+    assert told == [0.25, 0.5, 0.75, 1.0]
+    assert recorder.num_recorded == 4
+    assert model.written_slots == []
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    rows = [new_row(slot, prompt, [1 + slot]) for slot, prompt in enumerate(prompts)]
+    said = [runner.execute(step_plan(1, new=rows, chunks={0: 2, 2: 3})).token_ids.tolist()]
+    said.append(runner.execute(step_plan(2)).token_ids.tolist())
+    assert (recorder.num_recorded, recorder.num_replayed) == (4, 1)
+    expected = [continuation(prompt, 2) for prompt in prompts]
+    assert said == [list(tokens) for tokens in zip(*expected, strict=True)]
+
+
+def test_without_memory_at_start_steps_go_on_and_are_not_recorded(recorder: FakeRecorder) -> None:
+    recorder.failure = torch.OutOfMemoryError("tried to allocate 2.00 MiB")
+    runner, _ = echo_runner()
+    runner.capture_graphs(lambda progress: None)
+    recorder.failure = None
+    results = [runner.execute(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))]
+    results += [runner.execute(step_plan(2)), runner.execute(step_plan(3, blocks=[(0, 2)]))]
+    assert [int(result.token_ids[0]) for result in results] == continuation([1, 2], 3)
+    assert recorder.num_recorded == 0
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_random_plans_say_and_write_what_single_requests_would(random, window) -> None:

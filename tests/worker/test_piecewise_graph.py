@@ -15,8 +15,10 @@ from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.models.base import CausalLM
 from services.worker.runner.device.piecewise_graph import (
-    MAX_GRAPH_TOKENS,
+    LEAST_GRAPH_TOKENS,
+    MOST_GRAPH_TOKENS,
     PiecewiseGraphBackend,
+    graph_token_limit,
     token_buckets,
 )
 from services.worker.runner.model_runner import ModelRunner
@@ -56,13 +58,45 @@ def backend_of(runner: ModelRunner) -> PiecewiseGraphBackend:
     return backend
 
 
-def test_buckets_reach_up_to_the_longest_step_or_the_longest_recorded() -> None:
+def test_buckets_reach_up_to_the_longest_recorded_step() -> None:
     assert token_buckets(8) == (8,)
     assert token_buckets(40) == (16, 32, 40)
     assert token_buckets(100) == (16, 32, 48, 64, 96, 100)
-    assert token_buckets(8192)[-3:] == (384, 448, MAX_GRAPH_TOKENS)
-    sizes = token_buckets(8192)
+    assert token_buckets(512)[-3:] == (384, 448, 512)
+    sizes = token_buckets(2048)
+    assert sizes[-3:] == (1792, 1920, 2048)
     assert all(second - first <= max(16, first // 2) for first, second in itertools.pairwise(sizes))
+    assert all(second - first <= first // 8 for first, second in itertools.pairwise(sizes) if first >= 512)
+
+
+def test_steps_are_recorded_as_long_as_their_launches_outlast_them() -> None:
+    small = tiny_architecture(
+        hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64
+    )
+    medium = tiny_architecture(
+        hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64
+    )
+    large = tiny_architecture(
+        hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128
+    )
+    assert graph_token_limit(small) == MOST_GRAPH_TOKENS
+    assert LEAST_GRAPH_TOKENS < graph_token_limit(medium) < MOST_GRAPH_TOKENS
+    assert graph_token_limit(large) == LEAST_GRAPH_TOKENS
+
+
+def test_pieces_captured_at_start_are_replayed_from_the_first_step_on(graphs: TracedGraphs) -> None:
+    config, model = tiny_model(max_num_seqs=8, num_blocks=80)
+    alone = runner_for(model, config, None)
+    expected = [alone.execute(plan) for plan in plans(list(KINDS), 20)]
+    replayed = runner_for(model, config, DeferredLink())
+    told: list[float] = []
+    replayed.capture_graphs(told.append)
+    sizes = token_buckets(64)
+    assert [bucket.size for bucket in backend_of(replayed)._buckets.values()] == [*reversed(sizes)]
+    assert told == [done / len(sizes) for done in range(1, len(sizes) + 1)]
+    for plan, other in zip(plans(list(KINDS), 20), expected, strict=True):
+        assert_same(replayed.execute(plan), other)
+    assert (graphs.num_recorded, graphs.num_replayed) == (len(sizes), 20)
 
 
 @pytest.mark.parametrize("kinds", [["greedy"], ["sampled", "top_k", "greedy"], list(KINDS)], ids="+".join)

@@ -267,6 +267,13 @@ class WorkerConfig:
         "Call the model operation by operation, not as one recorded program or CUDA graph; for debugging.",
         WORKER,
     )
+    graph_capture: str = value(
+        "startup",
+        "When CUDA graphs are captured. startup: all before the worker is ready, and again when it wakes; lazy: each "
+        "behind the first step that needs it, which then takes up to a second.",
+        WORKER,
+        choices=("startup", "lazy"),
+    )
     hang_timeout_s: float = value(
         30.0,
         "Seconds that a step is given at least (30 times the average if that is more); then the worker exits "

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.models.base import CausalLM
-from services.worker.runner.device.piecewise_graph import MAX_GRAPH_TOKENS
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from services.worker.sampling.batch import SamplingBatch
@@ -32,7 +31,7 @@ def measure_activations(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    with_graphs: bool,
+    max_graph_tokens: int,
     peak_of: PeakOf | None = None,
 ) -> int:
     """Bytes to be left free for steps.
@@ -42,6 +41,7 @@ def measure_activations(
     the largest that one is recorded of.
 
     Args:
+        max_graph_tokens: tokens of the longest step with prompts that is recorded; 0: none is, and no decode.
         kv: whatever its number of blocks: the rows of these steps read the null block and write nothing.
         peak_of: for tests; None: as the device's allocator says.
     """
@@ -81,8 +81,8 @@ def measure_activations(
     of_prompt = peak_of(lambda: run(prompt, prompt, scores_prompt=True))
     of_decode = peak_of(lambda: run([1] * num_rows, [max_model_len] * num_rows))
     of_graphs = 0
-    if with_graphs:
-        recorded = _prompt_lengths(min(max_num_batched_tokens, MAX_GRAPH_TOKENS), max_num_seqs, max_model_len)
+    if max_graph_tokens:
+        recorded = _prompt_lengths(min(max_num_batched_tokens, max_graph_tokens), max_num_seqs, max_model_len)
         of_graphs = max(of_decode, peak_of(lambda: run(recorded, recorded)))
     return max(of_prompt, of_decode) + of_graphs
 

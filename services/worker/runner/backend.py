@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,4 +37,9 @@ class ForwardBackend(Protocol):
     def forward(self, sizes: StepSizes) -> StepOutput:
         """Compute what stands in the input buffers that the backend was made for; after an exception the same step
         may be computed again."""
+        ...
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        """Return what is to be called, largest first, so that every graph stands before a step asks for it; each call
+        overwrites the input buffers, and writes no key or value. Empty where nothing is recorded."""
         ...

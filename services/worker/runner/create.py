@@ -33,6 +33,7 @@ from services.worker.parallel.agreement import check_agreement
 from services.worker.parallel.connect import connect
 from services.worker.runner.activation_memory import measure_activations
 from services.worker.runner.device.link import CudaLink
+from services.worker.runner.device.piecewise_graph import graph_token_limit
 from services.worker.runner.facts import worker_facts
 from services.worker.runner.kv_cache import allocate_kv_cache
 from services.worker.runner.kv_plan import KvPlan, plan_kv_cache
@@ -123,11 +124,16 @@ def create_runner(
             enforce_eager=engine.worker.enforce_eager,
             link=CudaLink(device) if device.type == "cuda" else None,
             group=config.group,
+            max_graph_tokens=graph_token_limit(config.architecture),
         )
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
         on_phase(Phase.WARMING, 0.0)
+        warming_since = time.perf_counter()
+        if engine.worker.graph_capture == "startup":
+            runner.capture_graphs(lambda progress: on_phase(Phase.WARMING, progress))
         warm_up(runner)
+        log.info("warmed up in %.1f s", time.perf_counter() - warming_since)
         return runner
 
     needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.block_bytes, kv.activation_bytes)
@@ -172,7 +178,7 @@ def _plan_kv_cache(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=alone.max_model_len,
-            with_graphs=not engine.worker.enforce_eager,
+            max_graph_tokens=0 if engine.worker.enforce_eager else graph_token_limit(config.architecture),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

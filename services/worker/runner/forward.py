@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.worker.attention.base import KvCache
 from services.worker.models.base import CausalLM
@@ -36,6 +36,9 @@ class EagerBackend:
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()
 
 
 def create_forward_backend(

@@ -44,6 +44,14 @@ class StepSizes:
     max_blocks: int
     """Columns of the block table that hold the longest row."""
 
+    @staticmethod
+    def of_nothing() -> StepSizes:
+        """Return the sizes of a step without rows, to be padded."""
+        none = np.zeros(0, np.int64)
+        return StepSizes(
+            num_tokens=0, num_rows=0, num_sampling=0, query_lens=none, seq_lens=none, max_blocks=1
+        )
+
 
 class FeedbackBuffers:
     """Which tokens of a step the device takes from the steps before, and whose it keeps; in the host's memory.

@@ -6,8 +6,9 @@ prepared and launched: docs/adr/0008.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.device.create import create_device_backend, create_graph_recorder
 from services.worker.runner.device.last_tokens import LastTokens
 from services.worker.runner.device.link import DeviceLink
+from services.worker.runner.device.piecewise_graph import LEAST_GRAPH_TOKENS
 from services.worker.runner.device.steps import DeviceSteps
 from services.worker.runner.forward import create_forward_backend
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
@@ -31,6 +33,10 @@ from triptych.config.rank_group import OneRank, RankGroup
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 5.0  # between two lines on graphs that are captured
 
 
 class ModelRunner:
@@ -46,6 +52,7 @@ class ModelRunner:
         enforce_eager: bool = False,
         link: DeviceLink | None = None,
         group: RankGroup | None = None,
+        max_graph_tokens: int = LEAST_GRAPH_TOKENS,
     ) -> None:
         """Stand ready for step 1.
 
@@ -55,6 +62,7 @@ class ModelRunner:
             enforce_eager: see `create_forward_backend` and `create_device_backend`.
             link: to the asynchronous device where the model stands; None: the thread that launches a step computes it.
             group: of the ranks that compute the same steps; None: there are no others.
+            max_graph_tokens: tokens of the longest step with prompts that is recorded, on an asynchronous device.
         """
         self._group = group or OneRank()
         self._rows = RequestRows(
@@ -95,6 +103,7 @@ class ModelRunner:
                 max_model_len=facts.model.max_model_len,
                 vocab_size=facts.model.vocab_size,
                 recorder=create_graph_recorder(link.device, enforce_eager=enforce_eager),
+                max_graph_tokens=max_graph_tokens,
             )
             self._device_steps = DeviceSteps(
                 backend=self._backend,
@@ -124,6 +133,23 @@ class ModelRunner:
             self._device_steps.settle()
         self._rows.clear()
         self._last_step_id = 0
+
+    @torch.inference_mode()
+    def capture_graphs(self, on_progress: Callable[[float], None]) -> None:
+        """Record every CUDA graph that a step may ask for, so that no step waits for its own; before step 1.
+
+        Args:
+            on_progress: called with the share of the graphs that stand.
+        """
+        captures = self._backend.graph_captures()
+        started = told = time.perf_counter()
+        for num_done, capture in enumerate(captures, 1):
+            with self._group.step():
+                capture()
+            on_progress(num_done / len(captures))
+            if (now := time.perf_counter()) - told > _PROGRESS_S or num_done == len(captures):
+                log.info("captured %d of %d CUDA graphs in %.1f s", num_done, len(captures), now - started)
+                told = now
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step; see `Runner.execute`."""

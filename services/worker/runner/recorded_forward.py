@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ class RecordedBackend:
         return StepOutput(
             logits[: sizes.num_sampling], token_ids[: sizes.num_sampling], hidden=hidden[: sizes.num_tokens]
         )
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()
 
 
 def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:

@@ -121,7 +121,7 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_num_seqs=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,
-        with_graphs=False,
+        max_graph_tokens=0,
     )
     eager.reset()
     before = torch.cuda.memory_allocated(device)

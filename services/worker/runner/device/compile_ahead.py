@@ -111,7 +111,7 @@ def _launches_of_steps(
                     max_num_batched_tokens=num_tokens,
                     max_num_seqs=num_rows,
                     max_model_len=engine.model.max_model_len or config.architecture.max_position_embeddings,
-                    with_graphs=False,
+                    max_graph_tokens=0,
                     peak_of=_unmeasured,
                 )
             runner = ModelRunner(

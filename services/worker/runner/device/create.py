@@ -29,12 +29,14 @@ def create_device_backend(
     max_model_len: int,
     vocab_size: int,
     recorder: GraphRecorder | None,
+    max_graph_tokens: int,
 ) -> ForwardBackend:
     """The backend for an asynchronous device.
 
     Args:
         inputs: where every step that it will compute is gathered on the host.
         recorder: of CUDA graphs; None: operations are launched one by one.
+        max_graph_tokens: tokens of the longest step with prompts that is recorded.
     """
     device_inputs = DeviceInputs(inputs, link)
     forward = DeviceForward(model, kv_caches, last_tokens)
@@ -42,7 +44,13 @@ def create_device_backend(
     if recorder is None:
         return eager
     pieces = PiecewiseGraphBackend(
-        forward, device_inputs, host=inputs, others=eager, recorder=recorder, device=link.device
+        forward,
+        device_inputs,
+        host=inputs,
+        others=eager,
+        recorder=recorder,
+        device=link.device,
+        max_graph_tokens=max_graph_tokens,
     )
     if not inputs.attention.in_graphs:
         return pieces

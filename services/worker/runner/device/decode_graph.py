@@ -3,15 +3,18 @@
     rows of a step    1  2  3  5  9   17 …
     bucket            1  2  4  8  16  24 …    the rows that are missing are padding, which reads the null block
 
-A bucket's first step runs operation by operation, which compiles what is not compiled yet, and is recorded after that;
-so nothing is captured before it is needed. All graphs share one pool of memory: what a step leaves in it is read
-before the next one is launched, or copied out. Steps with longer rows run operation by operation.
+A bucket is run operation by operation, which compiles what is not compiled yet, and is recorded after that: at start,
+of padding alone and the largest first, since the smaller ones then fit into its memory; or behind the first step that
+needs it (`worker.graph_capture`). All graphs share one pool of memory: what a step leaves in it is read before the next
+one is launched, or copied out. Steps with longer rows run operation by operation.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,7 +69,21 @@ class CudaGraphBackend:
         num_rows = sizes.num_rows
         if not num_rows == sizes.num_tokens == sizes.num_sampling:
             return self._others.forward(sizes)
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        bucket = self._run(sizes, self._sizes[bisect_left(self._sizes, num_rows)])
+        slots = bucket.batch.sampling_slots[:num_rows]
+        return StepOutput(self._logits[:num_rows], self._token_ids[:num_rows], slots)
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return [
+            *(partial(self._capture, size) for size in reversed(self._sizes)),
+            *self._others.graph_captures(),
+        ]
+
+    def _capture(self, size: int) -> None:
+        self._run(StepSizes.of_nothing(), size)
+
+    def _run(self, sizes: StepSizes, size: int) -> _Bucket:
+        """Compute a gathered decode, padded to `size` rows; record it if that has not been done."""
         bucket = self._buckets.get(size)
         if bucket is None:
             bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
@@ -80,8 +97,7 @@ class CudaGraphBackend:
             self._launch(bucket)
             if bucket.may_record:
                 self._record(bucket)
-        slots = bucket.batch.sampling_slots[:num_rows]
-        return StepOutput(self._logits[:num_rows], self._token_ids[:num_rows], slots)
+        return bucket
 
     def _static_batch(self, size: int) -> DeviceBatch:
         """Where a step of `size` rows always stands."""

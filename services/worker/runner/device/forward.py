@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -58,3 +58,6 @@ class DeviceEagerBackend:
         lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
         columns, tables = self._inputs.upload(shape, sizes.max_blocks)
         return self._forward(self._inputs.batch(columns, tables, shape, lengths))
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()

@@ -30,7 +30,7 @@ class GraphRecorder(Protocol):
     """Memory that all recordings hold."""
 
     def record(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
-        """Note what `launch` launches, without running it.
+        """Note what `launch` launches, without running it; `launch` is called twice where memory is short.
 
         Memory that it allocates and gives back may serve whatever is recorded later: what a recording leaves for the
         one behind its cut must be held until then, and what it leaves for others for as long as it is replayed.
@@ -59,6 +59,14 @@ class CudaGraphRecorder:
             torch.mm(one, one)
 
     def record(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
+        torch.cuda.synchronize(self._device)
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(launch)
+        # A capture cannot take what torch keeps for later, so that is given back before another try.
+        torch.cuda.empty_cache()
+        return self._capture(launch)
+
+    def _capture(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
@@ -71,8 +79,6 @@ class CudaGraphRecorder:
             graphs[-1].capture_end()
             begin()
 
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # else memory that capturing gives back would be counted against the pool
         reserved = torch.cuda.memory_reserved(self._device)
         with torch.cuda.stream(self._stream), _without_collection():
             begin()
@@ -114,7 +120,7 @@ def record_if_it_fits(
         raise ConfigError(
             f"worker.enforce_eager: {what} of this model cannot be captured as CUDA graphs ({error}); set it to true"
         ) from error
-    log.info(
+    log.debug(
         "captured %s in %.0f ms; graphs hold %.0f MiB",
         what,
         (time.perf_counter() - started) * 1e3,
