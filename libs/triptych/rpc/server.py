@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
@@ -33,16 +34,38 @@ class RpcServer:
     `set_ready(False)` and `stop`.
     """
 
-    def __init__(self, *, services: Sequence[str], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        services: Sequence[str],
+        limit_bytes: int,
+        other_services: Mapping[str, bool] = MappingProxyType({}),
+        max_connection_age_s: float = 0.0,
+    ) -> None:
+        """Make a server that is bound to nothing yet.
+
+        Args:
+            services: Full names of the services whose health follows `set_ready`.
+            other_services: Full names of services with a health of their own, and whether that is SERVING.
+            max_connection_age_s: Connections are asked to end after so long; their calls finish. 0: never.
+        """
+        age = (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
         self.grpc = grpc.aio.server(
             interceptors=(ErrorInterceptor(),),
-            options=(*message_limits(limit_bytes), *KEEPALIVE, ("grpc.so_reuseport", 0)),
+            options=(
+                *message_limits(limit_bytes),
+                *KEEPALIVE,
+                ("grpc.so_reuseport", 0),
+                *(age if max_connection_age_s else ()),
+            ),
         )
+        self._other_services = dict(other_services)
         self._services = tuple(services)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (
             *services,
+            *other_services,
             health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
             reflection.SERVICE_NAME,
         )
@@ -70,6 +93,8 @@ class RpcServer:
 
     async def start(self) -> None:
         await self.set_ready(False)
+        for name, is_serving in self._other_services.items():
+            await self._set_health(name, is_serving)
         await self.grpc.start()
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -81,7 +106,8 @@ class RpcServer:
     async def set_dead(self) -> None:
         """Tell that this process cannot do its work any more: `""` turns NOT_SERVING."""
         await self.set_ready(False)
-        await self._set_health("", False)
+        for name in ("", *self._other_services):
+            await self._set_health(name, False)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s` to end, cancel the rest."""
