@@ -19,6 +19,7 @@ from services.frontend.generate import Generator
 from services.frontend.grpc_door import EMBEDDING_SERVICE, SERVICE, EmbeddingDoor, GenerationDoor
 from services.frontend.router import Router
 from triptych.config import EngineConfig
+from triptych.config.fields import FrontendConfig
 from triptych.config.loader import ServiceArguments
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe import logging as observe_logging
@@ -55,7 +56,7 @@ async def run(arguments: ServiceArguments) -> int:
     router.engines = _create_engines(config, router)
     generator = Generator(router, FrontendMetrics.create())
     loading = asyncio.create_task(_load_text_model(config.model.model, generator), name="load-tokenizer")
-    server = _create_server(generator, router)
+    server = _create_server(config.frontend, generator, router)
     host = config.frontend.host
     port = server.bind(host, config.frontend.port, option="frontend.port")
     metrics_port = serve_metrics(host, config.frontend.metrics_port, option="frontend.metrics_port")
@@ -64,7 +65,8 @@ async def run(arguments: ServiceArguments) -> int:
 
     from services.frontend.openai.server import HttpServer  # long to import: engines are dialled meanwhile
 
-    http = HttpServer(generator, host, config.frontend.http_port)
+    client_timeout_s = config.frontend.client_timeout_s
+    http = HttpServer(generator, host, config.frontend.http_port, client_timeout_s=client_timeout_s)
     http_port = await http.start()
     ports = {"port": port, "http_port": http_port, "metrics_port": metrics_port}
     write_ready_file(arguments.ready_file, ports)
@@ -165,10 +167,16 @@ def _create_engines(config: EngineConfig, router: Router) -> list[EngineClient]:
     ]
 
 
-def _create_server(generator: Generator, router: Router) -> RpcServer:
-    services = (SERVICE, EMBEDDING_SERVICE, ADMIN_SERVICE)
-    server = RpcServer(services=services, limit_bytes=PUBLIC_MESSAGE_BYTES)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationDoor(generator), server.grpc)
+def _create_server(config: FrontendConfig, generator: Generator, router: Router) -> RpcServer:
+    # An operator needs the admin service most when no engine is ready. No embeddings are served yet.
+    server = RpcServer(
+        services=(SERVICE,),
+        other_services={ADMIN_SERVICE: True, EMBEDDING_SERVICE: False},
+        limit_bytes=PUBLIC_MESSAGE_BYTES,
+        max_connection_age_s=config.max_connection_age_s,
+    )
+    generation = GenerationDoor(generator, config.client_timeout_s)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
     generation_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingDoor(), server.grpc)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(router), server.grpc)
     return server

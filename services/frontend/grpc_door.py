@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
@@ -15,6 +17,7 @@ from services.frontend.requests import RawChat, RawRequest, why_too_many_message
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.rpc.interceptors import set_request_id
+from triptych.rpc.status import to_status
 from triptych.types.sampling import OutputKind
 from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import event_to_proto
@@ -37,8 +40,10 @@ _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.mes
 class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
     """Serves `triptych.v1.GenerationService`."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, client_timeout_s: float) -> None:
+        """`client_timeout_s`: how long a client may read nothing while its answer waits."""
         self._generator = generator
+        self._client_timeout_s = client_timeout_s
         self._threads = WorkThreads(1, inline_size=_INLINE_MESSAGES, what="long conversations")
 
     async def Generate(
@@ -49,9 +54,15 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
             raise DeadlineExceeded("the call's deadline had passed before the request was read")
         raw = await self._threads.run(len(request.chat.messages), to_raw_request, request, remaining_s)
         set_request_id(raw.request_id)
-        async with aclosing(self._generator.generate(raw)) as events:
-            async for event in events:
-                yield event_to_proto(event)
+        watch = _StallWatch(context, self._client_timeout_s)
+        try:
+            async with aclosing(self._generator.generate(raw)) as events:
+                async for event in events:
+                    watch.begin_write()
+                    yield event_to_proto(event)
+                    watch.end_write()
+        finally:
+            watch.close()
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -90,6 +101,45 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.ListModelsResponse:
         models = [generation_pb2.Model(**served._asdict()) for served in self._generator.models()]
         return generation_pb2.ListModelsResponse(models=models)
+
+
+class _StallWatch:
+    """Ends a call whose client has stopped reading. Made inside the call's task."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, timeout_s: float) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._call = asyncio.current_task()
+        self._writing_since: float | None = None
+        self._abort: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(timeout_s, self._check)
+
+    def begin_write(self) -> None:
+        """A message is about to be written, which waits while the client does not read."""
+        self._writing_since = self._loop.time()
+
+    def end_write(self) -> None:
+        self._writing_since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        written_for_s = 0.0 if self._writing_since is None else now - self._writing_since
+        if written_for_s < self._timeout_s:
+            self._timer = self._loop.call_later(self._timeout_s - written_for_s, self._check)
+            return
+        self._abort = self._loop.create_task(self._end())
+
+    async def _end(self) -> None:
+        """Send the status behind what was written, and end the call's task, which closes the generation."""
+        status = to_status(DeadlineExceeded(f"the client read nothing for {self._timeout_s:g} s"))
+        if self._call is not None:
+            self._loop.call_soon(self._call.cancel)
+        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+            await self._context.abort(status.code, status.details, status.trailing_metadata)
 
 
 class EmbeddingDoor(generation_pb2_grpc.EmbeddingServiceServicer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.frontend import app as app_module
 from services.frontend.grpc_door import SERVICE, to_raw_request
-from services.frontend.requests import RawChat
+from services.frontend.requests import RawChat, RawRequest
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import FrontendCore, frontend_core
 from triptych import errors
+from triptych.config.fields import FrontendConfig
 from triptych.rpc.channel import open_channel
 from triptych.rpc.server import RpcServer
 from triptych.rpc.status import from_rpc_error
+from triptych.types.events import DeltaEvent, Event
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import SubmitRequest
@@ -52,9 +54,10 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(*engines: FakeEngine, waits: bool = True) -> AsyncIterator[Door]:
+async def open_door(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Door]:
+    config = FrontendConfig(**options)  # type: ignore[arg-type]
     async with frontend_core(*engines, waits=waits) as core:
-        server = app_module._create_server(core.generator, core.router)
+        server = app_module._create_server(config, core.generator, core.router)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
         following = asyncio.create_task(
@@ -302,6 +305,61 @@ async def test_engine_loss_is_unavailable_before_tokens_and_aborted_after() -> N
         lost = await error_of(with_token.read())
         assert isinstance(lost, errors.GenerationLost)
         assert "1 of choice 0" in lost.message
+
+
+async def read_rest(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = asyncio.Event()
+
+    async def torrent(raw: RawRequest) -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield DeltaEvent(0, "x" * 10_000, [1])
+        finally:
+            closed.set()
+
+    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.3) as door:
+        monkeypatch.setattr(door.core.generator, "generate", torrent)
+        call = door.generation.Generate(GenerateRequest(text="x"))
+        await call.read()
+        await asyncio.wait_for(closed.wait(), 10)
+        error = await error_of(read_rest(call))
+        assert isinstance(error, errors.DeadlineExceeded)
+        assert "read nothing for 0.3 s" in error.message
+
+
+async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
+    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.1) as door:
+        call = door.generation.Generate(GenerateRequest(text="x"))
+        request = await engine.next_submit()
+        assert (await call.read()).WhichOneof("event") == "admitted"
+        await asyncio.sleep(0.3)
+        engine.emit(request, [65], finish=FinishReason.LENGTH)
+        assert (await call.read()).WhichOneof("event") == "delta"
+        assert (await call.read()).WhichOneof("event") == "finished"
+
+
+async def test_operators_are_served_without_a_ready_engine_and_embeddings_are_not() -> None:
+    async with FakeEngine(is_ready=False) as engine, open_door(engine, waits=False) as door:
+        stub = health_pb2_grpc.HealthStub(door.channel)
+        for name, expected in (
+            ("triptych.v1.AdminService", health_pb2.HealthCheckResponse.SERVING),
+            ("triptych.v1.EmbeddingService", health_pb2.HealthCheckResponse.NOT_SERVING),
+        ):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == expected
+
+
+async def test_connections_grow_no_older_than_asked_for() -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine, max_connection_age_s=0.2) as door:
+        list_models = generation_pb2.ListModelsRequest()
+        await door.generation.ListModels(list_models)
+        ready = grpc.ChannelConnectivity.READY
+        await asyncio.wait_for(door.channel.wait_for_state_change(ready), 10)
+        assert (await door.generation.ListModels(list_models)).models[0].name == "tiny"
 
 
 async def test_health_follows_the_engines() -> None:

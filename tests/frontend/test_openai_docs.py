@@ -182,6 +182,13 @@ async def test_the_page_shows_all_of_it_and_loads_nothing(door: Door) -> None:
     assert {target[1:] for target in links.targets if target.startswith("#")} <= links.ids
 
 
+async def test_a_monitor_may_ask_by_head(door: Door) -> None:
+    response = await door.http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert int(response.headers["content-length"]) == len((await door.http.get("/health")).content)
+    assert (await door.http.head("/v1/completions")).status_code == 405
+
+
 async def test_metrics_are_in_prometheus_form(door: Door) -> None:
     response = await door.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")

@@ -210,6 +210,56 @@ async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody() -> None:
         await door.until(lambda: generator.num_running == 0)
 
 
+async def test_a_reader_that_stalls_for_too_long_is_dropped() -> None:
+    generator = Torrent()
+    async with open_door(generator, client_timeout_s=0.2) as door:
+        with contextlib.closing(await connect_without_reading(door)):
+            await door.until(lambda: generator.num_deltas > 0 and generator.num_running == 0)
+
+
+async def test_a_reader_that_is_slow_is_not_dropped() -> None:
+    generator = Torrent()
+    async with open_door(generator, client_timeout_s=0.2) as door:
+        with contextlib.closing(await connect_without_reading(door)) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            for _ in range(20):
+                await loop.sock_recv(client, 65536)
+                await asyncio.sleep(0.05)
+            assert generator.num_running == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+        b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver",
+    ],
+    ids=["nothing", "half a head", "half a body", "half a second request"],
+)
+async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: bytes) -> None:
+    async with open_door(client_timeout_s=0.2) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(sent)
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(ConnectionResetError):
+                while await reader.read(1000):
+                    pass
+        writer.close()
+
+
+async def test_a_long_answer_is_no_late_request() -> None:
+    async with open_door(client_timeout_s=0.1) as door:
+        door.generator.hold_after_words = 1
+        answer = asyncio.create_task(door.http.post("/v1/completions", json={"prompt": "a"}))
+        await door.generator.holding.wait()
+        await asyncio.sleep(0.3)
+        door.generator.released.set()
+        assert (await answer).status_code == 200
+
+
 async def test_a_server_stops_although_a_client_does_not_read() -> None:
     async with open_door(Torrent()) as door:
         with contextlib.closing(await connect_without_reading(door)):

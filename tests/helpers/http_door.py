@@ -60,10 +60,12 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(generator: Generator | None = None) -> AsyncIterator[Door]:
+async def open_door(
+    generator: Generator | None = None, *, client_timeout_s: float = 60.0
+) -> AsyncIterator[Door]:
     """Over a new fake generator, or over the given one, of any kind."""
     generator = generator or FakeGenerator()
-    server = HttpServer(generator, "127.0.0.1", 0)
+    server = HttpServer(generator, "127.0.0.1", 0, client_timeout_s=client_timeout_s)
     port = await server.start()
     address = f"http://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

@@ -219,6 +219,20 @@ class FrontendConfig:
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
     )
+    client_timeout_s: float = value(
+        60.0,
+        "Seconds that a client may take to send an HTTP request, or read nothing of an answer that waits for it; then "
+        "its connection or call ends and the request is aborted.",
+        FRONTEND,
+        gt=0,
+    )
+    max_connection_age_s: float = value(
+        0.0,
+        "Seconds after which a gRPC connection is asked to end, so that clients behind a load balancer spread again; "
+        "running calls finish. 0: never.",
+        FRONTEND,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

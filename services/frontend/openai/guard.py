@@ -23,6 +23,8 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # answered like GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         request_id = headers.get(REQUEST_ID_HEADER) or new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id

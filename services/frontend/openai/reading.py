@@ -9,9 +9,10 @@ from json import decoder
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from services.frontend.openai.body import Body, to_violations
+from services.frontend.openai.in_flight import ClientGone
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import FieldViolation, InvalidRequest
 
@@ -36,7 +37,10 @@ class BodyReader:
             InvalidRequest: The body is no JSON object. What is wrong with its fields stands in `Body.violations`.
             QueueFull: Too many long bodies wait to be read.
         """
-        data = await request.body()
+        try:
+            data = await request.body()
+        except ClientDisconnect:
+            raise ClientGone from None
         if not data:
             raise InvalidRequest("", "the body is missing; send a JSON object")
         if not _is_json(request.headers.get("content-type", "")):

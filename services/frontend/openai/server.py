@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 
 from services.frontend.generate import Generator
+from services.frontend.openai.connection import BoundedConnection
 from services.frontend.openai.routes import create_app
 from triptych.errors import ConfigError
 
@@ -27,15 +30,18 @@ _TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket
 class HttpServer:
     """Owned by the frontend's app: `start`, `wait_stopped` while it serves, `stop` at the end."""
 
-    def __init__(self, generator: Generator, host: str, port: int) -> None:
-        """`port` 0: any free one."""
+    def __init__(self, generator: Generator, host: str, port: int, *, client_timeout_s: float = 60.0) -> None:
+        """`port` 0: any free one. `client_timeout_s`: see `BoundedConnection`."""
         self._app = create_app(generator)
         self._host = host
         self._port = port
         self._server = _Server(
             uvicorn.Config(
                 self._app,
-                http="auto",
+                http=cast(
+                    type[asyncio.Protocol],
+                    functools.partial(BoundedConnection, client_timeout_s=client_timeout_s),
+                ),
                 ws="none",
                 loop="none",  # it runs on the loop that is there
                 lifespan="off",
