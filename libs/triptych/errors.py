@@ -53,8 +53,8 @@ class ContextLengthExceeded(InvalidRequest):
 
     def __init__(self, violations: Sequence[FieldViolation] | str, description: str | None = None) -> None:
         super().__init__(violations, description)
-        # Clients look for OpenAI's wording, which names no field.
-        self.message = "; ".join(v.description for v in self.violations)
+        if len(self.violations) == 1:  # clients look for OpenAI's wording, which names no field
+            self.message = self.violations[0].description
 
 
 class ModelNotFound(TriptychError):

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from services.frontend.openai.merge import merge
-from triptych.errors import GenerationLost
+from triptych.errors import ContextLengthExceeded, FieldViolation, GenerationLost, InvalidRequest, QueueFull
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, StageTimings, Usage
 
@@ -16,7 +16,10 @@ from triptych.types.outputs import FinishReason, StageTimings, Usage
 class Prompt:
     """A generation that counts what is taken of it and notes its end."""
 
-    def __init__(self, *, num_deltas: int, error: Exception | None = None) -> None:
+    def __init__(
+        self, *, num_deltas: int, error: Exception | None = None, refusal: Exception | None = None
+    ) -> None:
+        self.refusal = refusal
         self.num_deltas = num_deltas
         self.error = error
         self.num_taken = 0
@@ -24,6 +27,8 @@ class Prompt:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         try:
+            if self.refusal is not None:
+                raise self.refusal
             yield AdmittedEvent("r", "m", 0, [1])
             for number in range(self.num_deltas):
                 await asyncio.sleep(0)
@@ -83,3 +88,32 @@ async def test_the_first_error_ends_all() -> None:
         [event async for event in merged]
     assert all(prompt.has_ended for prompt in prompts)
     assert prompts[0].num_taken < 10
+
+
+async def refusal_of(*refusals: Exception | None) -> Exception:
+    prompts = [Prompt(num_deltas=1, refusal=refusal) for refusal in refusals]
+    with pytest.raises(Exception) as caught:
+        [event async for event in merge([prompt.events() for prompt in prompts], 1)]
+    assert all(prompt.has_ended for prompt in prompts)
+    return caught.value
+
+
+async def test_all_prompts_that_are_wrong_are_reported_at_once() -> None:
+    common = FieldViolation("top_p", "0 must be above 0")
+    error = await refusal_of(
+        InvalidRequest([FieldViolation("prompt[0]", "is empty"), common]),
+        None,
+        InvalidRequest([FieldViolation("prompt[2]", "is empty"), common]),
+    )
+    assert isinstance(error, InvalidRequest)
+    assert [v.field for v in error.violations] == ["prompt[0]", "top_p", "prompt[2]"]
+
+
+async def test_prompts_that_are_too_long_are_a_context_error_together() -> None:
+    error = await refusal_of(ContextLengthExceeded("prompt[0]", "x"), ContextLengthExceeded("prompt[1]", "y"))
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.message == "prompt[0]: x; prompt[1]: y"
+
+
+async def test_a_refusal_that_a_retry_helps_is_not_waited_for() -> None:
+    assert isinstance(await refusal_of(None, QueueFull("full", 1.0)), QueueFull)

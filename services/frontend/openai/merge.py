@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from services.frontend.openai.body import MAX_VIOLATIONS
+from triptych.errors import InvalidRequest
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import StageTimings, Usage
 
@@ -16,7 +18,8 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
 
     Choice j of stream i becomes choice i * num_choices + j. Streams take turns: each is asked for its next
     event when its last one has been read, so a slow reader finds deltas merged as with one prompt, and
-    none waits behind another's. The first error ends all.
+    none waits behind another's. The first error ends all. Prompts that are refused as invalid are reported
+    together, once all others are admitted.
     """
     events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()  # at most one of each stream
     turns = [asyncio.Event() for _ in streams]
@@ -25,6 +28,7 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
         for number, stream in enumerate(streams)
     ]
     num_admitted = 0
+    refusals: dict[int, InvalidRequest] = {}
     ends: list[FinishedEvent] = []
     try:
         while len(ends) < len(streams):
@@ -39,11 +43,15 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
                         yield event
                         for turn in turns:
                             turn.set()
+                case InvalidRequest() if num_admitted < len(streams):
+                    refusals[number] = event
                 case FinishedEvent():
                     ends.append(event)
                     turns[number].set()
                 case _:
                     raise event
+            if refusals and num_admitted + len(refusals) == len(streams):
+                raise _together([refusal for _, refusal in sorted(refusals.items())])
         yield _sum(ends)
     finally:
         for pump in pumps:
@@ -65,6 +73,16 @@ async def _pump(
                 turn.clear()
     except Exception as error:
         events.put_nowait((number, error))
+
+
+def _together(refusals: Sequence[InvalidRequest]) -> InvalidRequest:
+    """What is wrong with any of the prompts. What they have in common is reported once."""
+    if len(refusals) == 1:
+        return refusals[0]
+    kinds = {type(refusal) for refusal in refusals}
+    kind = kinds.pop() if len(kinds) == 1 else InvalidRequest
+    violations = list(dict.fromkeys(v for refusal in refusals for v in refusal.violations))
+    return kind(violations[:MAX_VIOLATIONS])
 
 
 def _sum(ends: Sequence[FinishedEvent]) -> FinishedEvent:
