@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.enginecore.request import RequestState
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -14,7 +15,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
-from triptych.errors import EngineFailure
+from triptych.errors import EngineFailure, FieldViolation, InvalidRequest
 from triptych.types.sampling import SamplingParams
 
 
@@ -69,19 +70,75 @@ def test_nobody_reads_what_a_failed_row_should_have_written(window: int) -> None
     assert engine.scheduler.num_used_blocks == 0
 
 
-def test_a_failed_row_takes_back_no_block_that_an_earlier_step_completed() -> None:
-    engine = Engine(make_scheduler(), window=1)
+def test_a_failed_row_takes_back_what_its_earlier_steps_wrote() -> None:
+    engine = Engine(make_scheduler(max_num_batched_tokens=64), window=1)
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt, max_tokens=8))
-    for _ in range(2):
-        engine.plan()
-        engine.finish_step()
     engine.plan()
+    engine.finish_step(spoiled_slots=[0])
+    engine.add(make_request(1, prompt, max_tokens=8))  # hits what the first has spoiled
+    plan = engine.plan()
+    assert plan is not None
+    assert plan.new_rows[0].num_computed_tokens == 96
     engine.finish_step(failing_slots=[0])
-    engine.add(make_request(1, prompt, max_tokens=8))
-    assert counts_by_number(engine.scheduler, engine.plan()) == {1: 4}
+    engine.add(make_request(2, prompt, max_tokens=8))
     engine.run()
-    expect_oracle(engine, 1, prompt, 8)
+    for number in (1, 2):
+        expect_oracle(engine, number, prompt, 8)
+
+
+def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=2)
+    prompts = [make_prompt(31, seed=0), make_prompt(30, seed=1)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(number, prompt, max_tokens=20))
+    while not engine.scheduler.counters.num_preemptions:
+        if len(engine.plans) == 2:
+            engine.finish_step()
+        engine.plan()
+    (parked,) = engine.scheduler._roster.parked.values()
+    assert engine.scheduler._roster.cached_blocks(parked)
+    engine.finish_step(failing_slots=[parked.slot])
+    assert parked.state is RequestState.ENDED
+    assert not engine.scheduler._roster.cached_blocks(parked)
+    engine.run()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_hits_of_two_that_failed_are_taken_back(num_failures: int) -> None:
+    engine = Engine(make_scheduler(), window=1)
+    shared = make_prompt(64)
+    engine.add(make_request(0, shared, max_tokens=1))
+    engine.run()
+    for number in range(1, num_failures + 1):
+        engine.add(make_request(number, [*shared, *make_prompt(20, seed=number)], max_tokens=8))
+        engine.plan()
+        engine.finish_step(failing_slots=[0])
+    engine.add(make_request(9, [*shared, 1], max_tokens=8))
+    expected = {1: 1, 2: 65}[num_failures]
+    assert counts_by_number(engine.scheduler, engine.plan()) == {9: expected}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_clients_mistake_makes_nobody_compute_again(window: int) -> None:
+    prompt = make_prompt(100)
+    computed = []
+    for refused in ((), (3,)):
+        engine = Engine(make_scheduler(max_num_batched_tokens=512), window=window)
+        for number in range(8):
+            engine.add(make_request(number, [*prompt, number], max_tokens=8 if number != 3 else 1))
+        for _ in range(window):
+            engine.plan()
+        output = engine.finish_step(refused_slots=refused)
+        engine.run()
+        computed.append(engine.worker.num_tokens_computed)
+        for number in {*range(8)} - {3}:
+            expect_oracle(engine, number, [*prompt, number], 8)
+    (failed,) = output.failed
+    assert failed.request.number == 3
+    assert isinstance(failed.error, InvalidRequest)
+    assert failed.error.violations[0] == FieldViolation("sampling", "told to be refused")
+    assert computed[0] == computed[1]
 
 
 def test_what_was_computed_from_a_failed_block_is_found_by_nobody() -> None:

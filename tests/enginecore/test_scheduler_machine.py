@@ -21,7 +21,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
-from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, QueueFull
+from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
@@ -258,8 +258,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self) -> None:
         self.finish_step()
 
-    def finish_step(self, *failing_slots: int) -> None:
-        output = self.engine.finish_step(failing_slots)
+    def finish_step(self, **slots: tuple[int, ...]) -> None:
+        output = self.engine.finish_step(**slots)
         by_key = {(request.session, request.number): request for request in self.order.alive}
         for key in zip(output.sessions.tolist(), output.numbers.tolist(), strict=True):
             self.order.charge(by_key[key], 2)
@@ -282,9 +282,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finish_step()
 
     @precondition(lambda self: self.engine.plans)
-    @rule(slot=st.integers(0, 4))
-    def fail_row(self, slot: int) -> None:
-        self.finish_step(slot)
+    @rule(slot=st.integers(0, 4), how=st.sampled_from(["failing_slots", "refused_slots"]))
+    def fail_row(self, slot: int, how: str) -> None:
+        self.finish_step(**{how: (slot,)})
 
     @precondition(lambda self: self.expected)
     @rule(choice=st.integers(0, 1000))
@@ -369,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.engine.scheduler.num_used_blocks == 0
         for outcome in self.engine.outcomes.values():
             if isinstance(outcome, Failed):
-                assert isinstance(outcome.error, DeadlineExceeded | EngineFailure)
+                assert isinstance(outcome.error, DeadlineExceeded | EngineFailure | InvalidRequest)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -23,6 +23,7 @@ from triptych.types.step import (
     NewRow,
     PromptLogprobs,
     RowError,
+    RowFault,
     RowPromptLogprobs,
     StepPlan,
     StepResult,
@@ -155,37 +156,54 @@ class NaiveWorker:
         self._block_size = block_size
         self._last_step_id = 0
 
-    def execute(self, plan: StepPlan, failing_slots: Sequence[int] = ()) -> StepResult:
-        """One token for each slot that reaches the end of what is known; `failing_slots` err instead."""
+    def execute(
+        self,
+        plan: StepPlan,
+        failing_slots: Sequence[int] = (),
+        refused_slots: Sequence[int] = (),
+        spoiled_slots: Sequence[int] = (),
+    ) -> StepResult:
+        """One token for each slot that reaches the end of what is known.
+
+        Args:
+            failing_slots: They err instead, and write garbage.
+            refused_slots: They err instead, for their client's sake.
+            spoiled_slots: They write garbage, and do not notice.
+        """
         assert plan.step_id == self._last_step_id + 1, "step ids are dense"
         self._last_step_id = plan.step_id
         assert plan.last_result_seen < plan.step_id
         self._apply_changes(plan)
         counts = self._counts(plan)
-        self.has_failed |= bool(failing_slots)
+        garbage_slots = {*failing_slots, *spoiled_slots}
+        self.has_failed |= bool(garbage_slots)
         spans = {
             slot: range(row.num_computed, row.num_computed + counts[slot]) for slot, row in self.rows.items()
         }
         for slot, span in spans.items():  # all writes of a step come before any read
-            self._write(self.rows[slot], span, is_garbage=slot in failing_slots)
+            self._write(self.rows[slot], span, is_garbage=slot in garbage_slots)
         misled = self._spread_garbage(spans)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
         token_ids, errors = [], []
         scored = [
             scores
             for slot in sorted(spans)
-            if slot not in failing_slots and (scores := self._score(self.rows[slot], spans[slot])) is not None
+            if slot not in (*failing_slots, *refused_slots)
+            and (scores := self._score(self.rows[slot], spans[slot])) is not None
         ]
         for slot in sorted(spans):
             row, span = self.rows[slot], spans[slot]
             row.num_computed += len(span)
             if slot in failing_slots and span:
                 errors.append(RowError(slot, row.new.generation, "told to fail"))
+            elif slot in refused_slots and span:
+                fault = RowFault.of_client("sampling: told to be refused")
+                errors.append(fault.at(slot, row.new.generation))
             if span and row.num_computed == len(row.tokens):
                 fingerprint = prefix_fingerprints(row.tokens)[-1]
                 token_id = sample(row.new.seed, len(row.tokens), fingerprint)
                 row.tokens.append((token_id + 1) % VOCAB_SIZE if slot in misled else token_id)
-                token_ids.append(0 if slot in failing_slots else row.tokens[-1])
+                token_ids.append(0 if slot in (*failing_slots, *refused_slots) else row.tokens[-1])
         return StepResult(
             plan.step_id,
             np.array(token_ids, np.uint32),
@@ -294,9 +312,9 @@ class Engine:
         self.scheduler.check_integrity()
         return plan
 
-    def finish_step(self, failing_slots: Sequence[int] = ()) -> StepOutput:
-        """Carry out the oldest plan and take its result in."""
-        output = self.scheduler.update(self.worker.execute(self.plans.popleft(), failing_slots))
+    def finish_step(self, failing_slots: Sequence[int] = (), **slots: Sequence[int]) -> StepOutput:
+        """Carry out the oldest plan and take its result in; `slots` as in `NaiveWorker.execute`."""
+        output = self.scheduler.update(self.worker.execute(self.plans.popleft(), failing_slots, **slots))
         self.scheduler.check_integrity()
         columns = (output.sessions, output.numbers, output.token_ids, output.rows)
         for session, number, token_id, _ in zip(*(column.tolist() for column in columns), strict=True):

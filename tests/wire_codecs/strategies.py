@@ -27,6 +27,7 @@ from triptych.types.step import (
     NewRow,
     PromptLogprobs,
     RowError,
+    RowErrorCode,
     RowPromptLogprobs,
     StepPlan,
     StepResult,
@@ -175,7 +176,17 @@ results = build(
     prompt_logprobs=st.lists(
         build(RowPromptLogprobs, slot=u32, generation=u32, logprobs=prompt_logprobs()), max_size=2
     ).map(tuple),
-    row_errors=st.lists(build(RowError, slot=u32, generation=u32, message=words), max_size=2).map(tuple),
+    row_errors=st.lists(
+        build(
+            RowError,
+            slot=u32,
+            generation=u32,
+            message=words,
+            code=st.sampled_from(RowErrorCode),
+            kv_is_valid=st.booleans(),
+        ),
+        max_size=2,
+    ).map(tuple),
     timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64),
 )
 

@@ -174,7 +174,9 @@ def test_a_row_with_no_token_left_fails_alone(bench):
     assert sampled.token_ids.tolist() == [0, 11]
     ((row, why),) = sampled.failures
     assert row == 0
-    assert "min_tokens" in why
+    assert "min_tokens" in why.message
+    assert why.kv_is_valid
+    assert not NOT_FINITE.kv_is_valid
     assert sampled.logprobs.rows.tolist() == [1]
 
 
@@ -306,5 +308,5 @@ def test_no_rows_give_no_tokens(bench):
     ],
 )
 def test_what_cannot_be_served_is_named_and_the_slot_stays_usable(bench, params, names):
-    assert names in bench.columns.enter(0, params, seed=0)
+    assert names in bench.columns.enter(0, params, seed=0).message
     assert bench.sample(peaked(8), [0]).token_ids.tolist() == [8]

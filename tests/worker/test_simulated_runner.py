@@ -137,9 +137,7 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
     runner = simulated_runner()
     rows = [new_row(0, [5], [1]), new_row(1, [5], [2], sampling=sampling, generation=7), new_row(2, [5], [3])]
     result = runner.execute(step_plan(1, new=rows))
-    assert [(error.slot, error.generation, error.message) for error in result.row_errors] == [
-        (1, 7, NOTHING_ALLOWED)
-    ]
+    assert result.row_errors == (NOTHING_ALLOWED.at(1, 7),)
     assert result.token_ids[1] == 0
     assert result.token_ids[0] == result.token_ids[2] != 0
 
@@ -147,7 +145,7 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(logit_bias=((5, 1.0),)), NO_LOGITS),
+        (SamplingParams(logit_bias=((5, 1.0),)), NO_LOGITS.message),
         (SamplingParams(bad_words=("no",)), "sampling.bad_words"),
         (SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "sampling.stop_token_ids: token id 300"),
         (SamplingParams(bad_words=("no",), logit_bias=((5, 1.0),)), "sampling.bad_words"),

@@ -14,6 +14,7 @@ computes one token", so a plan lists exceptions alone and decode inputs are neve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +139,15 @@ class RowPromptLogprobs:
     logprobs: PromptLogprobs
 
 
+class RowErrorCode(Enum):
+    """Who can mend a row's failure."""
+
+    ENGINE_FAILURE = auto()
+    """The operator."""
+    INVALID_REQUEST = auto()
+    """The client, with other parameters; the message begins with the field, and a colon."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """One request's failure inside a step; data, not an exception: its neighbours go on."""
@@ -145,6 +155,27 @@ class RowError:
     slot: int
     generation: int
     message: str
+    code: RowErrorCode = RowErrorCode.ENGINE_FAILURE
+    kv_is_valid: bool = False
+    """Whether its blocks hold the KV of all that it computed. If not, nothing may be read that it wrote, in this step
+    or in any before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row's failure, of whichever row."""
+
+    message: str
+    code: RowErrorCode = RowErrorCode.ENGINE_FAILURE
+    kv_is_valid: bool = False
+
+    @classmethod
+    def of_client(cls, message: str) -> RowFault:
+        """No token can be chosen as the client asked; what the row computed is right."""
+        return cls(message, RowErrorCode.INVALID_REQUEST, kv_is_valid=True)
+
+    def at(self, slot: int, generation: int) -> RowError:
+        return RowError(slot, generation, self.message, self.code, self.kv_is_valid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from triptych.types.step import (
     NewRow,
     PromptLogprobs,
     RowError,
+    RowErrorCode,
     RowPromptLogprobs,
     StepPlan,
     StepResult,
@@ -26,6 +27,13 @@ from triptych.wire.columns import (
 from triptych.wire.common import sampling_from_proto, sampling_to_proto
 
 PROTOCOL_VERSION = 1
+
+
+_CODE_TO_PROTO = {
+    RowErrorCode.ENGINE_FAILURE: worker_pb2.ROW_ERROR_CODE_ENGINE_FAILURE,
+    RowErrorCode.INVALID_REQUEST: worker_pb2.ROW_ERROR_CODE_INVALID_REQUEST,
+}
+_PROTO_TO_CODE = {number: code for code, number in _CODE_TO_PROTO.items()}
 
 
 def plan_to_proto(plan: StepPlan) -> worker_pb2.Step:
@@ -69,7 +77,13 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
         token_ids=u32_to_bytes(result.token_ids),
         logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
         row_errors=[
-            worker_pb2.RowError(slot=error.slot, generation=error.generation, message=error.message)
+            worker_pb2.RowError(
+                slot=error.slot,
+                generation=error.generation,
+                message=error.message,
+                code=_CODE_TO_PROTO[error.code],
+                kv_is_valid=error.kv_is_valid,
+            )
             for error in result.row_errors
         ],
         prepare_ns=timings.prepare_ns,
@@ -94,7 +108,16 @@ def result_from_proto(message: worker_pb2.Result) -> StepResult:
         step_id=message.step_id,
         token_ids=u32_from_bytes(message.token_ids),
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
-        row_errors=tuple(RowError(e.slot, e.generation, e.message) for e in message.row_errors),
+        row_errors=tuple(
+            RowError(
+                error.slot,
+                error.generation,
+                error.message,
+                _PROTO_TO_CODE.get(error.code, RowErrorCode.ENGINE_FAILURE),
+                error.kv_is_valid,
+            )
+            for error in message.row_errors
+        ),
         timings=StepTimings(
             message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
         ),

@@ -120,6 +120,10 @@ class BlockManager:
         for block in blocks:
             self._pool.withdraw(block)
 
+    def named_blocks(self, table: BlockTable) -> list[int]:
+        """Whatever blocks the cache holds of a table's content; its own may be given back."""
+        return self._pool.find_all(table.hashes)
+
     def free(self, table: BlockTable) -> None:
         """Give all of a request's blocks back, last first, so that its tail is evicted before its head."""
         self._pool.release(reversed(table.block_ids))

@@ -45,6 +45,10 @@ class BlockPool:
         """The blocks of these contents, up to the first that there is none of."""
         return list(takewhile(bool, map(self._hash_to_block.get, block_hashes)))  # type: ignore[arg-type]
 
+    def find_all(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of these contents, as many as there are."""
+        return list(filter(None, map(self._hash_to_block.get, block_hashes)))
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of them nobody holds."""
         return list(map(self._references.__getitem__, blocks)).count(0)

@@ -19,6 +19,7 @@ from services.enginecore.scheduler.output import Failed, Finished, StepOutput
 from services.enginecore.scheduler.planner import StepPlanner
 from services.enginecore.scheduler.prompt_logprobs import prompt_logprobs_of
 from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.row_failures import DoubtfulBlocks, error_of
 from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
@@ -71,6 +72,7 @@ class Scheduler:
         self._admission = Admission(config, max_model_len)
         self._planner = StepPlanner(config, self._roster, block_size)
         self._in_flight = StepsInFlight()
+        self._doubtful = DoubtfulBlocks(self._roster, self._in_flight)
         self._last_result_at = clock()
         self._deadlines = LazyHeap(_by_deadline)
         self._num_arrivals = 0
@@ -343,30 +345,18 @@ class Scheduler:
         return output.with_tokens(late, tuple(finished))
 
     def _fail_rows(self, step: InFlightStep, errors: Sequence[RowError]) -> list[Failed]:
-        """End the requests that failed in this step, and start over whoever relied on a block of theirs."""
-        failed = []
+        """End the requests that failed in this step, and start over whoever relied on a block that they spoiled."""
+        failed, doubtful = [], set[int]()
         for error in errors:
             request = self._roster.by_row(error.slot, error.generation)
-            if request is not None:
-                message = f"the worker failed this request in step {step.step_id}: {error.message}"
-                failed.append(self._fail(request, EngineFailure(message), is_trusted=False))
-        self._distrust(step)
+            if request is None:
+                continue
+            if not error.kv_is_valid:
+                doubtful |= self._doubtful.of(request)
+            failed.append(self._fail(request, error_of(step.step_id, error), is_trusted=error.kv_is_valid))
+        if not all(error.kv_is_valid for error in errors):
+            self._doubtful.withdraw(step, doubtful)
         return failed
-
-    def _distrust(self, step: InFlightStep) -> None:
-        """Part of a step failed, so no block whose content was promised by it or a later one can be trusted.
-
-        Rare enough to be coarse: all such offers are taken back, whoever made them; whoever hit one starts
-        over, and so do the parked, whose hits are no longer known.
-        """
-        doubtful = {*step.offered_blocks, *self._blocks.drain_offered()}
-        doubtful.update(*(later.offered_blocks for later in self._in_flight))
-        self._blocks.withdraw(doubtful)
-        for request in list(self._roster.parked.values()):
-            self._roster.unpark(request)
-        for request in self._roster.running:
-            if not doubtful.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
-                self._roster.requeue(request)
 
     def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         self._end(request, reason.word)

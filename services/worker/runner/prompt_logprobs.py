@@ -81,7 +81,7 @@ class PromptScorer:
             part = slice(start, start + row.num_positions)
             start = part.stop
             if np.isnan(logprobs[part]).any():
-                failures.append(RowError(row.slot, row.generation, NOT_FINITE))
+                failures.append(NOT_FINITE.at(row.slot, row.generation))
                 continue
             token_ids = _side_by_side(targets.token_ids[part], top_ids[part, : row.num_top])
             entries = PromptLogprobs(

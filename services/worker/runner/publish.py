@@ -7,7 +7,7 @@ import numpy as np
 from services.worker.runner.prompt_logprobs import ScoredPrompts
 from services.worker.runner.request_rows import StepRows
 from services.worker.sampling.sampler import SampledTokens
-from triptych.types.step import U32, RowError, StepResult, StepTimings
+from triptych.types.step import U32, StepResult, StepTimings
 
 
 def publish(
@@ -25,7 +25,7 @@ def publish(
     """
     slots = step.sampling_slots
     failures = tuple(
-        RowError(int(slots[row]), int(generation[slots[row]]), message) for row, message in sampled.failures
+        fault.at(int(slots[row]), int(generation[slots[row]])) for row, fault in sampled.failures
     )
     if scored is not None:
         failed = {failure.slot for failure in failures}  # one error for each row

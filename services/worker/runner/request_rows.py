@@ -171,7 +171,7 @@ class RequestRows:
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
-        return RowError(slot, row.generation, refusal) if refusal else None
+        return refusal.at(slot, row.generation) if refusal else None
 
     def _check_new(self, row: NewRow) -> None:
         name = f"new_rows: slot {row.slot}"

@@ -12,14 +12,15 @@ from torch import Tensor
 from services.worker.sampling.batch import gather_sampling, to_device
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
 from services.worker.sampling.processing import LogitChanges, gather_changes
-from triptych.types.step import LogprobColumns
+from triptych.types.step import LogprobColumns, RowFault
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
 
-NOT_FINITE = "the model's logits hold NaN or infinity"
-NOTHING_ALLOWED = (
-    "sampling: min_tokens masks every token that allowed_token_ids names; allow another, or lower it"
+NOT_FINITE = RowFault("the model's logits hold NaN or infinity")
+NOTHING_ALLOWED = RowFault.of_client(
+    "sampling: min_tokens masks every token that allowed_token_ids names, or a penalty makes logits infinite; "
+    "allow another token, or lower it"
 )
 
 
@@ -31,7 +32,7 @@ class SampledTokens:
     """[num_rows]; 0 where the row failed."""
     logprobs: LogprobColumns | None
     """Of the rows that asked and did not fail."""
-    failures: tuple[tuple[int, str], ...]
+    failures: tuple[tuple[int, RowFault], ...]
     """(row, why), ascending."""
 
 
@@ -132,7 +133,7 @@ class Sampler:
         logprobs = None
         if choice.logprobs is not None:
             logprobs = _read_logprobs(choice.logprobs, values[1 + is_changed :], failures)
-        return SampledTokens(token_ids, logprobs, tuple(sorted(failures.items())))
+        return SampledTokens(token_ids, logprobs, tuple((row, failures[row]) for row in sorted(failures)))
 
     def _choose_changed(self, logits: Tensor, chosen: Tensor, slots: I64, changes: LogitChanges) -> Tensor:
         """`chosen`, but for the changed rows, whose slots these are."""

@@ -107,7 +107,7 @@ class SimulatedRunner:
             self._num_entered_with[row.slot] = row.token_ids.size
             refusal = self._sampler.enter(row.slot, row.token_ids, row.sampling)
             if refusal is not None and row.slot not in refused:
-                errors.append(RowError(row.slot, row.generation, refusal))
+                errors.append(refusal.at(row.slot, row.generation))
         return tuple(errors)
 
     def _work_of(self, step: StepRows) -> StepWork:
@@ -122,6 +122,4 @@ class SimulatedRunner:
         if not drawn.failures:
             return ()
         slots, generation = step.sampling_slots, self._rows.generation
-        return tuple(
-            RowError(int(slots[row]), int(generation[slots[row]]), message) for row, message in drawn.failures
-        )
+        return tuple(fault.at(int(slots[row]), int(generation[slots[row]])) for row, fault in drawn.failures)

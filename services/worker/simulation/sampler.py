@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.worker.runner.prompt_targets import ScoredRow
 from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowPromptLogprobs
+from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowFault, RowPromptLogprobs
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -28,8 +28,10 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  #
 _LOW_BITS = np.uint64(0xFFFFFFFF)
 _NO_IDS: I64 = np.empty(0, np.int64)
 
-NO_LOGITS = "sampling.logit_bias: the simulated worker has no logits; leave it out"
-NOTHING_ALLOWED = "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
+NO_LOGITS = RowFault.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
+NOTHING_ALLOWED = RowFault.of_client(
+    "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +42,7 @@ class DrawnTokens:
     """[num_rows]; 0 where the row failed."""
     logprobs: LogprobColumns | None
     """Of the rows that asked and did not fail."""
-    failures: tuple[tuple[int, str], ...]
+    failures: tuple[tuple[int, RowFault], ...]
     """(row, why), ascending."""
 
 
@@ -83,7 +85,7 @@ class SimulatedSampler:
         self._powers[0] = 1
         np.multiply.accumulate(self._powers, out=self._powers)
 
-    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> str | None:
+    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> RowFault | None:
         """Hash a new row's tokens, [num_known >= 1]; its columns are filled already.
 
         Returns:
@@ -127,7 +129,7 @@ class SimulatedSampler:
 
     def _choose_among_allowed(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
-    ) -> tuple[tuple[int, str], ...]:
+    ) -> tuple[tuple[int, RowFault], ...]:
         """Choose anew, in place, where the draw is not among the allowed ids, or a stop id below min_tokens."""
         columns, failures = self._columns, []
         may_differ = columns.restricts[slots] | (below_min_tokens & self._masks_words[slots])
@@ -146,7 +148,7 @@ class SimulatedSampler:
         return tuple(failures)
 
     def _gather_logprobs(
-        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, str], ...]
+        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, RowFault], ...]
     ) -> LogprobColumns | None:
         """Of the rows that asked: the chosen token is the likeliest, the words after it follow as (1 - q) q^rank."""
         num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_rows]

@@ -13,9 +13,18 @@ class SessionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SESSION_KIND_UNSPECIFIED: _ClassVar[SessionKind]
     SESSION_KIND_FRESH: _ClassVar[SessionKind]
     SESSION_KIND_RESUMED: _ClassVar[SessionKind]
+
+class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_ERROR_CODE_UNSPECIFIED: _ClassVar[RowErrorCode]
+    ROW_ERROR_CODE_ENGINE_FAILURE: _ClassVar[RowErrorCode]
+    ROW_ERROR_CODE_INVALID_REQUEST: _ClassVar[RowErrorCode]
 SESSION_KIND_UNSPECIFIED: SessionKind
 SESSION_KIND_FRESH: SessionKind
 SESSION_KIND_RESUMED: SessionKind
+ROW_ERROR_CODE_UNSPECIFIED: RowErrorCode
+ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
+ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "step", "goodbye")
@@ -269,14 +278,18 @@ class LogprobColumns(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
 
 class RowError(_message.Message):
-    __slots__ = ("slot", "generation", "message")
+    __slots__ = ("slot", "generation", "message", "code", "kv_is_valid")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    KV_IS_VALID_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     message: str
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    code: RowErrorCode
+    kv_is_valid: bool
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
