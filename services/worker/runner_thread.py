@@ -200,7 +200,7 @@ class _StepsInFlight:
     def drop(self) -> None:
         """The session is over: nobody hears of its steps."""
         self._launched.clear()
-        self._watch_oldest()
+        self._clock.abandon()
         self._deliver = None
 
     def launch(self, plan: StepPlan, idle_ns: int) -> None:
@@ -208,14 +208,14 @@ class _StepsInFlight:
         if self._deliver is None:
             return  # rows are undefined until the next session resets them
         if not self._launched:
-            self._clock.start(plan.step_id)
+            self._clock.start(plan.step_id, plan.num_tokens)
         try:
             pending = self._runner.launch(plan)
         except Exception as error:
             self.finish()
             self._fail(plan.step_id, error)
             return
-        self._launched.append(_Launched(plan.step_id, pending, idle_ns))
+        self._launched.append(_Launched(plan.step_id, plan.num_tokens, pending, idle_ns))
         self.deliver_done()
 
     def deliver_done(self) -> None:
@@ -260,15 +260,15 @@ class _StepsInFlight:
 
     def _watch_oldest(self) -> None:
         """The step in hand is over; the one behind it has been computed on since."""
-        if self._clock.step_id:
-            self._clock.stop()
+        self._clock.stop()
         if self._launched:
-            self._clock.start(self._launched[0].step_id)
+            self._clock.start(self._launched[0].step_id, self._launched[0].num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
     step_id: int
+    num_tokens: int
     pending: PendingStep
     idle_ns: int
     """Nothing was to be done so long before the step came."""

@@ -149,7 +149,7 @@ async def test_a_step_that_cannot_be_launched_fails_behind_the_results_before_it
         await it.until(lambda: len(it.outcomes) == 3)
         assert it.answers == [1, 2]
         assert isinstance(it.outcomes[2], ProtocolViolation)
-        await it.until(lambda: not it.thread.steps.step_id)
+        await it.until(lambda: not it.thread.steps.serial)
         assert len(it.runner.launched) == 2, "nothing follows a failure"
 
 
@@ -235,7 +235,7 @@ async def test_what_is_asked_between_sessions_is_no_step_and_drops_those_in_flig
 
         asked = asyncio.ensure_future(it.thread.ask(act))
         await it.until(
-            lambda: it.thread.steps.step_id == 0
+            lambda: it.thread.steps.serial == 0
         )  # however long it takes, the watchdog sees no step
         may_answer.set()
         assert await asked == "done"

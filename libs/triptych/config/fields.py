@@ -290,8 +290,8 @@ class WorkerConfig:
     )
     hang_timeout_s: float = value(
         30.0,
-        "Seconds that a step is given at least (30 times the average if that is more); then the worker exits "
-        "with code 70, to be started again.",
+        "Seconds that a step is given at least, and more where steps of so many tokens take long; then the worker "
+        "exits with code 70, to be started again.",
         WORKER,
         gt=0,
     )
