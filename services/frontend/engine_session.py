@@ -9,6 +9,7 @@ from services.frontend.outbox import Outbox
 from triptych.errors import FieldViolation, ProtocolViolation, TriptychError
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
+from triptych.types.step import PromptLogprobs
 from triptych.types.submit import SessionTerms, SubmitRequest
 
 MAX_NUMBER = (1 << 32) - 1
@@ -30,6 +31,9 @@ class OutputSink(Protocol):
         finish: FinishedRequest | None,
     ) -> None:
         """New tokens, and the good end if this is it. `first_row` is the first token's row in `logprobs`."""
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Log-probabilities of the next part of the prompt; before the first token, or with it."""
 
     def on_error(self, error: Exception) -> None:
         """The bad end. Nothing follows."""
@@ -117,6 +121,13 @@ class EngineSession:
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
                 sink.on_admitted()
+        for entry in batch.prompt_logprobs:
+            if (sink := sinks.get(entry.number)) is not None:
+                try:
+                    sink.on_prompt_logprobs(entry.logprobs)
+                except Exception as error:
+                    self.abort(entry.number, sink)
+                    sink.on_error(error)
         finishes = {finish.number: finish for finish in batch.finished}
         if len(batch.numbers):
             self._dispatch_tokens(batch, finishes)

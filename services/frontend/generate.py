@@ -7,12 +7,13 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from services.frontend.accounting import RequestRecord
 from services.frontend.identity import choice_request_id, choice_seed, draw_seed, new_request_id
 from services.frontend.outputs import RequestOutputs
+from services.frontend.prompt_report import PromptReport
 from services.frontend.requests import (
     RawChat,
     RawRequest,
@@ -32,7 +33,7 @@ from triptych.errors import (
     InvalidRequest,
 )
 from triptych.observe.metrics import FrontendMetrics
-from triptych.types.events import AdmittedEvent, Event, FinishedEvent
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import Usage
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import U32
@@ -121,7 +122,7 @@ class Generator:
         return ServedModel(found.name, found.max_model_len, found.vocab_size, self._started_unix_s)
 
     async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
-        """AdmittedEvent first, then DeltaEvents of each choice, FinishedEvent last.
+        """AdmittedEvent first, then PromptLogprobsEvents if asked for, DeltaEvents of each choice, FinishedEvent last.
 
         Closing the iterator aborts the request at once: use `contextlib.aclosing`. A client that reads
         slowly gets fewer and larger deltas.
@@ -143,10 +144,10 @@ class Generator:
                 await outputs.wait_admitted()
                 yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids.tolist())
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
-                while (delta := await outputs.next_delta()) is not None:
-                    if is_streamed:
+                while (event := await outputs.next_event()) is not None:
+                    if is_streamed and isinstance(event, DeltaEvent):
                         record.note_output()
-                    yield delta
+                    yield event
                 if not is_streamed and outputs.first_token_ns:
                     record.note_first_token(outputs.first_token_ns)
                 record.usage = _usage(request, outputs)
@@ -268,6 +269,8 @@ class Generator:
         raw, sampling = request.raw, request.sampling
         engine = self._router.choose(request.engine)
         prompt = request.prompt_token_ids
+        if sampling.prompt_logprobs is not None:
+            outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
         for index in range(sampling.n):
             if index and index % _SUBMITS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -280,7 +283,7 @@ class Generator:
                 request_id=choice_request_id(request.request_id, index, sampling.n),
                 token_ids=prompt,
                 num_prompt_tokens=len(prompt),
-                sampling=sampling,
+                sampling=_engine_sampling(sampling, index),
                 seed=choice_seed(request.seed, index),
                 priority=raw.priority,
                 tenant=raw.tenant,
@@ -323,6 +326,14 @@ class Generator:
             self._alive.discard(request_id)
             if not self._alive:
                 self._idle.set()
+
+
+def _engine_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return what the engine is asked for one choice: the prompt's log-probabilities once, and one token at
+    least, which comes with the prompt."""
+    if index and sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=None)
+    return sampling if sampling.max_tokens else replace(sampling, max_tokens=1)
 
 
 def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:

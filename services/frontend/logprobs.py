@@ -28,17 +28,10 @@ class BatchLogprobs:
         entry = self._row_to_entry[row]
         start, end = self._offsets[entry], self._offsets[entry + 1]
         candidates = [
-            _spelled(token_id, logprob, rank, token_bytes(token_id))
+            Logprob.of_bytes(token_id, logprob, token_bytes(token_id), rank)
             for rank, (token_id, logprob) in enumerate(
                 zip(self._token_ids[start:end], self._logprobs[start:end], strict=True)
             )
         ]
         chosen, *top = candidates  # the chosen token comes first, then the best ones, ranked from 1
         return TokenLogprobs(replace(chosen, rank=self._ranks[entry]), tuple(top))
-
-
-def _spelled(token_id: int, logprob: float, rank: int, token_bytes: bytes) -> Logprob:
-    try:
-        return Logprob(token_id, logprob, token_bytes.decode(), rank)
-    except UnicodeDecodeError:
-        return Logprob(token_id, logprob, token_bytes.decode(errors="replace"), rank, token_bytes)

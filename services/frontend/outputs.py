@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.frontend.logprobs import BatchLogprobs
+from services.frontend.prompt_report import PromptReport
 from triptych.errors import EngineUnavailable, GenerationLost
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.stop import StopChecker
 from triptych.text.tokenizer import Tokenizer
-from triptych.types.events import DeltaEvent
+from triptych.types.events import DeltaEvent, PromptLogprobsEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
 from triptych.types.sampling import OutputKind, SamplingParams
-from triptych.types.step import U32
+from triptych.types.step import U32, PromptLogprobs
 
 # After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
@@ -35,6 +37,7 @@ class RequestOutputs:
         self._num_admitted = 0
         self._num_open = 0
         self._error: Exception | None = None
+        self._report: PromptReport | None = None
         self._ready: deque[Choice] = deque()  # choices with something to take, in order of arrival
         self._news = asyncio.Event()
 
@@ -42,7 +45,9 @@ class RequestOutputs:
         self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | U32, echo: str
     ) -> Choice:
         """The next choice, to be submitted now. `echo` stands at the head of its text."""
-        choice = Choice(self, len(self.choices), sampling, tokenizer, prompt_token_ids, echo)
+        index = len(self.choices)
+        report = self._report if index == 0 else None
+        choice = Choice(self, index, sampling, tokenizer, prompt_token_ids, echo, report)
         self.choices.append(choice)
         self._num_open += 1
         return choice
@@ -54,19 +59,27 @@ class RequestOutputs:
                 raise self._error
             await self._wait()
 
-    async def next_delta(self) -> DeltaEvent | None:
-        """What one choice has that the client has not seen; None once all have ended and all is taken.
+    def expect_prompt(self, report: PromptReport) -> None:
+        """Report the prompt's log-probabilities before any output; called before the first choice is added."""
+        self._report = report
+
+    async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | None:
+        """What the client has not seen of the prompt, then of one choice; None once all have ended and all is taken.
 
         Raises:
             what has ended the request, after everything that came before it.
         """
-        while not self._ready:
+        while True:
+            report = self._report
+            if report is not None and (part := report.take()) is not None:
+                return part
+            if self._ready and (report is None or report.is_complete):
+                return self._ready.popleft().take()
             if self._error is not None:
                 raise self._error
             if self._num_open == 0:
                 return None
             await self._wait()
-        return self._ready.popleft().take()
 
     def fail(self, error: Exception) -> None:
         """End the request; the first error counts, and none after the last choice is complete."""
@@ -127,6 +140,9 @@ class RequestOutputs:
         self._num_admitted += 1
         self._news.set()
 
+    def note_prompt(self) -> None:
+        self._news.set()
+
     def note_ready(self, choice: Choice) -> None:
         self._ready.append(choice)
         self._news.set()
@@ -151,7 +167,12 @@ class Choice:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int] | U32,
         echo: str,
+        report: PromptReport | None = None,
     ) -> None:
+        """
+        Args:
+            report: Of the prompt's log-probabilities, where this choice's submission asks for them.
+        """
         self.index = index
         self.num_tokens = 0
         """Output tokens so far; up to the one that completed a stop string."""
@@ -178,6 +199,8 @@ class Choice:
             sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
         )
         self._stop_reason: int | str | None = None
+        self._report = report
+        """None once the prompt has been reported."""
         self._is_admitted = False
         self._is_queued = False
         self._is_settled = False  # the engine has accounted for it, or will not
@@ -199,11 +222,23 @@ class Choice:
         finish: FinishedRequest | None,
     ) -> None:
         self.on_admitted()  # an engine that answers has the request
+        if self._report is not None:
+            self._report.close(is_computed=bool(token_ids))
+            self._report = None
+            self._outputs.note_prompt()
         if self.finish_reason is None:
             self._add(token_ids, logprobs, first_row, finish)
         if finish is not None:
             self.num_cached_tokens, self.timings = finish.num_cached_tokens, finish.timings
             self._settle()
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        if self._report is None:
+            raise LookupError(
+                "the engine sent log-probabilities of a prompt that were not asked for, or not any more"
+            )
+        self._report.add(part)
+        self._outputs.note_prompt()
 
     def on_error(self, error: Exception) -> None:
         self._outputs.fail(error)
@@ -243,6 +278,10 @@ class Choice:
         finish: FinishedRequest | None,
     ) -> None:
         """Merge new tokens into the pending delta."""
+        if self._sampling.max_tokens == 0:  # the one that the engine computes is not the client's
+            token_ids = []
+            if finish is not None and finish.reason is FinishReason.STOP:
+                finish = replace(finish, reason=FinishReason.LENGTH, stop_token_id=None)
         num_kept = self._add_text(token_ids, finish)
         self.num_tokens += num_kept
         self._token_ids += token_ids[:num_kept]

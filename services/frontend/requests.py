@@ -310,6 +310,9 @@ def _check_together(
                 f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
             )
             found.append((raw.sampling_path("allowed_token_ids"), why))
+    if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
+        why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
+        found.append((raw.sampling_path("max_tokens"), why))
     if sampling.n > 1 and sampling.is_greedy:
         found.append(
             (

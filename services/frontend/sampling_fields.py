@@ -26,11 +26,12 @@ _U32_MAX = (1 << 32) - 1
 _FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
 INTEGER_LIMITS = {
     "n": (1, MAX_CHOICES),
-    "max_tokens": (1, _U32_MAX),
+    "max_tokens": (0, _U32_MAX),
     "min_tokens": (0, _U32_MAX),
     "top_k": (-1, (1 << 31) - 1),
     "seed": (0, (1 << 64) - 1),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 FLOAT_LIMITS = {
     "temperature": (0.0, 2.0),
@@ -140,9 +141,10 @@ class _BadValue(Exception):
 
 
 def _is_unserved(name: str, value: Any) -> bool:
-    if name in ("bad_words", "structured_outputs", "prompt_logprobs"):
-        return name == "prompt_logprobs" or bool(value)
-    return name == "logprobs" and type(value) is int and value == -1  # the whole vocabulary
+    if name in ("bad_words", "structured_outputs"):
+        return bool(value)
+    is_count = name in ("logprobs", "prompt_logprobs") and type(value) is int
+    return is_count and value == -1  # the whole vocabulary
 
 
 def _parse_field(name: str, value: Any, vocab_size: int) -> Any:

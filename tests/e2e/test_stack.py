@@ -55,6 +55,47 @@ async def wait_idle(cluster: LocalCluster) -> None:
             await asyncio.sleep(0.02)
 
 
+def test_a_prompt_is_scored_the_same_by_every_way_in(cluster: LocalCluster) -> None:
+    """As lm-eval's `local-completions` asks, by gRPC, and beside other requests."""
+    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
+    with LLM(address=cluster.address) as llm:
+        texts = [
+            "The capital of France is Paris, of course: größer gibt es nicht.",
+            "Hello",
+            "Hello there! " * 100,
+        ]
+        scored = llm.generate(
+            texts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, logprobs=1), use_tqdm=False
+        )
+        again = llm.generate(
+            texts, SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0), use_tqdm=False
+        )
+    prompts = [output.prompt_token_ids for output in scored]
+    answer = client.completions.create(
+        model="embedded", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+    )
+    for text, output, unsaid, choice in zip(texts, scored, again, answer.choices, strict=True):
+        entries, logprobs = output.prompt_logprobs, choice.logprobs
+        assert entries is not None
+        assert entries[0] is None
+        assert len(entries) == len(output.prompt_token_ids)
+        own = [entry.chosen.logprob for entry in entries[1:]]
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:-1] == pytest.approx(own, abs=1e-4)
+        best = [max(candidates.values()) for candidates in logprobs.top_logprobs[1:-1]]
+        assert best == pytest.approx([entry.top[0].logprob for entry in entries[1:]], abs=1e-4)
+        assert [entry.chosen.logprob for entry in unsaid.prompt_logprobs[1:]] == pytest.approx(own, abs=1e-4)
+        assert (unsaid.outputs[0].text, unsaid.outputs[0].finish_reason) == ("", "length")
+        assert choice.text == text + output.outputs[0].text
+        ends = [*logprobs.text_offset[1:], len(choice.text)]
+        pieces = [choice.text[start:end] for start, end in zip(logprobs.text_offset, ends, strict=True)]
+        assert all(
+            piece == token or token.startswith("bytes:")
+            for piece, token in zip(pieces, logprobs.tokens, strict=True)
+        )
+    assert answer.usage.completion_tokens == len(texts)
+
+
 async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> None:
     events = [event async for event in client.generate(QUESTION, {**GREEDY, "max_tokens": 32})]
     assert isinstance(events[0], AdmittedEvent)

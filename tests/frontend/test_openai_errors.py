@@ -94,7 +94,9 @@ def told(response: httpx.Response) -> dict[str, Any]:
         ('"prompt": "a", "xyzzy": null', "xyzzy", "no such field"),
         ('"prompt": "a", "best_of": 2', "best_of", "does not serve it yet"),
         ('"prompt": "a", "suffix": "b"', "suffix", "does not serve it yet"),
-        ('"prompt": "a", "echo": true, "logprobs": 1', "logprobs", "does not serve it yet"),
+        ('"prompt": "a", "echo": true, "logprobs": 21', "logprobs", "21 is above the limit 20"),
+        ('"prompt": "a", "max_tokens": 0', "max_tokens", "0 is below the limit 1; without output"),
+        ('"prompt": "a", "max_tokens": 0, "echo": true, "min_tokens": 1', "min_tokens", "exceeds max_tokens 0"),
     ],
 )  # fmt: skip
 async def test_bad_fields_are_named_with_value_and_limit(

@@ -64,6 +64,7 @@ def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, 
         ("seed", 1 << 64, "seed", ["18446744073709551616", "above the limit 18446744073709551615"]),
         ("seed", -1, "seed", ["-1", "below the limit 0"]),
         ("logprobs", 21, "logprobs", ["21", "above the limit 20"]),
+        ("prompt_logprobs", 21, "prompt_logprobs", ["21", "above the limit 20"]),
         ("logprobs", -2, "logprobs", ["-2", "below the limit 0"]),
         ("stop", "END", "stop", ["'END'", "list of strings"]),
         ("stop", ["a", ""], "stop[1]", ["empty string"]),
@@ -163,6 +164,15 @@ def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
     }
 
 
+def test_no_output_is_asked_for_only_with_the_prompt() -> None:
+    for given in (
+        {"sampling": {"max_tokens": 0, "prompt_logprobs": 0}},
+        {"sampling": {"max_tokens": 0}, "echo": True},
+    ):
+        valid = parse(raw_request(**given), ENGINE, {})
+        assert fit_to_context(valid, 3, MAX_MODEL_LEN).max_tokens == 0
+
+
 def test_priority_is_refused_only_where_the_engine_has_none() -> None:
     assert "fcfs" in violations_of(raw_request(priority=1), FCFS)["priority"]
     assert parse(raw_request(priority=1), ENGINE, {}).raw.priority == 1
@@ -172,7 +182,7 @@ def test_priority_is_refused_only_where_the_engine_has_none() -> None:
     "sampling",
     [
         {"bad_words": ["x"]},
-        {"prompt_logprobs": 0},
+        {"prompt_logprobs": -1},
         {"logprobs": -1},
         {"structured_outputs": common_pb2.StructuredOutputs(regex="a")},
     ],

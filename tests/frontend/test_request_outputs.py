@@ -57,7 +57,7 @@ async def rest(outputs: RequestOutputs) -> list[DeltaEvent]:
     """All deltas that are there or come until the end."""
     deltas = []
     async with asyncio.timeout(5):
-        while (delta := await outputs.next_delta()) is not None:
+        while (delta := await outputs.next_event()) is not None:
             deltas.append(delta)
     return deltas
 
@@ -76,11 +76,11 @@ async def test_a_prompt_reader_gets_every_token_by_itself() -> None:
     deltas = []
     for place, token_id in enumerate(token_ids):
         feed(choice, [token_id], end(FinishReason.LENGTH) if place == len(token_ids) - 1 else None)
-        deltas.append(await outputs.next_delta())
+        deltas.append(await outputs.next_event())
     assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in token_ids]
     assert text_of(deltas) == "Hello world"
     assert [delta.finish_reason for delta in deltas] == [None] * (len(token_ids) - 1) + [FinishReason.LENGTH]
-    assert await outputs.next_delta() is None
+    assert await outputs.next_event() is None
 
 
 async def test_what_a_lagging_reader_missed_is_one_delta_per_choice() -> None:
@@ -103,9 +103,9 @@ async def test_what_a_lagging_reader_missed_is_one_delta_per_choice() -> None:
 async def test_cumulative_output_repeats_and_earlier_events_do_not_change() -> None:
     outputs, choice, _ = one_choice(output_kind=OutputKind.CUMULATIVE)
     feed(choice, TOKENIZER.encode("a"))
-    first = await outputs.next_delta()
+    first = await outputs.next_event()
     feed(choice, TOKENIZER.encode("b"), end(FinishReason.LENGTH))
-    second = await outputs.next_delta()
+    second = await outputs.next_event()
     assert (first.text, list(first.token_ids)) == ("a", TOKENIZER.encode("a"))
     assert (second.text, list(second.token_ids)) == ("ab", TOKENIZER.encode("a") + TOKENIZER.encode("b"))
 
@@ -129,7 +129,7 @@ async def test_a_stop_string_that_spans_tokens_never_leaks(is_included: bool) ->
     for place, token_id in enumerate(token_ids, start=1):
         feed(choice, [token_id])
         if place <= len("Hello wor"):
-            deltas.append(await outputs.next_delta())
+            deltas.append(await outputs.next_event())
     assert text_of(deltas) == ("Hello wor" if is_included else "Hello ")
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "wor")
     assert len(ids_of(deltas)) == choice.num_tokens == len("Hello wor")  # later tokens are ignored
@@ -140,16 +140,16 @@ async def test_the_stop_string_that_completes_first_wins_whatever_the_order() ->
     for stop in (("lo w", "ell"), ("ell", "lo w")):
         outputs, choice, _ = one_choice(stop=stop)
         feed(choice, TOKENIZER.encode("Hello world"))
-        delta = await outputs.next_delta()
+        delta = await outputs.next_event()
         assert (delta.text, delta.stop_reason) == ("H", "ell")
 
 
 async def test_half_a_stop_string_is_shown_when_the_output_ends() -> None:
     outputs, choice, _ = one_choice(stop=("world peace",))
     feed(choice, TOKENIZER.encode("Hello world"))
-    assert (await outputs.next_delta()).text == "Hello "
+    assert (await outputs.next_event()).text == "Hello "
     feed(choice, [], end(FinishReason.LENGTH))
-    last = await outputs.next_delta()
+    last = await outputs.next_event()
     assert (last.text, last.finish_reason) == ("world", FinishReason.LENGTH)
 
 
@@ -167,7 +167,7 @@ async def test_a_stop_string_beats_the_engine_s_own_end_when_it_completes_before
 async def test_stop_strings_do_not_count_within_min_tokens() -> None:
     outputs, choice, _ = one_choice(stop=("a",), min_tokens=2)
     feed(choice, [TOKENIZER.encode("a")[0]] * 4)
-    delta = await outputs.next_delta()
+    delta = await outputs.next_event()
     assert (delta.text, delta.token_ids) == ("aa", TOKENIZER.encode("a") * 3)
     assert delta.stop_reason == "a"
 
@@ -175,8 +175,8 @@ async def test_stop_strings_do_not_count_within_min_tokens() -> None:
 async def test_the_stream_ends_with_the_engine_s_account_of_a_stopped_choice() -> None:
     outputs, choice, _ = one_choice(stop=("ll",))
     feed(choice, TOKENIZER.encode("Hello"))
-    assert (await outputs.next_delta()).finish_reason is FinishReason.STOP
-    waiting = asyncio.create_task(outputs.next_delta())
+    assert (await outputs.next_event()).finish_reason is FinishReason.STOP
+    waiting = asyncio.create_task(outputs.next_event())
     await asyncio.sleep(0)
     assert not waiting.done()
     feed(choice, [], end(FinishReason.ABORT, cached=5))
@@ -245,7 +245,7 @@ def test_streamed_text_is_the_unstreamed_text(text: str, data: st.DataObject) ->
         for start, stop in zip([0, *cuts], [*cuts, len(token_ids)], strict=True):
             feed(choice, token_ids[start:stop])
             if choice._is_queued:
-                delta = await outputs.next_delta()
+                delta = await outputs.next_event()
                 assert not delta.text.endswith("\ufffd") or "\ufffd" in text
                 shown += delta.text
         feed(choice, [], end(FinishReason.LENGTH))
@@ -258,9 +258,9 @@ async def test_a_character_that_never_completes_shows_at_the_end() -> None:
     outputs, choice, _ = one_choice()
     first_byte = TOKENIZER.encode("é")[0]
     feed(choice, [first_byte])
-    assert (await outputs.next_delta()).text == ""
+    assert (await outputs.next_event()).text == ""
     feed(choice, [], end(FinishReason.LENGTH))
-    assert (await outputs.next_delta()).text == "\ufffd"
+    assert (await outputs.next_event()).text == "\ufffd"
 
 
 async def test_echo_stands_at_the_head_and_the_output_completes_its_last_character() -> None:
@@ -292,12 +292,12 @@ def logprob_columns() -> LogprobColumns:
 async def test_logprobs_carry_text_and_ranks_of_this_request_s_rows() -> None:
     outputs, choice, _ = one_choice(logprobs=2)
     choice.on_tokens([43], BatchLogprobs(logprob_columns()), 3, None)
-    entry = (await outputs.next_delta()).logprobs[0]
+    entry = (await outputs.next_event()).logprobs[0]
     text = TOKENIZER.token_text
     assert entry.chosen == Logprob(43, -0.25, text(43), 1)
     assert entry.top == (Logprob(43, -0.25, text(43), 1), Logprob(44, -2.0, text(44), 2))
     choice.on_tokens([40], BatchLogprobs(logprob_columns()), 1, None)
-    assert (await outputs.next_delta()).logprobs[0].chosen == Logprob(40, -1.0, text(40), 2)
+    assert (await outputs.next_event()).logprobs[0].chosen == Logprob(40, -1.0, text(40), 2)
 
 
 async def test_logprobs_tell_the_bytes_of_a_part_of_a_character() -> None:
@@ -307,7 +307,7 @@ async def test_logprobs_tell_the_bytes_of_a_part_of_a_character() -> None:
         logprob_columns(), token_ids=np.array([40, 41, 40, first, first, second], dtype=np.uint32)
     )
     choice.on_tokens([first], BatchLogprobs(columns), 3, None)
-    entry = (await outputs.next_delta()).logprobs[0]
+    entry = (await outputs.next_event()).logprobs[0]
     assert [(e.text, e.token_bytes, e.utf8) for e in (entry.chosen, entry.top[1])] == [
         ("\ufffd", b"\xc3", b"\xc3"),
         ("\ufffd", b"\xbc", b"\xbc"),
@@ -324,16 +324,16 @@ async def test_tokens_after_the_completed_stop_string_have_no_logprobs() -> None
     outputs, choice, _ = one_choice(logprobs=2, stop=(TOKENIZER.token_text(40),))
     columns = logprob_columns()
     choice.on_tokens([40, 43], BatchLogprobs(columns), 1, None)  # row 2, of token 43, is not there
-    assert len((await outputs.next_delta()).logprobs) == 1
+    assert len((await outputs.next_event()).logprobs) == 1
 
 
 async def test_output_before_an_error_is_delivered_before_it() -> None:
     outputs, choice, upstream = one_choice()
     feed(choice, TOKENIZER.encode("Hello"))
     choice.on_error(EngineFailure("broken"))
-    assert (await outputs.next_delta()).text == "Hello"
+    assert (await outputs.next_event()).text == "Hello"
     with pytest.raises(EngineFailure, match="broken"):
-        await outputs.next_delta()
+        await outputs.next_event()
     assert upstream.told == ["abort"]
 
 
@@ -355,16 +355,16 @@ async def test_engine_loss_before_any_token_may_be_retried() -> None:
     choice.on_admitted()
     choice.on_engine_lost("engine e was lost (x)")
     with pytest.raises(EngineUnavailable, match="engine e was lost"):
-        await outputs.next_delta()
+        await outputs.next_event()
 
 
 async def test_engine_loss_after_tokens_names_the_resume_point() -> None:
     outputs, choice, _ = one_choice()
     feed(choice, [1, 2, 3])
     choice.on_engine_lost("engine e was lost (x)")
-    assert (await outputs.next_delta()).token_ids == [1, 2, 3]
+    assert (await outputs.next_event()).token_ids == [1, 2, 3]
     with pytest.raises(GenerationLost, match=r"engine e was lost .* 3 of choice 0"):
-        await outputs.next_delta()
+        await outputs.next_event()
 
 
 async def test_engine_loss_after_the_end_changes_nothing() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
+
 from services.frontend.generate import Generator, ServedModel
+from services.frontend.prompt_report import PromptReport
 from services.frontend.requests import RawChat, RawRequest, fit_to_context, parse
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineWelcome
 
 MODEL = "tiny/fake"
@@ -72,8 +76,22 @@ class FakeGenerator(Generator):
         assert sampling.max_tokens is not None
         await asyncio.sleep(0)
         yield AdmittedEvent(raw.request_id, MODEL, sampling.seed or 0, prompt)
+        if sampling.prompt_logprobs is not None:
+            report = PromptReport(np.array(prompt, np.uint32), sampling.prompt_logprobs, lambda i: bytes([i]))
+            for position in range(1, len(prompt)):
+                report.add(_prompt_logprobs(prompt, position, sampling.prompt_logprobs))
+            while (part := report.take()) is not None:
+                await asyncio.sleep(0)
+                yield part
         num_tokens = 0
-        texts = ["".join(map(chr, prompt)) if raw.echo else ""] * sampling.n
+        if sampling.max_tokens == 0:
+            for index in range(sampling.n):
+                yield DeltaEvent(
+                    index, bytes(prompt).decode() if raw.echo else "", [], (), FinishReason.LENGTH
+                )
+            yield FinishedEvent(Usage(len(prompt), 0, num_cached_tokens=1), StageTimings())
+            return
+        texts = [bytes(prompt).decode() if raw.echo else ""] * sampling.n
         for number in range(len(WORDS) + 1):
             await asyncio.sleep(0)
             for index in range(sampling.n):
@@ -147,6 +165,17 @@ def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:
     if isinstance(prompt, RawChat):
         prompt = "".join(f"{message['role']}:{message['content']}" for message in prompt.messages)
     return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+
+def _prompt_logprobs(prompt: Sequence[int], position: int, num_top: int) -> PromptLogprobs:
+    """The token is the second best of all; the best is `A`, those after it follow in the alphabet."""
+    top = [65, prompt[position], *range(66, 66 + num_top)][:num_top]
+    return PromptLogprobs(
+        position,
+        np.array([[prompt[position], *top]], np.uint32),
+        np.array([[-position, *(-position + 0.5 - 0.5 * rank for rank in range(num_top))]], np.float32),
+        np.array([2], np.uint32),
+    )
 
 
 def _logprobs(token_id: int, text: str, num_top: int) -> TokenLogprobs:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
+from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
 from triptych.types.outputs import (
     FinishedRequest,
@@ -90,7 +90,29 @@ logprob = build(
 )
 token_logprobs = build(TokenLogprobs, chosen=logprob, top=st.lists(logprob, max_size=3).map(tuple))
 
+
+@st.composite
+def prompt_logprobs(draw: Any) -> PromptLogprobs:
+    num_positions, num_candidates = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    num_entries = num_positions * num_candidates
+    values = draw(st.lists(logprob_values, min_size=num_entries, max_size=num_entries))
+    shape = num_positions, num_candidates
+    return PromptLogprobs(
+        first_position=draw(u32),
+        token_ids=draw(u32_column(num_entries)).reshape(shape),
+        logprobs=np.array(values, dtype=np.float32).reshape(shape),
+        ranks=draw(u32_column(num_positions)),
+    )
+
+
 events = st.one_of(
+    build(
+        PromptLogprobsEvent,
+        logprobs=prompt_logprobs(),
+        token_bytes=st.lists(st.binary(max_size=3), max_size=4),
+        first_token_bytes=st.binary(max_size=3),
+        index=st.just(0),  # of one prompt alone
+    ),
     build(AdmittedEvent, request_id=words, model=words, seed=u64, prompt_token_ids=st.lists(u32, max_size=5)),
     build(
         DeltaEvent,
@@ -116,20 +138,6 @@ def logprob_columns(draw: Any) -> LogprobColumns:
         token_ids=draw(u32_column(num_entries)),
         logprobs=np.array(values, dtype=np.float32),
         ranks=draw(u32_column(len(counts))),
-    )
-
-
-@st.composite
-def prompt_logprobs(draw: Any) -> PromptLogprobs:
-    num_positions, num_candidates = draw(st.integers(0, 3)), draw(st.integers(1, 3))
-    num_entries = num_positions * num_candidates
-    values = draw(st.lists(logprob_values, min_size=num_entries, max_size=num_entries))
-    shape = num_positions, num_candidates
-    return PromptLogprobs(
-        first_position=draw(u32),
-        token_ids=draw(u32_column(num_entries)).reshape(shape),
-        logprobs=np.array(values, dtype=np.float32).reshape(shape),
-        ranks=draw(u32_column(num_positions)),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
-from triptych.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
+from triptych.types.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 
 class OutputCollector:
@@ -22,6 +22,9 @@ class OutputCollector:
                 while len(output.outputs) <= event.index:
                     output.outputs.append(CompletionOutput(index=len(output.outputs)))
                 _append(output.outputs[event.index], event)
+            case PromptLogprobsEvent():
+                output.prompt_logprobs = output.prompt_logprobs or [None]
+                output.prompt_logprobs += _prompt_entries(event)
             case AdmittedEvent():
                 output.request_id = event.request_id
                 output.prompt_token_ids = list(event.prompt_token_ids)
@@ -43,12 +46,17 @@ async def stream_outputs(
     admitted = AdmittedEvent("", "", 0, ())
     index_to_total: dict[int, CompletionOutput] = {}
     held: RequestOutput | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     async for event in events:
         if isinstance(event, AdmittedEvent):
             admitted = event
             continue
+        if isinstance(event, PromptLogprobsEvent):
+            prompt_logprobs = prompt_logprobs or [None]
+            prompt_logprobs += _prompt_entries(event)
+            continue
         if isinstance(event, FinishedEvent):
-            last = held or _delta_output(admitted, prompt, [])
+            last = held or _delta_output(admitted, prompt, [], prompt_logprobs)
             last.finished, last.usage, last.timings = True, event.usage, event.timings
             yield last
             return
@@ -61,17 +69,40 @@ async def stream_outputs(
         _append(choice, event)
         if is_cumulative:
             choice = replace(choice, token_ids=choice.token_ids.copy())
-        output = _delta_output(admitted, prompt, [choice])
+        output = _delta_output(admitted, prompt, [choice], prompt_logprobs)
         if event.finish_reason is not None:
             held = output
         else:
             yield output
 
 
+def _prompt_entries(event: PromptLogprobsEvent) -> list[TokenLogprobs]:
+    """One entry per position of a part of the prompt."""
+    part = event.logprobs
+    token_bytes = iter(event.token_bytes)
+    entries = []
+    for token_ids, logprobs, rank in zip(
+        part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist(), strict=True
+    ):
+        ranks = rank, *range(1, len(token_ids))
+        own, *top = map(Logprob.of_bytes, token_ids, logprobs, token_bytes, ranks)
+        entries.append(TokenLogprobs(own, tuple(top)))
+    return entries
+
+
 def _delta_output(
-    admitted: AdmittedEvent, prompt: str | None, choices: list[CompletionOutput]
+    admitted: AdmittedEvent,
+    prompt: str | None,
+    choices: list[CompletionOutput],
+    prompt_logprobs: list[TokenLogprobs | None] | None,
 ) -> RequestOutput:
-    return RequestOutput(admitted.request_id, prompt, list(admitted.prompt_token_ids), choices)
+    return RequestOutput(
+        admitted.request_id,
+        prompt,
+        list(admitted.prompt_token_ids),
+        choices,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def _append(choice: CompletionOutput, delta: DeltaEvent) -> None:

@@ -126,7 +126,8 @@ class GenerationClient:
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """Stream one answer: AdmittedEvent, DeltaEvents, FinishedEvent. Closing the iterator aborts it.
+        """Stream one answer: AdmittedEvent, PromptLogprobsEvents if asked for, DeltaEvents, FinishedEvent. Closing the
+        iterator aborts it.
 
         Args:
             sampling: see `request.Sampling`. With SamplingParams(max_tokens=None) the answer may take the

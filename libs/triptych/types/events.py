@@ -1,4 +1,4 @@
-"""What a generation tells its client, in order: admitted once, deltas, finished once."""
+"""What a generation tells its client, in order: admitted once, the prompt if asked for, deltas, finished once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, Usage
+from triptych.types.step import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,19 @@ class AdmittedEvent:
     model: str
     seed: int
     prompt_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobsEvent:
+    """A part of the prompt's log-probabilities. Parts come in order, at least one, all before the first delta."""
+
+    logprobs: PromptLogprobs
+    token_bytes: Sequence[bytes]
+    """[num_positions * (1 + num_top)] UTF-8 of each of `logprobs.token_ids`; may be a part of a character."""
+    first_token_bytes: bytes = b""
+    """In the first part: of the prompt's first token, which has no log-probability."""
+    index: int = 0
+    """The first choice of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +53,4 @@ class FinishedEvent:
     tokenize_ns: int = 0
 
 
-Event = AdmittedEvent | DeltaEvent | FinishedEvent
+Event = AdmittedEvent | PromptLogprobsEvent | DeltaEvent | FinishedEvent

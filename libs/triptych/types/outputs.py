@@ -103,6 +103,14 @@ class Logprob:
     token_bytes: bytes | None = None
     """The token's bytes where `text` does not tell them: a part of a character. None: those of `text`."""
 
+    @classmethod
+    def of_bytes(cls, token_id: int, logprob: float, token_bytes: bytes, rank: int) -> Logprob:
+        """Return the entry of a token of these bytes."""
+        try:
+            return cls(token_id, logprob, token_bytes.decode(), rank)
+        except UnicodeDecodeError:
+            return cls(token_id, logprob, token_bytes.decode(errors="replace"), rank, token_bytes)
+
     @property
     def utf8(self) -> bytes:
         """The token's bytes: a part of a UTF-8 text."""
@@ -153,6 +161,8 @@ class RequestOutput:
     finished: bool = False
     usage: Usage = Usage()
     timings: StageTimings = StageTimings()
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per token of the prompt, None for the first; only if asked for."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -30,7 +30,7 @@ class SamplingParams:
     n: int = 1
     """Choices per prompt, 1..16384. Choice 0 is seeded with `seed`, choice i > 0 with `splitmix64(seed + i)`."""
     max_tokens: int | None = 16
-    """New tokens at most, >= 1. None: the rest of the context."""
+    """New tokens at most, >= 1; 0 only with `prompt_logprobs` or echo. None: the rest of the context."""
     min_tokens: int = 0
     """EOS and stop ids are masked until this many tokens are out, 0..max_tokens."""
     temperature: float = 1.0
@@ -58,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Alternatives to report per output token, 0..20; None: none, not even the chosen one's."""
     prompt_logprobs: int | None = None
+    """Alternatives to report per token of the prompt but the first, 0..20; None: none, not even the token's own."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, bias) pairs, each bias clamped to ±100."""
     allowed_token_ids: tuple[int, ...] = ()

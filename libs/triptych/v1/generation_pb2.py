@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x8f\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\rH\x01\x88\x01\x01\x12,\n\x0boutput_kind\x18\x0b \x01(\x0e\x32\x17.triptych.v1.OutputKind\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x42\x08\n\x06promptB\x19\n\x17_truncate_prompt_tokens\"\xa2\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.triptych.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\x96\x01\n\x10GenerateResponse\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.triptych.v1.AdmittedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.triptych.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"p\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\"\xd6\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\r\n\x0bstop_reason\"Y\n\x08\x46inished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Usage\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.triptych.v1.StageTimings\"\x95\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triptych.v1.Model\"X\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"U\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_dimensions\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.triptych.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x32\xc5\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.triptych.v1.TokenizeRequest\x1a\x1d.triptych.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.triptych.v1.DetokenizeRequest\x1a\x1f.triptych.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.triptych.v1.ListModelsRequest\x1a\x1f.triptych.v1.ListModelsResponse2R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.triptych.v1.EmbedRequest\x1a\x1a.triptych.v1.EmbedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x8f\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\rH\x01\x88\x01\x01\x12,\n\x0boutput_kind\x18\x0b \x01(\x0e\x32\x17.triptych.v1.OutputKind\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x42\x08\n\x06promptB\x19\n\x17_truncate_prompt_tokens\"\xa2\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.triptych.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xce\x01\n\x10GenerateResponse\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.triptych.v1.AdmittedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.triptych.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.triptych.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enum_candidates\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\r\n\x05ranks\x18\x05 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x06 \x03(\x0c\x12\x19\n\x11\x66irst_token_bytes\x18\x07 \x01(\x0c\"p\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\"\xd6\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\r\n\x0bstop_reason\"Y\n\x08\x46inished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Usage\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.triptych.v1.StageTimings\"\x95\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triptych.v1.Model\"X\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"U\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_dimensions\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.triptych.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x32\xc5\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.triptych.v1.TokenizeRequest\x1a\x1d.triptych.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.triptych.v1.DetokenizeRequest\x1a\x1f.triptych.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.triptych.v1.ListModelsRequest\x1a\x1f.triptych.v1.ListModelsResponse2R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.triptych.v1.EmbedRequest\x1a\x1a.triptych.v1.EmbedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,35 +39,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=638
   _globals['_CHATMESSAGE']._serialized_end=696
   _globals['_GENERATERESPONSE']._serialized_start=699
-  _globals['_GENERATERESPONSE']._serialized_end=849
-  _globals['_ADMITTED']._serialized_start=851
-  _globals['_ADMITTED']._serialized_end=963
-  _globals['_DELTA']._serialized_start=966
-  _globals['_DELTA']._serialized_end=1180
-  _globals['_FINISHED']._serialized_start=1182
-  _globals['_FINISHED']._serialized_end=1271
-  _globals['_TOKENIZEREQUEST']._serialized_start=1274
-  _globals['_TOKENIZEREQUEST']._serialized_end=1423
-  _globals['_TOKENIZERESPONSE']._serialized_start=1425
-  _globals['_TOKENIZERESPONSE']._serialized_end=1485
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1487
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1598
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1600
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1634
-  _globals['_LISTMODELSREQUEST']._serialized_start=1636
-  _globals['_LISTMODELSREQUEST']._serialized_end=1655
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1657
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1713
-  _globals['_MODEL']._serialized_start=1715
-  _globals['_MODEL']._serialized_end=1803
-  _globals['_EMBEDREQUEST']._serialized_start=1805
-  _globals['_EMBEDREQUEST']._serialized_end=1890
-  _globals['_EMBEDRESPONSE']._serialized_start=1892
-  _globals['_EMBEDRESPONSE']._serialized_end=1986
-  _globals['_EMBEDDING']._serialized_start=1988
-  _globals['_EMBEDDING']._serialized_end=2015
-  _globals['_GENERATIONSERVICE']._serialized_start=2018
-  _globals['_GENERATIONSERVICE']._serialized_end=2343
-  _globals['_EMBEDDINGSERVICE']._serialized_start=2345
-  _globals['_EMBEDDINGSERVICE']._serialized_end=2427
+  _globals['_GENERATERESPONSE']._serialized_end=905
+  _globals['_PROMPTLOGPROBS']._serialized_start=908
+  _globals['_PROMPTLOGPROBS']._serialized_end=1072
+  _globals['_ADMITTED']._serialized_start=1074
+  _globals['_ADMITTED']._serialized_end=1186
+  _globals['_DELTA']._serialized_start=1189
+  _globals['_DELTA']._serialized_end=1403
+  _globals['_FINISHED']._serialized_start=1405
+  _globals['_FINISHED']._serialized_end=1494
+  _globals['_TOKENIZEREQUEST']._serialized_start=1497
+  _globals['_TOKENIZEREQUEST']._serialized_end=1646
+  _globals['_TOKENIZERESPONSE']._serialized_start=1648
+  _globals['_TOKENIZERESPONSE']._serialized_end=1708
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1710
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1821
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1823
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1857
+  _globals['_LISTMODELSREQUEST']._serialized_start=1859
+  _globals['_LISTMODELSREQUEST']._serialized_end=1878
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1880
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1936
+  _globals['_MODEL']._serialized_start=1938
+  _globals['_MODEL']._serialized_end=2026
+  _globals['_EMBEDREQUEST']._serialized_start=2028
+  _globals['_EMBEDREQUEST']._serialized_end=2113
+  _globals['_EMBEDRESPONSE']._serialized_start=2115
+  _globals['_EMBEDRESPONSE']._serialized_end=2209
+  _globals['_EMBEDDING']._serialized_start=2211
+  _globals['_EMBEDDING']._serialized_end=2238
+  _globals['_GENERATIONSERVICE']._serialized_start=2241
+  _globals['_GENERATIONSERVICE']._serialized_end=2566
+  _globals['_EMBEDDINGSERVICE']._serialized_start=2568
+  _globals['_EMBEDDINGSERVICE']._serialized_end=2650
 # @@protoc_insertion_point(module_scope)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+import numpy as np
+
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import FinishReason
+from triptych.types.step import PromptLogprobs
 from triptych.v1 import common_pb2, generation_pb2
 from triptych.wire.common import (
     timings_from_proto,
@@ -26,6 +29,8 @@ def event_to_proto(event: Event) -> generation_pb2.GenerateResponse:
     match event:
         case DeltaEvent():
             return generation_pb2.GenerateResponse(delta=_delta_to_proto(event))
+        case PromptLogprobsEvent():
+            return generation_pb2.GenerateResponse(prompt_logprobs=_prompt_logprobs_to_proto(event))
         case AdmittedEvent():
             return generation_pb2.GenerateResponse(
                 admitted=generation_pb2.Admitted(
@@ -46,10 +51,12 @@ def event_to_proto(event: Event) -> generation_pb2.GenerateResponse:
 
 
 def event_from_proto(message: generation_pb2.GenerateResponse) -> Event:
-    """Raises ValueError for an event that this client does not know."""
+    """Raises ValueError for an event that this client does not know, or whose columns do not fit together."""
     match message.WhichOneof("event"):
         case "delta":
             return _delta_from_proto(message.delta)
+        case "prompt_logprobs":
+            return _prompt_logprobs_from_proto(message.prompt_logprobs)
         case "admitted":
             admitted = message.admitted
             return AdmittedEvent(
@@ -64,6 +71,33 @@ def event_from_proto(message: generation_pb2.GenerateResponse) -> Event:
             )
         case other:
             raise ValueError(f"an event of a kind this client does not know: {other}")
+
+
+def _prompt_logprobs_to_proto(event: PromptLogprobsEvent) -> generation_pb2.PromptLogprobs:
+    part = event.logprobs
+    return generation_pb2.PromptLogprobs(
+        first_position=part.first_position,
+        num_candidates=part.token_ids.shape[1],
+        token_ids=part.token_ids.ravel().tolist(),
+        logprobs=part.logprobs.ravel().tolist(),
+        ranks=part.ranks.tolist(),
+        token_bytes=event.token_bytes,
+        first_token_bytes=event.first_token_bytes,
+    )
+
+
+def _prompt_logprobs_from_proto(message: generation_pb2.PromptLogprobs) -> PromptLogprobsEvent:
+    shape = len(message.ranks), message.num_candidates
+    return PromptLogprobsEvent(
+        PromptLogprobs(
+            message.first_position,
+            np.array(message.token_ids, np.uint32).reshape(shape),
+            np.array(message.logprobs, np.float32).reshape(shape),
+            np.array(message.ranks, np.uint32),
+        ),
+        list(message.token_bytes),
+        message.first_token_bytes,
+    )
 
 
 def _delta_to_proto(event: DeltaEvent) -> generation_pb2.Delta:

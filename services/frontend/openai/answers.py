@@ -32,10 +32,10 @@ class CompletionLogprobs(Answer):
 
     tokens: list[str]
     """A part of a character is spelled by its bytes: `bytes:\\xe2\\x80`."""
-    token_logprobs: list[float]
-    """-9999 stands for minus infinity."""
-    top_logprobs: list[dict[str, float]]
-    """The chosen token and its best rivals, by text."""
+    token_logprobs: list[float | None]
+    """-9999 stands for minus infinity; null for the first token of a prompt that is repeated."""
+    top_logprobs: list[dict[str, float] | None]
+    """The chosen token and its best rivals, by text; null as in token_logprobs."""
     text_offset: list[int]
     """Characters of the tokens before."""
 

@@ -19,7 +19,7 @@ from services.frontend.openai.schema import (
 )
 from services.frontend.requests import RawChat, RawRequest, why_not_request_id
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.types.sampling import OutputKind
+from triptych.types.sampling import MAX_LOGPROBS, OutputKind
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
@@ -50,15 +50,12 @@ _REFUSED_PROMPT = "-"
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
     """One raw request per prompt, in their order; request ids are numbered where there is a list of prompts."""
     base = _common(body, label, deadline_s)
-    unserved = base.unserved
-    if body.echo and body.logprobs is not None:
-        unserved += ("logprobs (together with echo)",)
-    base = replace(
-        base,
-        sampling={**base.sampling, "max_tokens": body.max_tokens, "logprobs": body.logprobs},
-        echo=bool(body.echo),
-        unserved=unserved,
-    )
+    sampling = {**base.sampling, "max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if (
+        body.echo and body.logprobs is not None and 0 <= body.logprobs <= MAX_LOGPROBS
+    ):  # else refused as it is
+        sampling["prompt_logprobs"] = body.logprobs
+    base = replace(base, sampling=sampling, echo=bool(body.echo))
     prompt = body.prompt
     if prompt is None:
         return [replace(base, prompt=_REFUSED_PROMPT if _is_refused(body, "prompt") else None)]

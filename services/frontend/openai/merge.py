@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from services.frontend.openai.body import MAX_VIOLATIONS
 from triptych.errors import InvalidRequest
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import StageTimings, Usage
 
 
@@ -34,7 +34,7 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
         while len(ends) < len(streams):
             number, event = await events.get()
             match event:
-                case DeltaEvent():
+                case DeltaEvent() | PromptLogprobsEvent():
                     yield replace(event, index=number * num_choices + event.index)
                     turns[number].set()
                 case AdmittedEvent():

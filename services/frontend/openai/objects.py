@@ -8,10 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from services.frontend.openai.echo import EchoLogprobs, finite, spell
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
 from triptych.types.outputs import FinishReason, Logprob, TokenLogprobs, Usage
-
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell; as OpenAI does
 
 
 def to_json(value: Any) -> str:
@@ -46,6 +45,9 @@ class AnswerFormat(Protocol):
     def opening(self, index: int) -> str | None:
         """JSON of the choice in the chunk that opens it, if it is opened by one."""
 
+    def add_prompt(self, event: PromptLogprobsEvent) -> None:
+        """Take in a part of a prompt's log-probabilities; all of them come before the first delta."""
+
     def delta(self, delta: DeltaEvent) -> str:
         """JSON of the choice in a later chunk."""
 
@@ -60,42 +62,65 @@ class CompletionFormat:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, *, wants_logprobs: bool) -> None:
+    def __init__(self, *, wants_logprobs: bool, num_choices: int = 1) -> None:
+        """
+        Args:
+            num_choices: Of each prompt.
+        """
         self._wants_logprobs = wants_logprobs
+        self._num_choices = num_choices
         self._text_offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+        self._prompts: dict[int, EchoLogprobs] = {}  # by the first choice of each that is repeated with them
 
     def opening(self, index: int) -> str | None:
         return None
 
+    def add_prompt(self, event: PromptLogprobsEvent) -> None:
+        if event.index not in self._prompts:
+            self._prompts[event.index] = EchoLogprobs(event.first_token_bytes)
+        self._prompts[event.index].add(event)
+
     def delta(self, delta: DeltaEvent) -> str:
-        logprobs = self._logprobs(delta.index, delta.logprobs) if self._wants_logprobs else None
+        logprobs = self._logprobs(delta.index, delta.logprobs, delta.text) if self._wants_logprobs else None
         return (
             f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
             f'"logprobs":{to_json(logprobs) if logprobs else "null"},{_ending(delta)}}}'
         )
 
     def whole(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
         return {
             "index": choice.index,
-            "text": "".join(choice.texts),
-            "logprobs": self._logprobs(choice.index, choice.logprobs) if self._wants_logprobs else None,
+            "text": text,
+            "logprobs": self._logprobs(choice.index, choice.logprobs, text) if self._wants_logprobs else None,
             "finish_reason": choice.finish_reason and choice.finish_reason.word,
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        offsets, offset = [], self._text_offsets.get(index, 0)
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs], text: str) -> dict[str, Any]:
+        """`text`: What the choice has new; its first begins with the prompt that it repeats."""
+        prompt = None
+        if index not in self._text_offsets:
+            prompt = self._prompts.get(index - index % self._num_choices)
+        offsets, offset = ([], self._text_offsets.get(index, 0)) if prompt is None else prompt.place_in(text)
         for entry in entries:
             offsets.append(offset)
             offset += len(entry.chosen.text)
         self._text_offsets[index] = offset
+        tokens = [_name(entry.chosen) for entry in entries]
+        token_logprobs: list[float | None] = [finite(entry.chosen.logprob) for entry in entries]
+        top_logprobs: list[dict[str, float] | None] = [
+            {_name(candidate): finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
+            for entry in entries
+        ]
+        if prompt is not None:
+            tokens = prompt.tokens + tokens
+            token_logprobs = prompt.token_logprobs + token_logprobs
+            top_logprobs = prompt.top_logprobs + top_logprobs
         return {
-            "tokens": [_name(entry.chosen) for entry in entries],
-            "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
-            "top_logprobs": [
-                {_name(candidate): _finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
-                for entry in entries
-            ],
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
 
@@ -115,6 +140,9 @@ class ChatFormat:
             f'{{"index":{index},"delta":{{"role":"assistant","content":""}},'
             '"logprobs":null,"finish_reason":null}'
         )
+
+    def add_prompt(self, event: PromptLogprobsEvent) -> None:
+        raise NotImplementedError("a chat does not repeat its prompt")
 
     def delta(self, delta: DeltaEvent) -> str:
         content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
@@ -144,6 +172,8 @@ async def whole_answer(
                     if event.index not in choices:
                         choices[event.index] = Choice(event.index)
                     choices[event.index].add(event)
+                case PromptLogprobsEvent():
+                    format.add_prompt(event)
                 case AdmittedEvent():
                     model = event.model
                 case _:
@@ -187,15 +217,8 @@ def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _name(entry: Logprob) -> str:
-    """Return a token's text, or its bytes in OpenAI's spelling: parts of characters differ in these only."""
-    if entry.token_bytes is None:
-        return entry.text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.token_bytes)
+    return entry.text if entry.token_bytes is None else spell(entry.token_bytes)
 
 
 def _candidate(entry: Logprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.utf8)}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+    return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.utf8)}

@@ -77,7 +77,8 @@ async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Re
         return body, raws
 
     body, raws = await _reader(request).read(request, CompletionRequest, to_raws)
-    return await _generate(request, body, raws, CompletionFormat(wants_logprobs=body.logprobs is not None))
+    format = CompletionFormat(wants_logprobs=body.logprobs is not None, num_choices=convert.num_choices(body))
+    return await _generate(request, body, raws, format)
 
 
 @router.post(

@@ -33,9 +33,15 @@ def schema(**keywords: Any) -> FieldInfo:
     return Field(json_schema_extra=keywords)
 
 
-def limits(name: str) -> FieldInfo:
-    """Say in the document which values of a sampling field the parser takes."""
+def limits(name: str, *, minimum: int | None = None) -> FieldInfo:
+    """Say in the document which values of a sampling field the parser takes.
+
+    Args:
+        minimum: Where the endpoint takes fewer than the field has.
+    """
     low, high = {**FLOAT_LIMITS, **INTEGER_LIMITS}[name]
+    if minimum is not None:
+        low = minimum
     return schema(**{"exclusiveMinimum" if name == "top_p" else "minimum": low}, maximum=high)
 
 
@@ -159,11 +165,12 @@ class CompletionRequest(SamplingBody):
     ] = None
     """At least one token each. Choice j of prompt i has the index i * n + j."""
     max_tokens: Annotated[int, limits("max_tokens")] | None = None
-    """New tokens at most, >= 1. Null: 16."""
+    """New tokens at most, >= 1, or 0 with echo. Null: 16."""
     echo: bool | None = None
     """Repeat the prompt at the head of the text."""
     logprobs: Annotated[int, limits("logprobs")] | None = None
-    """Report the log-probability of each token and of its so many best rivals, 0..20. Null: none."""
+    """Report the log-probability of each token and of its so many best rivals, 0..20; with echo the prompt's as well.
+    Null: none."""
 
     best_of: Any = not_served(1)
     suffix: Any = not_served("")
@@ -222,9 +229,9 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
 
     model_config = document_as("messages")
 
-    max_completion_tokens: Annotated[int, limits("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, limits("max_tokens", minimum=1)] | None = None
     """New tokens at most, >= 1. Null: all that the context leaves."""
-    max_tokens: Annotated[int, limits("max_tokens")] | None = None
+    max_tokens: Annotated[int, limits("max_tokens", minimum=1)] | None = None
     """The older name of max_completion_tokens."""
     logprobs: bool | None = None
     """Report the log-probability of each token."""

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from services.frontend.openai.errors import tell
 from services.frontend.openai.in_flight import ClientGone, InFlight
 from services.frontend.openai.objects import AnswerFormat, to_json, usage_object
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
 
 DONE = "data: [DONE]\n\n"
 
@@ -36,6 +36,8 @@ async def chunks(
                 case DeltaEvent():
                     if event.text or event.logprobs or event.finish_reason is not None:
                         yield f"{head}{format.delta(event)}{tail}"
+                case PromptLogprobsEvent():
+                    format.add_prompt(event)
                 case AdmittedEvent():
                     shared = {
                         "id": answer_id,
