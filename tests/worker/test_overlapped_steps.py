@@ -26,6 +26,7 @@ from tests.worker.tiny import (
     tiny_config,
 )
 from triptych.config.rank_group import OneRank
+from triptych.types.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -224,12 +225,12 @@ def test_a_step_that_lacks_memory_is_not_tried_again_while_other_ranks_wait_in_i
     assert model.num_failures == 0
 
 
-def test_a_step_that_lacks_memory_twice_fails_its_own_requests_by_name() -> None:
+def test_a_step_that_never_fits_fails_its_own_requests_by_name() -> None:
     model = MemoryHog(VOCAB)
     runner, _ = echo_runner(model)
     rows = [new_row(0, [1, 2], [1]), new_row(1, [7], [3], generation=5)]
     first = runner.launch(step_plan(1, new=rows, chunks={0: 2}))
-    model.num_failures = 2
+    model.num_failures = 4
     entering = new_row(2, [4, 5, 6], [6], generation=4)
     second = runner.launch(step_plan(2, new=[entering], chunks={2: 2}, skipped=[1]))
     third = runner.launch(step_plan(3, removed=[0, 2]))
@@ -239,3 +240,55 @@ def test_a_step_that_lacks_memory_twice_fails_its_own_requests_by_name() -> None
     assert [(error.slot, error.generation) for error in result.row_errors] == [(0, 1), (2, 4)]
     assert "no memory for a step of 3 tokens of 2 requests" in result.row_errors[0].message
     assert third.wait().token_ids.tolist() == continuation([7], 2)[1:]
+
+
+class SmallMemory(EchoModel):
+    """Has memory for steps of so many tokens."""
+
+    max_tokens = 64
+
+    def forward(self, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if len(token_ids) > self.max_tokens:
+            raise torch.OutOfMemoryError("tried to allocate 7.00 GiB")
+        return super().forward(token_ids, *arguments)
+
+
+def test_a_step_without_memory_is_computed_without_its_newest_prompts() -> None:
+    model = SmallMemory(VOCAB)
+    runner, _ = echo_runner(model)
+    logprobs = SamplingParams(temperature=0.0, logprobs=1)
+    rows = [new_row(1, [1, 2], [1]), new_row(3, [7], [3], sampling=logprobs)]
+    first = runner.launch(step_plan(1, new=rows, chunks={1: 2}))
+    older = new_row(2, [9] * 5, [5, 6])
+    second = runner.launch(step_plan(2, new=[older], chunks={2: 2}))
+    model.max_tokens = 6
+    newer = new_row(0, [4, 5, 6, 7], [8], generation=4)
+    third = runner.launch(step_plan(3, new=[newer], chunks={2: 3, 0: 4}))
+    fourth = runner.launch(step_plan(4, removed=[0], blocks=[(1, 9)]))
+    said = [continuation([1, 2], 4), continuation([9] * 5, 2), continuation([7], 4)]
+    assert first.wait().token_ids.tolist() == [said[0][0], said[2][0]]
+    assert second.wait().token_ids.tolist() == [said[0][1], said[2][1]]
+    result = third.wait()
+    assert result.token_ids.tolist() == [0, said[0][2], said[1][0], said[2][2]]
+    assert [(error.slot, error.generation) for error in result.row_errors] == [(0, 4)]
+    assert "no memory for a step of 9 tokens of 4 requests" in result.row_errors[0].message
+    assert result.logprobs is not None
+    assert (result.logprobs.rows.tolist(), int(result.logprobs.token_ids[0])) == ([3], said[2][2])
+    assert fourth.wait().token_ids.tolist() == [said[0][3], said[1][1], said[2][3]]
+
+
+def test_a_row_that_reads_what_a_failed_prompt_would_have_written_fails_with_it() -> None:
+    model = SmallMemory(VOCAB)
+    runner, _ = echo_runner(model)
+    model.max_tokens = 4
+    prompt = [4, 5, 6, 7, 8]
+    rows = [
+        new_row(
+            0, prompt, [1, 2], computed=4
+        ),  # of one token, behind a block that slot 1 writes in this step
+        new_row(1, prompt, [1, 3]),
+        new_row(2, [7], [4]),
+    ]
+    result = runner.execute(step_plan(1, new=rows, chunks={1: 5}))
+    assert result.token_ids.tolist() == [0, 0, *continuation([7], 1)]
+    assert [error.slot for error in result.row_errors] == [0, 1]

@@ -112,6 +112,7 @@ class ModelRunner:
                 rows=self._rows,
                 link=link,
                 last_tokens=last_tokens,
+                gather=lambda step: self._inputs.gather(self._rows, step),
                 retries=self._group.size == 1,
             )
         kernels = describe_kernels(self._backend.description, self._inputs.attention)

@@ -42,8 +42,7 @@ class PromptTargets:
 def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | None:
     """Find what a step scores, before it counts as computed; None if no row asks.
 
-    Called once for each step: a row whose prompt ends in it is not looked at again. Steps of rows that do not ask cost
-    nothing.
+    A row is looked at until the first step after its prompt. Steps of rows that do not ask cost nothing.
     """
     if not rows.slot_to_prompt_top:
         return None
@@ -59,7 +58,7 @@ def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | No
         first = max(start + 1, int(rows.prompt_logprobs_start[slot]))
         end = min(start + int(step.query_lens[row]) + 1, num_prompt)
         num_top = rows.slot_to_prompt_top[slot]
-        if end == num_prompt:
+        if start >= num_prompt:
             del rows.slot_to_prompt_top[slot]
         if first >= end:
             continue

@@ -11,7 +11,7 @@ row that thereby reaches `num_known` samples the token of the next position. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,16 @@ class StepRows:
     @property
     def sampling_slots(self) -> I64:
         return self.slots[self.samples]
+
+    def select(self, rows: Flags) -> StepRows:
+        """Return the step of some of its rows, [num_rows]; all errors stay with it."""
+        return replace(
+            self,
+            slots=self.slots[rows],
+            query_lens=self.query_lens[rows],
+            starts=self.starts[rows],
+            samples=self.samples[rows],
+        )
 
 
 class RequestRows:
@@ -139,6 +149,32 @@ class RequestRows:
         same_row = self._entered_in[slots] <= step_id
         self.token_ids[slots[same_row], positions[same_row]] = token_ids[same_row]
         self._last_recorded = step_id
+
+    def rows_without_newest_prompts(self, step: StepRows) -> Flags | None:
+        """Return which rows of a step, [num_rows], make a smaller one that can be computed in its place.
+
+        Half of the rows with several tokens leave it, those that entered last, and with them every row that reads
+        what one of them writes in this step. None: no smaller step is left.
+        """
+        prompts = np.flatnonzero(step.query_lens > 1)
+        prompts = prompts[np.argsort(self._entered_in[step.slots[prompts]], kind="stable")]
+        stays = np.ones(step.slots.size, np.bool_)
+        stays[prompts[prompts.size // 2 :]] = False
+        ends = step.starts + step.query_lens
+        first_written = np.maximum(step.starts, self.write_start[step.slots]) // self.block_size
+        held = [
+            self.block_table[slot, : -(-end // self.block_size)]
+            for slot, end in zip(step.slots, ends, strict=True)
+        ]
+        leaving = np.flatnonzero(~stays).tolist()
+        while leaving:
+            row = leaving.pop()
+            written = held[row][first_written[row] :]
+            for other in np.flatnonzero(stays).tolist():
+                if np.isin(held[other], written).any():
+                    stays[other] = False
+                    leaving.append(other)
+        return stays if 0 < stays.sum() < stays.size else None
 
     def clear(self) -> None:
         """Forget every row."""
