@@ -8,7 +8,9 @@ compute                    [step n                ][step n+1                ]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +23,8 @@ Array = NDArray[np.generic]
 _NUM_BLOCKS = (
     2  # one is read by the step that computes while the next step's inputs are copied into the other
 )
+_ALIGNMENT = 64  # bytes, of each result; a cache line
+_LEAST_RESULT_BYTES = 1 << 16  # the tokens of 8,192 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,54 @@ class DeviceLink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ResultBlock:
+    """One step's results in the host's memory."""
+
+    memory: Tensor
+    """uint8"""
+    parts: tuple[Tensor, ...]
+    """Views of it, one for each tensor."""
+
+
+class ResultBlocks:
+    """Host memory that the results of steps arrive in: a block that has been read serves a later step.
+
+    Pinned memory is dear to get, and the device is waited for where the system must be asked for it. As many blocks
+    come to be as there are steps in flight.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+
+    def take(self, tensors: Sequence[Tensor]) -> ResultBlock:
+        """Return room for some tensors, of their shapes and dtypes, which belongs to the caller until `read`."""
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        memory = self._free.pop() if self._free else None
+        if memory is None or memory.numel() < starts[-1]:
+            num_bytes = max(_LEAST_RESULT_BYTES, 1 << (starts[-1] - 1).bit_length())
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        parts = (
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=False)
+        )
+        return ResultBlock(memory, tuple(parts))
+
+    def read(self, block: ResultBlock) -> tuple[Array, ...]:
+        """Return what has arrived in a block, in memory of its own."""
+        values = tuple(part.numpy().copy() for part in block.parts)
+        self._free.append(block.memory)
+        return values
+
+
 class CudaLink:
     """The `DeviceLink` of a CUDA device; kernels are those launched on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copies = torch.cuda.Stream(device)
+        self._results = ResultBlocks(pinned=True)
         self._blocks: list[_Block] = []
         self._turn = 0
         self._begun = torch.cuda.Event()  # recorded where a step begins, behind all the kernels before it
@@ -107,14 +153,12 @@ class CudaLink:
         assert first is not None, "a step begins with `upload`"
         last = self._last_kernel = torch.cuda.Event(enable_timing=True)
         last.record(compute)
-        # pinned memory comes from torch's cache, which keeps a block until the copies into it are done
-        on_host = tuple(
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in tensors
-        )
+        on_host = self._results.take(tensors)
+        for part, tensor in zip(on_host.parts, tensors, strict=True):
+            part.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)  # who waits leaves the core to the event loop
         arrived.record(compute)
-        return _CudaReadBack(on_host, arrived, first, last, before)
+        return _CudaReadBack(self._results, on_host, arrived, first, last, before)
 
 
 class _Block:
@@ -129,7 +173,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CudaReadBack:
-    on_host: tuple[Tensor, ...]
+    results: ResultBlocks
+    on_host: ResultBlock
     arrived: torch.cuda.Event
     first: torch.cuda.Event
     last: torch.cuda.Event
@@ -145,7 +190,7 @@ class _CudaReadBack:
             busy_ns=_nanoseconds(self.first, self.last),
             gap_ns=_nanoseconds(self.before, self.first) if self.before is not None else 0,
         )
-        return tuple(tensor.numpy().copy() for tensor in self.on_host), times
+        return self.results.read(self.on_host), times
 
 
 def _nanoseconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
