@@ -11,7 +11,13 @@ import torch
 
 from services.worker.sampling.batch import SamplingBuffers
 from services.worker.sampling.columns import SamplingColumns, TokenHistory
-from services.worker.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
+from services.worker.sampling.sampler import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    PENALTY_OVERFLOWS,
+    SampledTokens,
+    Sampler,
+)
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
@@ -208,6 +214,14 @@ def test_a_row_fails_for_a_bad_logit_that_its_own_restrictions_would_hide(bench)
     assert sampled.failures == ((0, NOT_FINITE), (1, NOT_FINITE))
     assert sampled.token_ids.tolist() == [0, 0]
     assert sampled.logprobs is None
+
+
+def test_a_row_fails_for_the_cause_that_its_request_holds(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, repetition_penalty=1e-39))
+    bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(EOS,)))
+    bench.enter(2, SamplingParams(temperature=0.0, repetition_penalty=1.1))
+    sampled = bench.sample(peaked(5, 6).repeat(3, 1), [0, 1, 2])
+    assert sampled.failures == ((0, PENALTY_OVERFLOWS), (1, NOTHING_ALLOWED))
 
 
 def penalized(logits: torch.Tensor, params: SamplingParams, prompt, output) -> torch.Tensor:

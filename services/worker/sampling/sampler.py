@@ -16,11 +16,14 @@ from triptych.types.step import LogprobColumns, RowFault
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 NOT_FINITE = RowFault("the model's logits hold NaN or infinity")
 NOTHING_ALLOWED = RowFault.of_client(
-    "sampling: min_tokens masks every token that allowed_token_ids names, or a penalty makes logits infinite; "
-    "allow another token, or lower it"
+    "sampling: min_tokens masks every token that allowed_token_ids names; allow another token, or lower it"
+)
+PENALTY_OVERFLOWS = RowFault.of_client(
+    "sampling.repetition_penalty: it makes logits infinite; set it nearer to 1, where it changes nothing"
 )
 
 
@@ -62,6 +65,8 @@ class ChosenTokens:
     token_ids: Tensor
     """[num_rows] int64; `first` itself where no row changes its logits. -1: nothing to choose from."""
     logprobs: LogprobTensors | None = None
+    is_penalized: Flags | None = None
+    """[num_rows] whose penalties, and no mask, leave nothing to choose from where that is so; None: nobody's."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -111,11 +116,13 @@ class Sampler:
         """
         if not self._columns.demanding:
             return ChosenTokens(chosen, chosen)
-        token_ids = chosen
+        token_ids, is_penalized = chosen, None
         changes = gather_changes(self._columns, self._history, slots, logits.device)
         if changes is not None:
             token_ids = self._choose_changed(logits, chosen, slots[changes.rows], changes)
-        return ChosenTokens(chosen, token_ids, self._launch_logprobs(logits, token_ids, slots))
+            is_penalized = self._columns.has_penalties[slots] & ~self._columns.restricts[slots]
+        logprobs = self._launch_logprobs(logits, token_ids, slots)
+        return ChosenTokens(chosen, token_ids, logprobs, is_penalized)
 
     def read(self, choice: ChosenTokens, values: Sequence[NDArray[np.generic]]) -> SampledTokens:
         """The tokens and what failed.
@@ -128,7 +135,8 @@ class Sampler:
         first: I64 = values[1] if is_changed else token_ids  # type: ignore[assignment]
         failures = dict.fromkeys(_unusable(first), NOT_FINITE)
         for row in _unusable(token_ids):
-            failures.setdefault(row, NOTHING_ALLOWED)
+            is_penalized = choice.is_penalized is not None and bool(choice.is_penalized[row])
+            failures.setdefault(row, PENALTY_OVERFLOWS if is_penalized else NOTHING_ALLOWED)
         token_ids[list(failures)] = 0
         logprobs = None
         if choice.logprobs is not None:
