@@ -189,8 +189,8 @@ def _obstacle_to_float8(device: str, *, native_float8: bool) -> str | None:
 def _obstacle_to_int8_on_cpu(dtype: str, *, native_kernels: bool) -> str | None:
     if not native_kernels:
         return (
-            "on CPUs it is read by the native kernels alone, which are not built for this processor; "
-            "build them with `python -m triptych_kernels.cpu.build`, or set it to"
+            "on CPUs it is read by the native kernels alone, which are not in use here; on Linux and x86-64 with AVX2 "
+            "`python -m triptych_kernels.cpu.build` builds them; or set it to"
         )
     if dtype not in NATIVE_DTYPES:
         return f"the native kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}; set it to"
@@ -271,8 +271,9 @@ def _batch_dependence(attention: str, site: AttentionSite, quantization: str) ->
         )
     if site.device == "cpu" and not (site.native_kernels and site.dtype in NATIVE_DTYPES):
         return (
-            "without the native kernels products are torch's, which cuts its sums by the number of rows; build them "
-            f"with `python -m triptych_kernels.cpu.build` and set model.dtype to {' or '.join(NATIVE_DTYPES)}"
+            "without the native kernels products are torch's, which cuts its sums by the number of rows; on Linux and "
+            "x86-64 with AVX2 build them with `python -m triptych_kernels.cpu.build`, and set model.dtype to "
+            f"{' or '.join(NATIVE_DTYPES)}"
         )
     return None
 

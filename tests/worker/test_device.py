@@ -117,7 +117,7 @@ def test_a_rank_is_told_its_place():
 @pytest.mark.parametrize(
     ("dtype", "native_kernels", "says"),
     [
-        ("bfloat16", False, r"native kernels alone.*build them .* or set it to auto, which is bfloat16 here"),
+        ("bfloat16", False, r"native kernels alone.*builds them; or set it to auto, which is bfloat16 here"),
         ("float16", True, r"take float32 and bfloat16, not model\.dtype = float16"),
     ],
 )
@@ -263,7 +263,7 @@ def test_only_automatic_quantization_lets_the_batch_change_numbers_unasked(
     [
         (site("cuda:0"), "none", "weights that are not quantized are cuBLAS's"),
         (site("cuda:0", num_experts=4, num_experts_per_tok=2), "q4", "the router of a mixture"),
-        (site("cpu", native_kernels=False), "none", "products are torch's"),
+        (site("cpu", native_kernels=False), "none", "products are torch's.* to float32 or bfloat16"),
     ],
 )
 def test_products_that_follow_the_batch_are_not_promised_otherwise(where, quantization, why):
