@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.helpers.fake_frontend import SERVICE, FakeFrontend
-from triptych.client.cli import main
+from triptych.client.cli import env, main
 from triptych.client.cli.streaming import write_now
 from triptych.errors import EngineFailure
 
@@ -116,8 +116,10 @@ def test_nobody_at_the_address_is_one_line_that_says_what_to_do(capsys):
 @pytest.mark.parametrize("command", [("complete", "a", "--address"), ("health",)])
 def test_a_proxy_in_the_environment_is_not_asked(command, frontend):
     words = [sys.executable, "-m", "triptych.client.cli", *command, frontend.address]
-    env = {**os.environ, "http_proxy": f"http://{NOBODY}", "https_proxy": f"http://{NOBODY}"}
-    assert subprocess.run(words, env=env, capture_output=True, timeout=20, check=False).returncode == 0
+    environment = {**os.environ, "http_proxy": f"http://{NOBODY}", "https_proxy": f"http://{NOBODY}"}
+    assert (
+        subprocess.run(words, env=environment, capture_output=True, timeout=20, check=False).returncode == 0
+    )
 
 
 def test_a_refused_request_is_one_line(frontend, capsys):
@@ -269,11 +271,20 @@ def test_a_model_that_is_not_there_is_one_line(capsys):
     assert "/no/such/model" in shown
 
 
+def test_env_prints_what_a_system_without_proc_tells(monkeypatch, capsys):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(env, "_key_values", lambda path: {})
+    assert exit_code("env") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line)
+    assert lines["cores"].startswith(f"{os.cpu_count()} usable of ")
+    assert lines["memory"].endswith(" GiB")
+
+
 def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
     program = "import sys; from triptych.client.cli import main; main(['env']); print('torch' in sys.modules)"
-    env = {**os.environ, "TRIPTYCH_LOG_LEVEL": "debug"}
+    environment = {**os.environ, "TRIPTYCH_LOG_LEVEL": "debug"}
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines() if " " in line)
     assert lines["python"].startswith(".".join(map(str, sys.version_info[:2])))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from triptych.client import child
 from triptych.client.launch import with_free_ports
 from triptych.client.local import MAX_RESTARTS, LocalCluster, dial_address
 from triptych.config.fields import EngineConfig
@@ -163,6 +164,15 @@ def test_options_reach_the_children_as_flags_and_not_by_the_environment(monkeypa
     monkeypatch.setenv("TRIPTYCH_CONFIG", "/no/such/file")
     with Cluster() as cluster:
         cluster.wait_bound(TIMEOUT_S)
+
+
+def test_without_a_signal_of_the_system_a_child_ends_itself_when_its_parent_is_gone(monkeypatch):
+    parents, sent = iter([7, 7, 1]), []
+    monkeypatch.setattr(child.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(child.os, "kill", lambda pid, signal_number: sent.append((pid, signal_number)))
+    monkeypatch.setattr(child, "_POLL_S", 0.0)
+    child.end_with_parent(7)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_a_child_whose_parent_is_gone_does_not_start():

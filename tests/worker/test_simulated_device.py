@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
+import pytest
+
+from services.worker.simulation.device import use_precise_sleep
 from tests.worker.simulated import SleepingClock, simulated_device
 from triptych.types.step_time import StepTimeModel, StepWork
 
@@ -56,3 +62,9 @@ def test_the_device_stands_idle_until_a_plan_arrives():
     clock.now_ns += 9_000_000
     arrived = clock()
     assert device.wait(WORK, arrived) == arrived + WORK_NS
+
+
+def test_timers_are_left_alone_where_the_system_is_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("there is no prctl"))
+    use_precise_sleep()

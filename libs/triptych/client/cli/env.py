@@ -46,11 +46,14 @@ def _machine() -> Iterator[tuple[str, str]]:
     flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     yield "cpu", cpu.get("model name") or platform.machine()
     yield "cpu flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
-    yield (
-        "cores",
-        f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}, quota {_read_limit('cpu.max')}",
-    )
+    # macOS restricts no process to some of the CPUs, and has no /proc
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{usable} usable of {os.cpu_count()}, quota {_read_limit('cpu.max')}"
     memory = _key_values("/proc/meminfo")
+    if "MemAvailable" not in memory:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        yield "memory", f"{total:.1f} GiB"
+        return
     total, available = (int(memory[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
     yield "memory", f"{available:.1f} of {total:.1f} GiB available, limit {_read_limit('memory.max')}"
 
