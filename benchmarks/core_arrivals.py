@@ -23,7 +23,7 @@ from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 from triptych.wire.worker import plan_to_proto
 
@@ -58,12 +58,11 @@ def arrivals_ms(num_arrivals: int, prompt_len: int, seed: int) -> float:
     received = engine_core_pb2.SubmitBatch(
         requests=[
             submit_to_proto(
-                SubmitRequest(
-                    number=number,
-                    request_id=str(number),
-                    token_ids=rng.integers(0, VOCAB_SIZE, prompt_len, dtype=np.uint32),
-                    num_prompt_tokens=prompt_len,
-                    sampling=SamplingParams(max_tokens=128),
+                single_choice(
+                    number,
+                    str(number),
+                    rng.integers(0, VOCAB_SIZE, prompt_len, dtype=np.uint32),
+                    SamplingParams(max_tokens=128),
                     seed=number,
                 )
             )

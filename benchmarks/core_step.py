@@ -22,7 +22,7 @@ from triptych.config import SchedulerConfig
 from triptych.internal.v1 import worker_pb2
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 from triptych.wire.worker import plan_to_proto, result_from_proto, result_to_proto
 
 BLOCK_SIZE = 16
@@ -51,15 +51,14 @@ def build(num_running: int, num_steps: int, *, enable_prefix_caching: bool) -> S
     rng = np.random.default_rng(0)
     for number in range(num_running):
         length = PROMPT_LEN + number % BLOCK_SIZE
-        submit = SubmitRequest(
-            number=number,
-            request_id=str(number),
-            token_ids=rng.integers(EOS + 1, VOCAB_SIZE, length, dtype=np.uint32),
-            num_prompt_tokens=length,
-            sampling=SamplingParams(max_tokens=None),
+        submit = single_choice(
+            number,
+            str(number),
+            rng.integers(EOS + 1, VOCAB_SIZE, length, dtype=np.uint32),
+            SamplingParams(max_tokens=None),
             seed=number,
         )
-        scheduler.add(Request.from_submit(submit, session=0))
+        scheduler.add(*Request.choices_of(submit, session=0))
     return scheduler
 
 

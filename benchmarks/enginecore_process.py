@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,7 +28,7 @@ from triptych.client.local import LocalCluster
 from triptych.config import EngineConfig
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SubmitRequest, single_choice
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 PROMPT_LEN = 128
@@ -59,6 +62,12 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _create(
+    numbers: Sequence[int], *, prompt: NDArray[np.uint32], sampling: SamplingParams, seed: int
+) -> SubmitRequest:
+    return single_choice(numbers[0], str(seed), prompt, sampling, seed=seed)
+
+
 async def measure(config: EngineConfig, pid: int, arguments: argparse.Namespace) -> list[tuple[float, int]]:
     """Per round: CPU milliseconds per step, and steps."""
     client = EngineClient(f"127.0.0.1:{config.engine.port}", frontend_id="benchmark", boot_id="benchmark")
@@ -72,17 +81,10 @@ async def measure(config: EngineConfig, pid: int, arguments: argparse.Namespace)
     for number in range(arguments.running):
         length = PROMPT_LEN + number % config.cache.block_size  # uniform phases of the blocks
         sinks.append(sink := CountingSink())
-        client.submit(
-            SubmitRequest(
-                number=client.take_number(),
-                request_id=str(number),
-                token_ids=rng.integers(1000, 40_000, length, dtype=np.uint32),
-                num_prompt_tokens=length,
-                sampling=SamplingParams(max_tokens=7000, ignore_eos=True),
-                seed=number,
-            ),
-            sink,
-        )
+        prompt = rng.integers(1000, 40_000, length, dtype=np.uint32)
+        sampling = SamplingParams(max_tokens=7000, ignore_eos=True)
+        create = functools.partial(_create, prompt=prompt, sampling=sampling, seed=number)
+        client.submit(create, [sink])
     async with asyncio.timeout(READY_TIMEOUT_S):
         while min(sink.num_tokens for sink in sinks) < 2:
             await asyncio.sleep(0.05)

@@ -24,7 +24,7 @@ from triptych.config import EngineConfig, JournalConfig, SchedulerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -53,7 +53,7 @@ def start(config: EngineConfig, num_running: int, num_steps: int) -> EngineCore:
         length = PROMPT_LEN + number % BLOCK_SIZE
         prompt = rng.integers(0, VOCAB_SIZE, length, dtype=np.uint32)
         sampling = SamplingParams(max_tokens=NUM_WARMUP_STEPS + num_steps + 4, ignore_eos=True)
-        engine.submit(SESSION, SubmitRequest(number, str(number), prompt, length, sampling, seed=number))
+        engine.submit(SESSION, single_choice(number, str(number), prompt, sampling, seed=number))
     _plan(engine)
     return engine
 

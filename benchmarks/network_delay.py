@@ -40,7 +40,7 @@ from triptych.config.shared import shared_config
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SubmitRequest, single_choice
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_REQUESTS = 32
@@ -153,12 +153,11 @@ async def measure(config: EngineConfig, port: int | None, num_steps: int) -> tup
 
 
 def _submit(number: int, max_tokens: int) -> SubmitRequest:
-    return SubmitRequest(
-        number=number,
-        request_id=str(number),
-        token_ids=np.full(PROMPT_LEN, 100 + number, np.uint32),
-        num_prompt_tokens=PROMPT_LEN,
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+    return single_choice(
+        number,
+        str(number),
+        np.full(PROMPT_LEN, 100 + number, np.uint32),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         seed=number,
     )
 

@@ -20,7 +20,7 @@ from services.worker.runner.base import Runner
 from services.worker.startup import load_runner
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan, StepResult
+from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
 
 PREFILL_TOKENS = 1024
 
@@ -86,12 +86,14 @@ def run(runner: Runner, num_streams: int, input_len: int, output_len: int, seed:
             NewRow(
                 slot=slot,
                 generation=0,
-                token_ids=rng.integers(0, facts.model.vocab_size, input_len, dtype=np.uint32),
-                num_prompt_tokens=input_len,
+                content=RowContent(
+                    rng.integers(0, facts.model.vocab_size, input_len, dtype=np.uint32),
+                    SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),
+                ),
+                emitted_token_ids=empty_u32(),
                 num_computed_tokens=0,
                 num_cached_tokens=0,
                 block_ids=np.arange(1 + slot * blocks_each, 1 + (slot + 1) * blocks_each, dtype=np.uint32),
-                sampling=SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),
                 seed=0,
             )
             for slot in slots

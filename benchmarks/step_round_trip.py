@@ -35,7 +35,7 @@ from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan, StepResult
+from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
 
 NUM_ROWS = (1, 64, 256)
 _FACTS = WorkerFacts(
@@ -114,10 +114,9 @@ async def measure(port: int, num_rows: int, window: int, num_steps: int) -> np.n
 
 
 def _plan(step_id: int, last_result_seen: int, num_new: int) -> StepPlan:
-    token_ids = np.zeros(2, np.uint32)
+    content, emitted = RowContent(np.zeros(1, np.uint32), SamplingParams()), np.zeros(1, np.uint32)
     rows = tuple(
-        NewRow(slot, 0, token_ids, 1, 1, 1, np.array([slot + 1], np.uint32), SamplingParams(), 0)
-        for slot in range(num_new)
+        NewRow(slot, 0, content, emitted, 1, 1, np.array([slot + 1], np.uint32), 0) for slot in range(num_new)
     )
     return StepPlan(step_id=step_id, last_result_seen=last_result_seen, new_rows=rows)
 

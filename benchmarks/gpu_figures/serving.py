@@ -15,8 +15,8 @@ from services.enginecore.scheduler import Scheduler
 from services.worker.runner.base import PendingStep, Runner
 from triptych.config import SchedulerConfig
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
+from triptych.types.submit import single_choice
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _WINDOW = 2  # steps that are launched before the result of the oldest is waited for
@@ -91,12 +91,13 @@ class DecodingStreams:
         return NewRow(
             slot=slot,
             generation=0,
-            token_ids=rng.integers(0, self._runner.facts.model.vocab_size, self._context, dtype=np.uint32),
-            num_prompt_tokens=self._context,
+            content=RowContent(
+                rng.integers(0, self._runner.facts.model.vocab_size, self._context, dtype=np.uint32), _GREEDY
+            ),
+            emitted_token_ids=empty_u32(),
             num_computed_tokens=num_computed,
             num_cached_tokens=num_computed,
             block_ids=np.arange(first_block, first_block + self._blocks_each, dtype=np.uint32),
-            sampling=_GREEDY,
             seed=0,
         )
 
@@ -128,15 +129,14 @@ def serve(runner: Runner, num_requests: int, input_len: int, output_len: int, *,
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
     for number in range(num_requests):
-        submit = SubmitRequest(
-            number=number,
-            request_id=str(number),
-            token_ids=rng.integers(0, facts.model.vocab_size, input_len, dtype=np.uint32),
-            num_prompt_tokens=input_len,
-            sampling=sampling,
+        submit = single_choice(
+            number,
+            str(number),
+            rng.integers(0, facts.model.vocab_size, input_len, dtype=np.uint32),
+            sampling,
             seed=number,
         )
-        scheduler.add(Request.from_submit(submit, session=0))
+        scheduler.add(*Request.choices_of(submit, session=0))
     runner.reset()
     pending: deque[PendingStep] = deque()
     num_output = num_steps = 0

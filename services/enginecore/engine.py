@@ -125,11 +125,13 @@ class EngineCore:
             _check_vocabulary(submit, self._facts.model.vocab_size)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
-            self._scheduler.add(Request.from_submit(submit, session=session, deadline=deadline))
+            displaced = self._scheduler.add(*Request.choices_of(submit, session=session, deadline=deadline))
         except TriptychError as error:
-            self._outputs.fail(session, submit.number, error)
+            for number in submit.numbers.tolist():
+                self._outputs.fail(session, number, error)
         else:
-            self._outputs.admit(session, submit.number, whole_output=submit.whole_output)
+            self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
+            self._note_failed(displaced)
 
     def abort(self, session: int, number: int) -> None:
         """End a request that nobody waits for any more; one that has ended already is no error."""
@@ -275,7 +277,8 @@ class EngineCore:
 
 def _check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
     """The frontend has looked already; one id beyond the embedding would cost all requests their worker."""
-    if (worst := _largest(submit.token_ids)) >= vocab_size:
+    worst = max(map(_largest, (submit.prompt_token_ids, *submit.emitted)))
+    if worst >= vocab_size:
         raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")
 
 

@@ -84,6 +84,7 @@ class EngineLoop:
             ready=False,
             why_not_ready=self._readiness[1],
             has_priorities=config.scheduler.policy == "priority",
+            max_choices=config.scheduler.max_num_seqs + config.scheduler.max_num_waiting,
         )
 
     @property
@@ -343,6 +344,7 @@ class EngineLoop:
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
             has_priorities=self.welcome.has_priorities,
+            max_choices=self.welcome.max_choices,
         )
         if welcome == self.welcome:
             return

@@ -21,6 +21,17 @@ _COLUMN_TO_SLOTS = {
     "block_ids": "block_slots",
 }
 """A column of a plan -> the one that says which slot each of its entries is about."""
+_ROW_FIELDS = (
+    "slot",
+    "generation",
+    "token_ids",
+    "num_prompt_tokens",
+    "num_computed_tokens",
+    "num_cached_tokens",
+    "block_ids",
+    "sampling",
+    "seed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +96,9 @@ def _row_differences(recorded: Sequence[NewRow], now: Sequence[NewRow]) -> Itera
         yield Difference("new_rows", f"{len(recorded)} rows", f"{len(now)} rows", frozenset(slots))
     for index, (before, after) in enumerate(zip(recorded, now, strict=False)):
         slots = {before.slot, after.slot}
-        for field in fields(NewRow):
-            name = f"new_rows[{index}].{field.name}"
-            then, today = getattr(before, field.name), getattr(after, field.name)
+        for field_name in _ROW_FIELDS:
+            name = f"new_rows[{index}].{field_name}"
+            then, today = getattr(before, field_name), getattr(after, field_name)
             if not isinstance(then, np.ndarray):
                 if then != today:
                     yield Difference(name, str(then), str(today), frozenset(slots))

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from services.enginecore.kv.block import BlockTable
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowContent
 from triptych.types.submit import SubmitRequest
 
 
@@ -38,11 +39,12 @@ class Request:
     """Which frontend stream it came on."""
     number: int
     """u32, its name on that stream."""
+    content: RowContent
+    """Prompt and sampling, the same object for all choices of one client's request."""
     token_ids: array[int]
-    """All known tokens, prompt first. While it runs, those of the open block may be missing: they stand in
-    `RowColumns.open_block` until it is full."""
-    num_prompt_tokens: int
-    sampling: SamplingParams
+    """All known tokens, prompt first. Until its first admission it may be the array of all choices, which nobody
+    writes to: `own_tokens` makes it this request's. While it runs, those of the open block may be missing: they
+    are in `RowColumns.open_block` until it is full."""
     seed: int
     priority: int = 0
     tenant: str = ""
@@ -72,25 +74,58 @@ class Request:
     ended_at: float | None = None
 
     @classmethod
-    def from_submit(cls, submit: SubmitRequest, *, session: int, deadline: float | None = None) -> Request:
-        """A request as it came over a frontend's stream; `deadline` on the scheduler's clock."""
-        token_ids = array("I")
-        assert token_ids.itemsize == submit.token_ids.itemsize, "unsigned int is not 4 bytes here"
-        token_ids.frombytes(submit.token_ids.tobytes())
+    def choices_of(
+        cls, submit: SubmitRequest, *, session: int, deadline: float | None = None
+    ) -> list[Request]:
+        """Return a request for each choice of what came over a frontend's stream.
+
+        Args:
+            deadline: On the scheduler's clock, in seconds.
+        """
+        prompt = array("I")
+        assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
+        prompt.frombytes(submit.prompt_token_ids.tobytes())
+        content = RowContent(submit.prompt_token_ids, submit.sampling)
         salt = submit.cache_salt.encode()
-        return cls(
-            request_id=submit.request_id,
-            session=session,
-            number=submit.number,
-            token_ids=token_ids,
-            num_prompt_tokens=submit.num_prompt_tokens,
-            sampling=submit.sampling,
-            seed=submit.seed,
-            priority=submit.priority,
-            tenant=submit.tenant,
-            deadline=deadline,
-            blocks=BlockTable(extras={0: (salt,)} if salt else {}),
-        )
+        requests = [
+            cls(
+                request_id=submit.request_id,
+                session=session,
+                number=number,
+                content=content,
+                token_ids=prompt,
+                seed=seed,
+                priority=submit.priority,
+                tenant=submit.tenant,
+                deadline=deadline,
+                blocks=BlockTable(extras={0: (salt,)} if salt else {}),
+            )
+            for number, seed in zip(submit.numbers.tolist(), submit.seeds.tolist(), strict=True)
+        ]
+        for request in requests[1:]:  # the first one reports the log-probabilities of the prompt
+            request.prompt_logprobs_start = len(prompt)
+        for request, emitted in zip(requests, submit.emitted, strict=False):
+            if len(emitted):
+                request.own_tokens()
+                request.token_ids.frombytes(emitted.tobytes())
+        return requests
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.content.prompt_token_ids)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.content.sampling
+
+    def own_tokens(self) -> None:
+        """Replace the array that all choices share by a copy, which may grow."""
+        self.token_ids = self.token_ids[:]
+
+    @property
+    def has_emitted(self) -> bool:
+        """Whether its client has seen tokens, of this engine or another. While it runs, of completed blocks only."""
+        return len(self.token_ids) > len(self.content.prompt_token_ids)
 
     @property
     def was_admitted(self) -> bool:

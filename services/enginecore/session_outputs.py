@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,12 +55,12 @@ class SessionOutputs:
     def close(self, session: int) -> None:
         self._gathered.pop(session, None)
 
-    def admit(self, session: int, number: int, *, whole_output: bool = False) -> None:
-        """`whole_output`: as in `SubmitRequest`."""
+    def admit(self, session: int, numbers: Sequence[int], *, whole_output: bool = False) -> None:
+        """Note that the choices of one request are queued. `whole_output`: as in `SubmitRequest`."""
         if (gathered := self._gathered.get(session)) is not None:
-            gathered.admitted.append(number)
+            gathered.admitted += numbers
             if not whole_output:
-                gathered.streaming.add(number)
+                gathered.streaming.update(numbers)
 
     def fail(self, session: int, number: int, error: TriptychError) -> None:
         if (gathered := self._gathered.get(session)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import grpc
@@ -87,27 +87,30 @@ class EngineClient:
         """Choices submitted and not ended."""
         return self._session.num_in_flight if self._session is not None else 0
 
-    def take_number(self) -> int:
-        """A number for the next submit; also while a broken stream may be resumed, for a request's later choices.
+    def submit(
+        self, create: Callable[[Sequence[int]], SubmitRequest], sinks: Sequence[OutputSink]
+    ) -> Sequence[int]:
+        """Hand over one request with a choice for each of `sinks`; return the choices' numbers.
+
+        Args:
+            create: Makes the request, given the numbers.
 
         Raises:
-            EngineUnavailable: the engine cannot take requests now.
-            QueueFull: it has stopped reading.
+            EngineUnavailable: The engine cannot take requests now.
+            InvalidRequest: The request is too large to be sent.
+            QueueFull: The engine has stopped reading.
         """
         session = self._session
         if session is None or self.welcome is None or not self.welcome.ready:
             raise EngineUnavailable(f"engine {self.name} is not ready: {self.why_not_ready}")
-        if not session.has_numbers:
+        if not session.has_numbers(len(sinks)):
             if not session.num_in_flight:
                 session.outbox.leave()  # and begin another
             raise EngineUnavailable(f"engine {self.name}: its session has no request numbers left; try again")
-        session.outbox.check_room()
-        return session.take_number()
-
-    def submit(self, request: SubmitRequest, sink: OutputSink) -> None:
-        """Hand over a request whose number was taken just now, without an await in between."""
-        assert self._session is not None, "take_number has just found it there"
-        self._session.submit(request, sink)
+        request = create(session.take_numbers(len(sinks)))
+        session.outbox.check_room(request.num_choices, request.num_bytes)
+        session.submit(request, sinks)
+        return request.numbers.tolist()
 
     def stop(self, number: int, sink: OutputSink) -> None:
         """End this request early; its sink still learns from the engine how it ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from services.frontend.logprobs import BatchLogprobs
@@ -62,17 +63,18 @@ class EngineSession:
         """Requests submitted and not ended."""
         return len(self._sinks)
 
-    @property
-    def has_numbers(self) -> bool:
-        return self._next_number <= MAX_NUMBER
+    def has_numbers(self, count: int) -> bool:
+        """Return whether so many numbers are left."""
+        return self._next_number + count - 1 <= MAX_NUMBER
 
-    def take_number(self) -> int:
-        """A number that no request of this session has had."""
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number
+    def take_numbers(self, count: int) -> range:
+        """Return numbers that no choice of this session has had."""
+        first, self._next_number = self._next_number, self._next_number + count
+        return range(first, first + count)
 
-    def submit(self, request: SubmitRequest, sink: OutputSink) -> None:
-        self._sinks[request.number] = sink
+    def submit(self, request: SubmitRequest, sinks: Sequence[OutputSink]) -> None:
+        """Hand over one request. `sinks`: [num_choices] for the outputs of each."""
+        self._sinks.update(zip(request.numbers.tolist(), sinks, strict=True))
         self.outbox.submit(request)
 
     def stop(self, number: int, sink: OutputSink) -> None:
@@ -108,7 +110,9 @@ class EngineSession:
             raise ProtocolViolation(
                 f"the engine sent output batch {batch.batch_id} after {self.last_batch_seen}"
             )
-        self.last_batch_seen, self.num_futile_streams = batch.batch_id, 0
+        self.last_batch_seen = batch.batch_id
+        if not self.outbox.has_unconfirmed:  # else the next message may be what breaks the streams
+            self.num_futile_streams = 0
         if batch.batch_id % ACKNOWLEDGE_EVERY == 0:
             self.outbox.acknowledge(batch.batch_id)
         self.is_torn = True
@@ -173,9 +177,10 @@ class EngineSession:
             self.abort(number, sink)
             sink.on_error(error)
 
-    def _on_unsendable(self, number: int, error: Exception) -> None:
-        if (sink := self._sinks.pop(number, None)) is not None:
-            sink.on_error(error)
+    def _on_unsendable(self, numbers: Sequence[int], error: Exception) -> None:
+        for number in numbers:
+            if (sink := self._sinks.pop(number, None)) is not None:
+                sink.on_error(error)
 
 
 def _to_error(failure: RequestFailure) -> TriptychError:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from services.frontend.accounting import RequestRecord
-from services.frontend.identity import choice_request_id, choice_seed, draw_seed, new_request_id
+from services.frontend.identity import choice_seed, draw_seed, new_request_id
 from services.frontend.outputs import RequestOutputs
 from services.frontend.prompt_report import PromptReport
 from services.frontend.requests import (
@@ -40,7 +42,7 @@ from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
-_SUBMITS_PER_TURN = 256  # of one request's choices, before the loop serves others
+_CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
 
 
 class ServedModel(NamedTuple):
@@ -267,24 +269,26 @@ class Generator:
         """Hand all choices to the least loaded engine."""
         text = self._require_text()
         raw, sampling = request.raw, request.sampling
-        engine = self._router.choose(request.engine)
-        prompt = request.prompt_token_ids
         if sampling.prompt_logprobs is not None:
+            prompt = request.prompt_token_ids
             outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
         for index in range(sampling.n):
-            if index and index % _SUBMITS_PER_TURN == 0:
+            if index and index % _CHOICES_PER_TURN == 0:
                 await asyncio.sleep(0)
-            number = engine.take_number()
-            choice = outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
-            choice.stop_upstream = functools.partial(engine.stop, number, choice)
-            choice.abort_upstream = functools.partial(engine.abort, number, choice)
-            submit = SubmitRequest(
-                number=number,
-                request_id=choice_request_id(request.request_id, index, sampling.n),
-                token_ids=prompt,
-                num_prompt_tokens=len(prompt),
-                sampling=_engine_sampling(sampling, index),
-                seed=choice_seed(request.seed, index),
+            outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
+        engine = self._router.choose(request.engine)
+        seeds = [choice_seed(request.seed, index) for index in range(sampling.n)]
+
+        # without output, one token is asked for all the same: it comes with the prompt
+        engine_sampling = sampling if sampling.max_tokens else replace(sampling, max_tokens=1)
+
+        def create(numbers: Sequence[int]) -> SubmitRequest:
+            return SubmitRequest(
+                request_id=request.request_id,
+                numbers=np.array(numbers, np.uint32),
+                seeds=np.array(seeds, np.uint64),
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=engine_sampling,
                 priority=raw.priority,
                 tenant=raw.tenant,
                 cache_salt=raw.cache_salt,
@@ -292,7 +296,10 @@ class Generator:
                 # a stop string is looked for here, and each step behind it is computed for nothing
                 whole_output=sampling.output_kind is OutputKind.FINAL_ONLY and not sampling.stop,
             )
-            engine.submit(submit, choice)
+
+        for number, choice in zip(engine.submit(create, outputs.choices), outputs.choices, strict=True):
+            choice.stop_upstream = functools.partial(engine.stop, number, choice)
+            choice.abort_upstream = functools.partial(engine.abort, number, choice)
 
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
@@ -326,14 +333,6 @@ class Generator:
             self._alive.discard(request_id)
             if not self._alive:
                 self._idle.set()
-
-
-def _engine_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Return what the engine is asked for one choice: the prompt's log-probabilities once, and one token at
-    least, which comes with the prompt."""
-    if index and sampling.prompt_logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=None)
-    return sampling if sampling.max_tokens else replace(sampling, max_tokens=1)
 
 
 def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:

@@ -39,11 +39,6 @@ def choice_seed(seed: int, index: int) -> int:
     return seed if index == 0 else splitmix64((seed + index) & _MASK_64)
 
 
-def choice_request_id(request_id: str, index: int, num_choices: int) -> str:
-    """A choice's name in the engine, where each is a request of its own."""
-    return request_id if num_choices == 1 else f"{request_id}#{index}"
-
-
 def splitmix64(state: int) -> int:
     """The output of Steele, Lea and Flood's generator for this state: a bijection of u64 that mixes well.
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import grpc.aio
 import numpy as np
 
-from triptych.errors import ProtocolViolation, QueueFull
+from triptych.errors import InvalidRequest, ProtocolViolation, QueueFull
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.submit import SubmitRequest
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import submit_to_proto
 
-# The engine takes submissions in microseconds; as many as this wait only if it has stopped reading.
-# Twice the largest n, so that one request never fills it.
-MAX_UNSENT = 32768
+MAX_UNCONFIRMED = 32768
+"""Choices that the engine has not confirmed: it takes submissions in microseconds, so as many wait only where it has
+stopped reading. Twice the largest n, so that one request never fills it."""
+MAX_UNCONFIRMED_BYTES = 128 << 20
+MAX_SUBMIT_BYTES = 32 << 20
+"""Of one request: half of what a message may hold."""
 _RETRY_AFTER_S = 1.0
-_BATCH_BYTES = 1 << 20  # of prompts in one message: far below the limit, and short to (de)serialise
+_BATCH_BYTES = 1 << 20  # of one message: far below the limit, and short to (de)serialise
+_BATCH_REQUESTS = 256  # in one message: both ends serve others between two of them
+_ABORTS_PER_MESSAGE = 1 << 16
 
 
 class Outbox:
@@ -29,33 +35,76 @@ class Outbox:
     and kept until it confirms them; a new stream begins with those that it has not.
     """
 
-    def __init__(self, on_unsendable: Callable[[int, Exception], None]) -> None:
-        """`on_unsendable` is told number and error of a submission that cannot be put into a message."""
-        self._unsent: dict[int, SubmitRequest] = {}
+    def __init__(self, on_unsendable: Callable[[Sequence[int], Exception], None]) -> None:
+        """
+        Args:
+            on_unsendable: Called with the numbers and the error of a request that cannot be put into a message.
+        """
+        self._unsent: dict[_Unsent, None] = {}
+        """In order of arrival."""
+        self._number_to_unsent: dict[int, _Unsent] = {}
+        """By the number of each choice."""
         self._aborts: list[int] = []
         self._messages: deque[engine_core_pb2.ConnectRequest] = deque()
+        self._load = _Load()
+        """Of what is unsent or not confirmed."""
+        self._message_loads: deque[_Load] = deque()
+        """Parallel to `_messages`."""
         self._num_confirmed = 0  # the messages before those
         self._batch_to_acknowledge = 0
         self._is_leaving = False
         self._news = asyncio.Event()
         self._on_unsendable = on_unsendable
 
-    def check_room(self) -> None:
-        """Raise QueueFull where the engine has stopped reading."""
-        if len(self._unsent) >= MAX_UNSENT:
+    def check_room(self, num_choices: int, num_bytes: int) -> None:
+        """Check that one more request can be taken.
+
+        Args:
+            num_bytes: What it takes in a message, at most.
+
+        Raises:
+            InvalidRequest: It can never be sent.
+            QueueFull: The engine has stopped reading.
+        """
+        if num_bytes > MAX_SUBMIT_BYTES:
+            raise InvalidRequest(
+                "sampling",
+                f"prompt and sampling parameters take {num_bytes} bytes, above the limit {MAX_SUBMIT_BYTES}",
+            )
+        load = self._load
+        if (
+            load.num_choices + num_choices > MAX_UNCONFIRMED
+            or load.num_bytes + num_bytes > MAX_UNCONFIRMED_BYTES
+        ):
             raise QueueFull(
-                f"{len(self._unsent)} requests wait to be sent to the engine, the limit is {MAX_UNSENT}",
+                f"{load.num_choices} choices of {load.num_bytes} bytes wait to be taken by the engine; the limits are "
+                f"{MAX_UNCONFIRMED} and {MAX_UNCONFIRMED_BYTES}",
                 _RETRY_AFTER_S,
             )
 
+    @property
+    def has_unconfirmed(self) -> bool:
+        """Whether a message has been packed that the engine has not confirmed."""
+        return bool(self._messages)
+
     def submit(self, request: SubmitRequest) -> None:
-        self._unsent[request.number] = request
+        unsent = _Unsent(request)
+        self._unsent[unsent] = None
+        self._number_to_unsent.update(dict.fromkeys(request.numbers.tolist(), unsent))
+        self._load.add(request.num_choices, request.num_bytes)
         self._news.set()
 
     def abort(self, number: int) -> None:
-        if self._unsent.pop(number, None) is None:  # else the engine has never heard of it
+        """End one choice at the engine; a request that is unsent with all its choices aborted is never sent."""
+        unsent = self._number_to_unsent.pop(number, None)
+        if unsent is None:
             self._aborts.append(number)
             self._news.set()
+            return
+        unsent.aborted.append(number)
+        if len(unsent.aborted) == unsent.request.num_choices:
+            del self._unsent[unsent]
+            self._load.remove(unsent.request.num_choices, unsent.request.num_bytes)
 
     def acknowledge(self, batch_id: int) -> None:
         """Tell the engine that it need not keep the output batches up to this one."""
@@ -78,6 +127,8 @@ class Outbox:
             raise ProtocolViolation(f"the engine has received {num_messages} messages of {num_written}")
         while self._num_confirmed < num_messages:
             self._messages.popleft()
+            load = self._message_loads.popleft()
+            self._load.remove(load.num_choices, load.num_bytes)
             self._num_confirmed += 1
 
     async def write_to(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -105,21 +156,58 @@ class Outbox:
     def _pack(self) -> None:
         """Move what waits into messages: aborts first, as they free what submissions may need."""
         if self._aborts:
-            column = u32_to_bytes(np.array(self._aborts, dtype=np.uint32))
-            self._aborts.clear()
-            self._messages.append(engine_core_pb2.ConnectRequest(abort=column))
+            aborts, self._aborts = self._aborts[:_ABORTS_PER_MESSAGE], self._aborts[_ABORTS_PER_MESSAGE:]
+            column = u32_to_bytes(np.array(aborts, dtype=np.uint32))
+            self._keep(engine_core_pb2.ConnectRequest(abort=column), _Load())
         if self._unsent:
-            self._messages.append(engine_core_pb2.ConnectRequest(submit=self._next_batch()))
+            self._keep(*self._next_batch())
 
-    def _next_batch(self) -> engine_core_pb2.SubmitBatch:
-        batch = engine_core_pb2.SubmitBatch()
-        num_bytes = 0
-        while self._unsent and num_bytes < _BATCH_BYTES:
-            number = next(iter(self._unsent))
-            request = self._unsent.pop(number)
-            num_bytes += request.token_ids.nbytes
+    def _keep(self, message: engine_core_pb2.ConnectRequest, load: _Load) -> None:
+        self._messages.append(message)
+        self._message_loads.append(load)
+
+    def _next_batch(self) -> tuple[engine_core_pb2.ConnectRequest, _Load]:
+        batch, load = engine_core_pb2.SubmitBatch(), _Load()
+        while self._unsent and len(batch.requests) < _BATCH_REQUESTS:
+            unsent = next(iter(self._unsent))
+            request = unsent.request
+            if load.num_bytes and load.num_bytes + request.num_bytes > _BATCH_BYTES:
+                break
+            del self._unsent[unsent]
+            numbers = request.numbers.tolist()
+            for number in numbers:
+                self._number_to_unsent.pop(number, None)
             try:
                 batch.requests.append(submit_to_proto(request))
             except (ValueError, TypeError) as error:  # a value that parsing let through: our bug, its loss
-                self._on_unsendable(number, error)
-        return batch
+                self._load.remove(request.num_choices, request.num_bytes)
+                self._on_unsendable(numbers, error)
+            else:
+                self._aborts += unsent.aborted  # for the message behind this one
+                load.add(request.num_choices, request.num_bytes)
+        return engine_core_pb2.ConnectRequest(submit=batch), load
+
+
+@dataclass(slots=True, eq=False)
+class _Unsent:
+    """A request that is in no message yet."""
+
+    request: SubmitRequest
+    aborted: list[int] = field(default_factory=list)
+    """Numbers of the choices that have been aborted meanwhile."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """How much of something there is."""
+
+    num_choices: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_choices: int, num_bytes: int) -> None:
+        self.num_choices += num_choices
+        self.num_bytes += num_bytes
+
+    def remove(self, num_choices: int, num_bytes: int) -> None:
+        self.num_choices -= num_choices
+        self.num_bytes -= num_bytes

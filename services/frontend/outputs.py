@@ -22,6 +22,7 @@ from triptych.types.step import U32, PromptLogprobs
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
 # by no more than this; the usage then lacks the cached tokens, and the timings are 0.
 ACCOUNT_WAIT_S = 0.25
+_CHOICES_NAMED = 8  # in an error's message
 
 
 class RequestOutputs:
@@ -89,12 +90,17 @@ class RequestOutputs:
             self._news.set()
 
     def fail_by_loss(self, why: str) -> None:
-        """End the request because its engine is gone."""
+        """End the request because its engine is gone. Called for each choice; only the first call matters."""
+        if self._error is not None:
+            return
         is_admitted = self._num_admitted == len(self.choices)  # before, the client has seen nothing
         if not is_admitted or not self.num_tokens:
             self.fail(EngineUnavailable(f"{why} before any output of request {self.request_id}; try again"))
             return
-        counts = ", ".join(f"{choice.num_tokens} of choice {choice.index}" for choice in self.choices)
+        shown = self.choices[:_CHOICES_NAMED]
+        counts = ", ".join(f"{choice.num_tokens} of choice {choice.index}" for choice in shown)
+        if len(self.choices) > len(shown):
+            counts += f", … ({len(self.choices)} choices)"
         self.fail(
             GenerationLost(
                 f"{why} after these output tokens of request {self.request_id}: {counts}; to go on from there, "

@@ -20,7 +20,6 @@ from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level
 from triptych.wire.worker import (
     PROTOCOL_VERSION,
-    plan_from_proto,
     result_to_proto,
     worker_facts_to_proto,
 )
@@ -94,9 +93,8 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "step":
-                        plan = plan_from_proto(request.step)
-                        stream.submit(plan)
-                        self._metrics.tokens.inc(plan.num_tokens)
+                        stream.submit(request.step)
+                        self._metrics.tokens.inc(request.step.num_tokens)
                     case "goodbye":
                         stream.leave()
                     case other:

@@ -33,7 +33,7 @@ from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, 
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import JournalReader
 from triptych.wire.journal_rows import RowNames, SessionRows
-from triptych.wire.worker import PROTOCOL_VERSION, plan_to_proto, result_from_proto
+from triptych.wire.worker import PROTOCOL_VERSION, StepEncoder, result_from_proto
 
 EXIT_SAME = 0
 EXIT_DIVERGED = 1
@@ -115,14 +115,14 @@ class _Replayer:
         self._may_become_ready = may_become_ready
         self._epoch = time.time_ns() // 1_000_000
         self._call: grpc.aio.StreamStreamCall | None = None
-        self._rows = SessionRows()
+        self._rows, self._encoder = SessionRows(), StepEncoder()
         self._answers: dict[int, tuple[StepResult, list[int]]] = {}
         """Step id -> what came of it now, and the slot of each of its tokens."""
 
     async def begin(self, recorded: WorkerFacts) -> None:
         """A session from step 1 on."""
         await self.end()
-        self._rows, self._answers = SessionRows(), {}
+        self._rows, self._encoder, self._answers = SessionRows(), StepEncoder(), {}
         while True:
             try:
                 welcome = await self._say_hello(recorded)
@@ -142,7 +142,7 @@ class _Replayer:
         step = self._rows.take(plan)
         self.names.note_rows(plan.new_rows)
         try:
-            response = await self._exchange(worker_pb2.ExecuteRequest(step=plan_to_proto(plan)))
+            response = await self._exchange(worker_pb2.ExecuteRequest(step=self._encoder.encode(plan)))
         except TriptychError as error:
             raise _Diverged(f"step {plan.step_id}: the worker ended the stream: {error}") from None
         self.num_steps += 1

@@ -13,7 +13,8 @@ from services.worker.hello import EngineHello
 from services.worker.runner_thread import RunnerThread
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, StepGap, WorkerAsleep
 from triptych.types.facts import WorkerFacts
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.step import StepResult
+from triptych.wire.worker import Step, StepDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class StepStream:
         self.session = session
         self._outcomes: asyncio.Queue[Outcome | Exception | None] = asyncio.Queue()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, step: Step) -> None:
         """See `Session.submit`; of a stream that another has replaced nothing is taken any more."""
         if self.session.stream is self:
-            self.session.submit(plan)
+            self.session.submit(step)
 
     def leave(self) -> None:
         """The engine has said goodbye on this stream."""
@@ -72,6 +73,7 @@ class Session:
         self.window = min(hello.window, facts.max_window)
         self.stream: StepStream | None = None
         """The one that lives; None while the engine is away."""
+        self._decoder = StepDecoder()
         self._thread = thread
         self._number = thread.open_session(self._take)
         self.name = f"{facts.boot_id}/{self._number}"
@@ -109,29 +111,31 @@ class Session:
             self.stream.put(result)
         return self.stream
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, step: Step) -> None:
         """Queue one step; while the session drains a new one is dropped, and the engine plans it elsewhere.
 
         Raises:
             StepGap: not the step after the last one; it had no effect.
-            ProtocolViolation: more than the window in flight, or results acknowledged that do not exist.
+            ProtocolViolation: more than the window in flight, results acknowledged that do not exist, or a message that
+                is no plan; it had no effect.
         """
-        if plan.step_id <= self._last_received:
-            if (result := self._results.get(plan.step_id)) is not None and self.stream is not None:
+        if step.step_id <= self._last_received:
+            if (result := self._results.get(step.step_id)) is not None and self.stream is not None:
                 self.stream.put(result)
             return  # else it is being computed, and its result will come; or the engine has it
         if self._is_draining:
             return
-        if plan.step_id != self._last_received + 1:
-            raise StepGap(f"step {plan.step_id} after step {self._last_received}")
+        if step.step_id != self._last_received + 1:
+            raise StepGap(f"step {step.step_id} after step {self._last_received}")
         if self._last_received - self._last_completed >= self.window:
             raise ProtocolViolation(
-                f"step {plan.step_id} exceeds the window of {self.window} steps in flight"
+                f"step {step.step_id} exceeds the window of {self.window} steps in flight"
             )
-        if plan.last_result_seen > self._last_completed:
+        if step.last_result_seen > self._last_completed:
             raise ProtocolViolation(
-                f"last_result_seen: {plan.last_result_seen} is above {self._last_completed}, the last step completed"
+                f"last_result_seen: {step.last_result_seen} is above {self._last_completed}, the last step completed"
             )
+        plan = self._decoder.decode(step)
         self._acknowledge(plan.last_result_seen)
         self._last_received = plan.step_id
         self._thread.submit(self._number, plan)

@@ -21,7 +21,7 @@ from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 PROBATION = 32
 
@@ -224,7 +224,7 @@ def num_crashes_until_convicted(
     for number, length in enumerate(prompts):
         token_ids = np.full(length, number, np.uint32)
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-        engine.submit(1, SubmitRequest(number, f"{number}", token_ids, length, sampling, seed=number))
+        engine.submit(1, single_choice(number, f"{number}", token_ids, sampling, seed=number))
     position = prompts[culprit] + num_tokens
     worker, plans, num_crashes = DyingWorker(culprit, position), deque[StepPlan](), 0
     failed, finished = [], []

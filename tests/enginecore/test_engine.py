@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from services.enginecore.engine import EngineCore
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.types.facts import PauseMode
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 SESSION = 1
 
@@ -25,7 +23,7 @@ def submit(engine: EngineCore, number: int, session: int = SESSION, max_tokens: 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.submit(
         session,
-        SubmitRequest(number, f"{session}-{number}", np.array([1, 2, 3], np.uint32), 3, sampling, seed=1),
+        single_choice(number, f"{session}-{number}", [1, 2, 3], sampling, seed=1),
     )
 
 

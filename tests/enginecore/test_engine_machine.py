@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import replace
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,7 +21,7 @@ from triptych.types.facts import KvShape, ModelFacts, PauseMode, WorkerFacts
 from triptych.types.outputs import FinishedRequest, FinishReason, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 MAX_MODEL_LEN = 80
 POISON = [60, 60, 60]
@@ -120,12 +119,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.poison.add(key)
         self.engine.submit(
             session,
-            SubmitRequest(
-                number=self.num_submitted,
-                request_id=str(self.num_submitted),
-                token_ids=np.array(prompt, np.uint32),
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
+            single_choice(
+                self.num_submitted,
+                str(self.num_submitted),
+                prompt,
+                sampling,
                 seed=self.num_submitted,
                 priority=priority,
                 tenant=tenant,

@@ -319,7 +319,7 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
         "text": b"The quick brown fox jumps over the lazy dog." * 9,
         "zeros": bytes(64),
         "cut": whole[: header_bytes - 1],
-        "version": whole.replace(b"triptych-journal\x10\x01", b"triptych-journal\x10\x63"),
+        "version": whole.replace(b"triptych-journal\x10\x02", b"triptych-journal\x10\x63"),
         "damaged": whole[:header_bytes] + b"\x03\xff\xff\xff" + whole[header_bytes:],
     }
     for name, content in files.items():
@@ -330,7 +330,7 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
         assert replay_module.main([str(tmp_path / name)]) == 2, name
         told[name] = capsys.readouterr().err
     assert all("is no step journal" in told[name] for name in ("empty", "text", "zeros", "cut"))
-    assert "has version 99, this triptych reads 1" in told["version"]
+    assert "has version 99, this triptych reads 2" in told["version"]
     assert f"is damaged at byte {header_bytes}" in told["damaged"]
     assert "No such file" in told["absent"]
     assert "no *.journal in this directory" in told["nothing"]

@@ -52,7 +52,7 @@ def test_no_queue_at_all_still_lets_the_seats_be_taken() -> None:
         ({"prompt": make_prompt(64)}, {}, "prompt", ["64", "max_model_len is 64"]),
         ({"prompt": make_prompt(99)}, {}, "prompt", ["99", "max_model_len is 64"]),
         ({"prompt": []}, {}, "prompt", ["0 tokens"]),
-        ({"prompt": [1], "emitted": [1, 2], "max_tokens": 2}, {}, "token_ids", ["3", "limit of 3"]),
+        ({"prompt": [1], "emitted": [1, 2], "max_tokens": 2}, {}, "emitted_token_ids", ["3", "limit of 3"]),
         ({"prompt": [1], "priority": 2}, {"policy": "fcfs"}, "priority", ["2", "fcfs"]),
     ],
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -73,6 +73,21 @@ class NaiveOrder:
         if request in self.admitted:
             return request.priority, False, 0, request.arrival
         return request.priority, True, self.service[request.priority, request.tenant], request.arrival
+
+    def leavers_for(self, request: Request) -> list[Request | None]:
+        """Who may make room in a full queue: of each tenant that waits most on the least urgent level the last one
+        that has emitted nothing elsewhere; None: a tenant without such a request.
+        """
+        waiting = [other for other in self.alive if other not in self.admitted]
+        level = max((other.priority for other in waiting), default=-1)
+        if level < request.priority:
+            return []
+        counts = Counter(other.tenant for other in waiting if other.priority == level)
+        most = max(counts.values())
+        if level == request.priority and most - 1 < counts[request.tenant] + 1:
+            return []
+        last = {other.tenant: other for other in waiting if other.priority == level and not other.has_emitted}
+        return [last.get(tenant) for tenant, count in counts.items() if count == most]
 
     def admit(self, request: Request, num_computed_tokens: int) -> None:
         if request not in self.admitted:
@@ -184,16 +199,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=None if deadline_in is None else self.clock.now + deadline_in,
             **sampling,
         )
-        alive = len(self.expected) - len(self.engine.outcomes)
-        if alive >= self.config["max_num_seqs"] + self.config["max_num_waiting"]:
-            with pytest.raises(QueueFull):
-                self.engine.scheduler.add(request)
-            return
+        num_places = self.config["max_num_seqs"] * (2 if num_emitted else 1) + self.config["max_num_waiting"]
+        is_full = len(self.order.alive) >= num_places
+        leavers = self.order.leavers_for(request) if is_full else []
         try:
-            self.engine.add(request)
+            displaced = self.engine.add_choices(request)
         except DeadlineUnreachable:
             assert deadline_in is not None
             return
+        except QueueFull:
+            assert is_full
+            assert not leavers or None in leavers
+            return
+        assert len(displaced) == bool(leavers)
+        assert all(outcome.request in leavers for outcome in displaced)
+        self.note_ends()
         self.order.add(request)
         self.numbers[session] += 1
         self.expected[session, number] = outputs[num_emitted:], *end  # type: ignore[assignment]
@@ -369,7 +389,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.engine.scheduler.num_used_blocks == 0
         for outcome in self.engine.outcomes.values():
             if isinstance(outcome, Failed):
-                assert isinstance(outcome.error, DeadlineExceeded | EngineFailure | InvalidRequest)
+                assert isinstance(
+                    outcome.error, DeadlineExceeded | EngineFailure | InvalidRequest | QueueFull
+                )
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -70,7 +70,7 @@ def test_columns_of_a_plan_are_read_only() -> None:
     plan = engine.plan()
     assert plan is not None
     (row,) = plan.new_rows
-    for column in (plan.chunk_slots, plan.skipped_slots, row.token_ids, row.block_ids):
+    for column in (plan.chunk_slots, plan.skipped_slots, row.emitted_token_ids, row.block_ids):
         assert not column.flags.writeable
         assert column.dtype == np.uint32
 

@@ -47,7 +47,7 @@ def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
     """With requests whose tokens are looked at as they come."""
     outputs.open(session)
     for number in numbers:
-        outputs.admit(session, number)
+        outputs.admit(session, [number])
     outputs.take()
 
 
@@ -87,13 +87,13 @@ def test_two_steps_join_into_one_batch() -> None:
 def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
-    outputs.admit(1, 4)
+    outputs.admit(1, [4])
     assert outputs.take()[1].batch_id == 1
     outputs.fail(1, 5, QueueFull("full", 1.5))
     batch = outputs.take()[1]
     assert (batch.batch_id, batch.failures[0].retry_after_ms) == (2, 1500)
     outputs.close(1)
-    outputs.admit(1, 6)
+    outputs.admit(1, [6])
     outputs.add_step(*step([1], [7], rows=[0]))
     assert outputs.take() == {}
 
@@ -101,7 +101,7 @@ def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
 def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
-    outputs.admit(1, 7, whole_output=True)
+    outputs.admit(1, [7], whole_output=True)
     assert outputs.take()[1].admitted.tolist() == [7]
     for _ in range(MAX_STEPS_TOGETHER - 1):
         outputs.add_step(*step([1], [7], rows=[0]))
@@ -126,8 +126,8 @@ def test_each_requests_tokens_of_several_steps_stand_together_in_their_order() -
 def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
-    outputs.admit(1, 7, whole_output=True)
-    outputs.admit(1, 8)
+    outputs.admit(1, [7], whole_output=True)
+    outputs.admit(1, [8])
     outputs.take()
     outputs.add_step(*step([1, 1], [7, 8], rows=[0, 2]))
     assert outputs.take()[1].numbers.tolist() == [7, 8]
@@ -140,7 +140,7 @@ def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() ->
 def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
-    outputs.admit(1, 7, whole_output=True)
+    outputs.admit(1, [7], whole_output=True)
     outputs.take()
     part = PromptLogprobs(1, u32(4, 5).reshape(1, 2), np.zeros((1, 2), np.float32), u32(1))
     mine, other = (make_request(number, [1, 2], session=session) for number, session in ((7, 1), (7, 2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from triptych.errors import (
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SubmitRequest, single_choice
+from triptych.wire.columns import u32_from_bytes
 
 
 def hello_reply(request: SubmitRequest) -> list[int]:
@@ -337,8 +338,25 @@ class RecordingCall:
 
 
 def submission(number: int, num_tokens: int = 1, **sampling: Any) -> SubmitRequest:
-    token_ids = np.ones(num_tokens, dtype=np.uint32)
-    return SubmitRequest(number, f"r{number}", token_ids, num_tokens, SamplingParams(**sampling), 0)
+    return single_choice(number, f"r{number}", [1] * num_tokens, SamplingParams(**sampling), seed=0)
+
+
+def group(numbers: Sequence[int], prompt: np.ndarray) -> SubmitRequest:
+    """One request with several choices."""
+    return SubmitRequest(
+        request_id="group",
+        numbers=np.array(numbers, np.uint32),
+        seeds=np.array(numbers, np.uint64),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(),
+    )
+
+
+def numbers_of(message: Any) -> list[int]:
+    """The choices in a message, in order."""
+    return [
+        number for request in message.submit.requests for number in u32_from_bytes(request.numbers).tolist()
+    ]
 
 
 async def written_by(outbox: Outbox, call: RecordingCall) -> list[Any]:
@@ -356,12 +374,12 @@ async def test_what_is_not_confirmed_is_written_again_in_order() -> None:
         await written_by(outbox, RecordingCall())
     outbox.abort(1)
     first, second, abort = await written_by(outbox, RecordingCall())
-    assert first.submit.requests[0].number == 1
+    assert numbers_of(first) == [1]
     outbox.confirm(1)
     outbox.submit(submission(3))
     again = await written_by(outbox, RecordingCall())
     assert again[:2] == [second, abort]
-    assert [request.number for request in again[2].submit.requests] == [3]
+    assert numbers_of(again[2]) == [3]
     outbox.confirm(4)
     assert await written_by(outbox, RecordingCall()) == []
     with pytest.raises(ProtocolViolation, match="received 5 messages of 4"):
@@ -388,31 +406,74 @@ async def test_submissions_that_gather_go_out_in_one_message() -> None:
         outbox.submit(submission(number))
     outbox.abort(3)  # never sent: the engine need not know
     (message,) = await written_by(outbox, call)
-    assert [request.number for request in message.submit.requests] == [1, 2, 4, 5]
+    assert numbers_of(message) == [1, 2, 4, 5]
 
 
 async def test_large_submissions_are_spread_over_messages() -> None:
     outbox, call = Outbox(lambda number, error: None), RecordingCall()
     for number in range(1, 5):
-        outbox.submit(submission(number, num_tokens=200_000))
+        outbox.submit(submission(number, num_tokens=100_000))
     sizes = [len(message.submit.requests) for message in await written_by(outbox, call)]
     assert sizes == [2, 2]
 
 
 async def test_an_unsendable_submission_harms_no_other() -> None:
     unsendable: list[int] = []
-    outbox, call = Outbox(lambda number, error: unsendable.append(number)), RecordingCall()
+    outbox, call = Outbox(lambda numbers, error: unsendable.extend(numbers)), RecordingCall()
     outbox.submit(submission(1, max_tokens=-1))
     outbox.submit(submission(2))
     (message,) = await written_by(outbox, call)
-    assert (unsendable, [request.number for request in message.submit.requests]) == ([1], [2])
+    assert (unsendable, numbers_of(message)) == ([1], [2])
 
 
 async def test_an_engine_that_stopped_reading_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_UNSENT", 2)
-    outbox = Outbox(lambda number, error: None)
+    monkeypatch.setattr(outbox_module, "MAX_UNCONFIRMED", 2)
+    outbox = Outbox(lambda numbers, error: None)
     for number in (1, 2):
-        outbox.check_room()
+        outbox.check_room(1, 100)
         outbox.submit(submission(number))
-    with pytest.raises(QueueFull, match=r"2 requests wait to be sent .* limit is 2"):
-        outbox.check_room()
+    with pytest.raises(QueueFull, match=r"2 choices of \d+ bytes wait .* limits are 2 and"):
+        outbox.check_room(1, 100)
+    await written_by(outbox, RecordingCall())
+    with pytest.raises(QueueFull):  # sent, and maybe to be sent again
+        outbox.check_room(1, 100)
+    outbox.confirm(1)
+    outbox.check_room(2, 100)
+
+
+async def test_unconfirmed_submissions_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_UNCONFIRMED_BYTES", 10_000)
+    outbox = Outbox(lambda numbers, error: None)
+    request = submission(1, num_tokens=2000)
+    outbox.check_room(1, request.num_bytes)
+    outbox.submit(request)
+    with pytest.raises(QueueFull, match="the limits are 32768 and 10000"):
+        outbox.check_room(1, request.num_bytes)
+    outbox.abort(1)  # before it was sent
+    outbox.check_room(1, request.num_bytes)
+
+
+async def test_a_request_above_the_limit_is_refused_before_it_is_kept() -> None:
+    outbox = Outbox(lambda numbers, error: None)
+    request = submission(1, allowed_token_ids=tuple(range(7_000_000)))
+    with pytest.raises(InvalidRequest, match="above the limit 33554432"):
+        outbox.check_room(1, request.num_bytes)
+
+
+async def test_a_request_of_many_choices_costs_one_prompt() -> None:
+    outbox = Outbox(lambda numbers, error: None)
+    prompt = np.arange(100_000, dtype=np.uint32)
+    outbox.submit(group(range(1, 1001), prompt))
+    (message,) = await written_by(outbox, RecordingCall())
+    assert prompt.nbytes < message.ByteSize() < prompt.nbytes + 20_000
+
+
+async def test_choices_aborted_before_they_are_sent_end_behind_the_others() -> None:
+    outbox = Outbox(lambda numbers, error: None)
+    outbox.submit(group([1, 2, 3], np.ones(4, np.uint32)))
+    outbox.submit(group([4, 5], np.ones(4, np.uint32)))
+    for number in (2, 4, 5):
+        outbox.abort(number)
+    submit, abort = await written_by(outbox, RecordingCall())
+    assert numbers_of(submit) == [1, 2, 3]  # nothing of the second request
+    assert u32_from_bytes(abort.abort).tolist() == [2]

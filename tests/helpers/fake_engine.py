@@ -42,7 +42,39 @@ TIMINGS = StageTimings(queued_ns=1, prefill_ns=2, decode_ns=3)
 NUM_CACHED = 4
 DEADLINE_S = 10.0  # how long a test waits for what must come
 
-Reply = Callable[[SubmitRequest], Iterable[int]]
+
+@dataclass(frozen=True, eq=False)
+class SubmittedChoice:
+    """One choice of what a frontend has submitted."""
+
+    request: SubmitRequest
+    index: int
+    number: int
+
+    @property
+    def request_id(self) -> str:
+        """The request's, with the choice's index where there are several."""
+        is_lone = self.request.num_choices == 1
+        return self.request.request_id if is_lone else f"{self.request.request_id}#{self.index}"
+
+    @property
+    def seed(self) -> int:
+        return int(self.request.seeds[self.index])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.request.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever all choices of the request share."""
+        return getattr(self.request, name)
+
+
+Reply = Callable[[SubmittedChoice], Iterable[int]]
 
 
 def u32(values: Iterable[int]) -> np.ndarray:
@@ -72,7 +104,7 @@ class _Stream:
     batches: list[engine_core_pb2.OutputBatch] = field(default_factory=list)
     messages_received: int = 0
     last_acknowledged: int = 0
-    alive: dict[int, SubmitRequest] = field(default_factory=dict)
+    alive: dict[int, SubmittedChoice] = field(default_factory=dict)
 
 
 class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
@@ -110,7 +142,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         )
         self._server: RpcServer | None = None
         self.port = 0
-        self.submitted: list[SubmitRequest] = []
+        self.submitted: list[SubmittedChoice] = []
         self.aborted: list[str] = []
         """Request ids, in order."""
         self.hellos: list[engine_core_pb2.ConnectHello] = []
@@ -163,7 +195,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         for stream in self._streams:
             _put(stream, outputs=stream.batches[batch_id - 1])
 
-    def lose_batch(self, request: SubmitRequest, token_ids: Sequence[int]) -> None:
+    def lose_batch(self, request: SubmittedChoice, token_ids: Sequence[int]) -> None:
         """Keep a batch for a resumed stream, and do not send it now."""
         stream = next(s for s in self._streams if s.alive.get(request.number) is request)
         batch = OutputBatch(len(stream.batches) + 1, numbers=u32([request.number]), token_ids=u32(token_ids))
@@ -186,14 +218,14 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         for stream in self._streams:
             _put(stream, welcome=welcome_to_proto(self._welcome))
 
-    async def next_submit(self, index: int = 0) -> SubmitRequest:
+    async def next_submit(self, index: int = 0) -> SubmittedChoice:
         """The request number `index` of all that were ever submitted."""
         await eventually(lambda: len(self.submitted) > index)
         return self.submitted[index]
 
     def emit(
         self,
-        request: SubmitRequest,
+        request: SubmittedChoice,
         token_ids: Sequence[int] = (),
         *,
         finish: FinishReason | None = None,
@@ -217,12 +249,12 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         )
 
     def fail(
-        self, request: SubmitRequest, code: str, message: str, *, field: str = "", retry_after_ms: int = 0
+        self, request: SubmittedChoice, code: str, message: str, *, field: str = "", retry_after_ms: int = 0
     ) -> None:
         failure = RequestFailure(request.number, code, message, field, retry_after_ms)
         self.send(request, OutputBatch(0, failures=(failure,)))
 
-    def send(self, request: SubmitRequest, batch: OutputBatch) -> None:
+    def send(self, request: SubmittedChoice, batch: OutputBatch) -> None:
         """Send a batch on the stream that `request` came on."""
         stream = next(s for s in self._streams if s.alive.get(request.number) is request)
         for end in (*batch.finished, *batch.failures):
@@ -269,14 +301,16 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             else:
                 stream.messages_received += 1
             for submit in message.submit.requests:
-                self._take(submit_from_proto(submit), stream)
+                request = submit_from_proto(submit)
+                for index, number in enumerate(request.numbers.tolist()):
+                    self._take(SubmittedChoice(request, index, number), stream)
             for number in u32_from_bytes(message.abort).tolist():
                 request = stream.alive.get(number)
                 if request is not None:
                     self.aborted.append(request.request_id)
                     self.emit(request, finish=FinishReason.ABORT)
 
-    def _take(self, request: SubmitRequest, stream: _Stream) -> None:
+    def _take(self, request: SubmittedChoice, stream: _Stream) -> None:
         self.submitted.append(request)
         stream.alive[request.number] = request
         if self._is_mute:

@@ -16,7 +16,7 @@ from services.worker.runner.base import PendingStep, Runner
 from triptych.config import SchedulerConfig
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import PromptLogprobs
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 
 class InProcessEngine:
@@ -55,15 +55,14 @@ class InProcessEngine:
         """Tokens of each prompt, all submitted at once."""
         tokens: dict[int, list[int]] = {}
         for number, prompt in enumerate(prompts, first_number):
-            submit = SubmitRequest(
-                number=number,
-                request_id=f"r{number}",
-                token_ids=np.array(prompt, np.uint32),
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
+            submit = single_choice(
+                number,
+                f"r{number}",
+                prompt,
+                sampling,
                 seed=sampling.seed if sampling.seed is not None else number,
             )
-            self.scheduler.add(Request.from_submit(submit, session=0))
+            self.scheduler.add(*Request.choices_of(submit, session=0))
             tokens[number] = []
         pending: deque[PendingStep] = deque()
         while self.scheduler.has_work or pending:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from services.enginecore.engine import EngineCore
 from services.enginecore.journal import JournaledEngine, create_engine
 from services.enginecore.replay import Replay, replay
@@ -19,7 +17,7 @@ from triptych.config import JournalConfig
 from triptych.types.journal import JournalEvent
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 from triptych.wire.journal import JournalReader, event_to_bytes, framed, header_to_bytes
 
 EPOCH = 1_763_700_000_000
@@ -77,12 +75,11 @@ class RecordedRun:
         number = self._numbers[session] = self._numbers.get(session, 0) + 1
         self.engine.submit(
             session,
-            SubmitRequest(
-                number=number,
-                request_id=f"{session}-{number}",
-                token_ids=np.array(prompt, np.uint32),
-                num_prompt_tokens=len(prompt),
-                sampling=SamplingParams(**{"max_tokens": 12, **(sampling or {})}),
+            single_choice(
+                number,
+                f"{session}-{number}",
+                prompt,
+                SamplingParams(**{"max_tokens": 12, **(sampling or {})}),
                 seed=number,
                 **fields,
             ),

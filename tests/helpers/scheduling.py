@@ -28,7 +28,7 @@ from triptych.types.step import (
     StepPlan,
     StepResult,
 )
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import single_choice
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 61
@@ -86,18 +86,19 @@ def make_request(
     **sampling: Any,
 ) -> Request:
     """A request whose seed is its number unless told."""
-    submit = SubmitRequest(
-        number=number,
-        request_id=request_id or f"{session}-{number}",
-        token_ids=np.array([*prompt, *emitted], np.uint32),
+    submit = single_choice(
+        number,
+        request_id or f"{session}-{number}",
+        [*prompt, *emitted],
+        SamplingParams(**sampling),
         num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(**sampling),
         seed=number if seed is None else seed,
         priority=priority,
         tenant=tenant,
         cache_salt=cache_salt,
     )
-    return Request.from_submit(submit, session=session, deadline=deadline)
+    (request,) = Request.choices_of(submit, session=session, deadline=deadline)
+    return request
 
 
 def prefix_fingerprints(token_ids: Sequence[int]) -> list[int]:
@@ -301,9 +302,18 @@ class Engine:
     """Position and token of each entry reported."""
 
     def add(self, *requests: Request) -> None:
+        """Add each alone; what leaves a full queue for it is noted."""
         for request in requests:
-            self.scheduler.add(request)
+            self.add_choices(request)
+
+    def add_choices(self, *choices: Request) -> tuple[Failed, ...]:
+        """Add the choices of one request; returns what left a full queue for them."""
+        displaced = self.scheduler.add(*choices)
+        for request in choices:
             self.tokens[request.session, request.number] = []
+        for outcome in displaced:
+            self.note(outcome)
+        return displaced
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule()

@@ -38,7 +38,7 @@ from triptych.types.facts import KvShape, ModelFacts, Phase, SleepLevel, WorkerF
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SessionTerms, SubmitRequest
+from triptych.types.submit import SessionTerms, single_choice
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import (
@@ -47,6 +47,7 @@ from triptych.wire.engine_core import (
     terms_from_proto,
     welcome_from_proto,
 )
+from triptych.wire.worker import PROTOCOL_VERSION
 
 DEADLINE_S = 20.0
 
@@ -195,8 +196,8 @@ class FakeFrontend:
     async def start(self, *, resume_session: str = "", last_batch_seen: int = 0) -> None:
         self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
         hello = engine_core_pb2.ConnectHello(
-            min_protocol=1,
-            max_protocol=1,
+            min_protocol=PROTOCOL_VERSION,
+            max_protocol=PROTOCOL_VERSION,
             frontend_id="fake",
             boot_id="1",
             resume_session=resume_session,
@@ -233,12 +234,11 @@ class FakeFrontend:
 
     async def submit(self, number: int, prompt: Sequence[int], **fields: Any) -> None:
         sampling = SamplingParams(**{"max_tokens": 16, **fields.pop("sampling", {})})
-        request = SubmitRequest(
-            number=number,
-            request_id=fields.pop("request_id", f"r{number}"),
-            token_ids=np.array(prompt, np.uint32),
-            num_prompt_tokens=len(prompt),
-            sampling=sampling,
+        request = single_choice(
+            number,
+            fields.pop("request_id", f"r{number}"),
+            prompt,
+            sampling,
             seed=fields.pop("seed", number),
             **fields,
         )

@@ -22,7 +22,7 @@ from triptych.hub import resolve_model
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan
+from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
 
 pytestmark = pytest.mark.model
 
@@ -176,12 +176,13 @@ def _teacher_forced(runner: Runner, prompt: list[int], tokens: list[int]) -> np.
         row = NewRow(
             slot=slot,
             generation=0,
-            token_ids=np.array(known, np.uint32),
-            num_prompt_tokens=len(known),
+            content=RowContent(
+                np.array(known, np.uint32), SamplingParams(allowed_token_ids=(token,), logprobs=0)
+            ),
+            emitted_token_ids=empty_u32(),
             num_computed_tokens=len(known) - 1 if slot < last else 0,
             num_cached_tokens=len(known) if slot < last else 0,
             block_ids=np.arange(1, num_blocks + 1, dtype=np.uint32),
-            sampling=SamplingParams(allowed_token_ids=(token,), logprobs=0),
             seed=0,
         )
         rows.append(row)

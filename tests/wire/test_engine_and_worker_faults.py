@@ -34,7 +34,7 @@ from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.server import RpcServer
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SubmitRequest, single_choice
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -45,12 +45,11 @@ def expected_tokens(number: int, prompt: list[int], **sampling: object) -> list[
 
 
 def make_submit(number: int, prompt: list[int], **sampling: object) -> SubmitRequest:
-    return SubmitRequest(
-        number=number,
-        request_id=f"direct-{number}",
-        token_ids=np.array(prompt, np.uint32),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(**sampling),
+    return single_choice(
+        number,
+        f"direct-{number}",
+        prompt,
+        SamplingParams(**sampling),
         seed=number,
     )
 
@@ -290,7 +289,7 @@ async def test_a_worker_that_drains_under_load_ends_after_the_steps_it_has() -> 
 async def test_a_malformed_submit_ends_alone(fields, code) -> None:
     async with running_stack() as (_, _engine, frontend):
         submit = engine_core_pb2.Submit(
-            number=1, request_id="odd", token_ids=b"\1\0\0\0\2\0\0\0", num_prompt_tokens=2, seed=1
+            numbers=b"\1\0\0\0", request_id="odd", prompt_token_ids=b"\1\0\0\0\2\0\0\0", seeds=bytes(8)
         )
         submit.sampling.max_tokens = 4
         for name, value in fields.items():
@@ -305,7 +304,9 @@ async def test_a_malformed_submit_ends_alone(fields, code) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        engine_core_pb2.ConnectRequest(submit={"requests": [engine_core_pb2.Submit(token_ids=b"\1\0\0")]}),
+        engine_core_pb2.ConnectRequest(
+            submit={"requests": [engine_core_pb2.Submit(prompt_token_ids=b"\1\0\0")]}
+        ),
         engine_core_pb2.ConnectRequest(abort=b"\1"),
         engine_core_pb2.ConnectRequest(hello={"min_protocol": 1, "max_protocol": 1}),
         engine_core_pb2.ConnectRequest(),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from services.enginecore import outbox as engine_outbox_module
@@ -28,7 +27,7 @@ from tests.helpers.stack import (
 from triptych.internal.v1 import engine_core_pb2
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import SubmitRequest, single_choice
 
 NUM_REQUESTS = 40
 MAX_TOKENS = 30
@@ -45,7 +44,7 @@ def make_submit(number: int, index: int, **sampling: Any) -> SubmitRequest:
     """Request `index` of a test, under a number of its session."""
     prompt = make_prompt(5 + index % 23, seed=index)
     params = SamplingParams(**{"max_tokens": MAX_TOKENS, "temperature": 0.5 * (index % 2), **sampling})
-    return SubmitRequest(number, f"r{index}", np.array(prompt, np.uint32), len(prompt), params, seed=index)
+    return single_choice(number, f"r{index}", prompt, params, seed=index)
 
 
 def undisturbed(index: int, **sampling: Any) -> list[int]:
@@ -96,9 +95,10 @@ class Stand:
     def submit(self, count: int = 1, **sampling: Any) -> None:
         for _ in range(count):
             index = len(self.sinks)
-            self.numbers.append(self.client.take_number())
             self.sinks.append(Sink())
-            self.client.submit(make_submit(self.numbers[-1], index, **sampling), self.sinks[-1])
+            self.numbers += self.client.submit(
+                lambda numbers, index=index: make_submit(numbers[0], index, **sampling), self.sinks[-1:]
+            )
 
     @property
     def num_tokens(self) -> int:

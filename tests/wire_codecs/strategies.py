@@ -26,6 +26,7 @@ from triptych.types.step import (
     LogprobColumns,
     NewRow,
     PromptLogprobs,
+    RowContent,
     RowError,
     RowErrorCode,
     RowPromptLogprobs,
@@ -141,16 +142,16 @@ def logprob_columns(draw: Any) -> LogprobColumns:
     )
 
 
+row_contents = build(RowContent, prompt_token_ids=u32_column(), sampling=sampling)
 new_rows = build(
     NewRow,
     slot=u32,
     generation=u32,
-    token_ids=u32_column(),
-    num_prompt_tokens=u32,
+    content=row_contents,
+    emitted_token_ids=u32_column(),
     num_computed_tokens=u32,
     num_cached_tokens=u32,
     block_ids=u32_column(),
-    sampling=sampling,
     seed=u64,
     prompt_logprobs_start=u32,
 )
@@ -232,21 +233,31 @@ worker_facts = build(
     load_s=st.floats(allow_nan=False),
 )
 
-submits = build(
-    SubmitRequest,
-    number=u32,
-    request_id=words,
-    token_ids=u32_column(),
-    num_prompt_tokens=u32,
-    sampling=sampling,
-    seed=u64,
-    priority=i32,
-    tenant=words,
-    cache_salt=words,
-    deadline_remaining_ms=st.none() | u64,
-    adapter=words,
-    whole_output=st.booleans(),
-)
+
+@st.composite
+def submits(draw: Any) -> SubmitRequest:
+    num_choices = draw(st.integers(1, 3))
+    return draw(
+        build(
+            SubmitRequest,
+            request_id=words,
+            numbers=u32_column(num_choices),
+            seeds=st.lists(u64, min_size=num_choices, max_size=num_choices).map(
+                lambda seeds: np.array(seeds, np.uint64)
+            ),
+            prompt_token_ids=u32_column(),
+            emitted=st.just(()) | st.tuples(*[u32_column()] * num_choices),
+            sampling=sampling,
+            priority=i32,
+            tenant=words,
+            cache_salt=words,
+            deadline_remaining_ms=st.none() | u64,
+            adapter=words,
+            whole_output=st.booleans(),
+        )
+    )
+
+
 welcomes = build(
     EngineWelcome,
     engine_id=words,
@@ -255,6 +266,7 @@ welcomes = build(
     why_not_ready=words,
     model=st.none() | model_facts,
     has_priorities=st.booleans(),
+    max_choices=u32,
 )
 
 

@@ -45,7 +45,7 @@ WHATS: dict[type[What], st.SearchStrategy] = {
     Planned: build(Planned, plan=st.none() | plans()),
     ResultTaken: build(ResultTaken, result=results),
     Expired: build(Expired),
-    Submitted: build(Submitted, session=u64, request=submits),
+    Submitted: build(Submitted, session=u64, request=submits()),
     Aborted: build(Aborted, session=u64, number=u32),
     SessionOpened: build(SessionOpened, session=u64),
     SessionClosed: build(SessionClosed, session=u64),

@@ -74,7 +74,7 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (results, worker.result_to_proto, worker.result_from_proto),
     (model_facts, worker.model_facts_to_proto, worker.model_facts_from_proto),
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
-    (submits, engine_core.submit_to_proto, engine_core.submit_from_proto),
+    (submits(), engine_core.submit_to_proto, engine_core.submit_from_proto),
     (welcomes, engine_core.welcome_to_proto, engine_core.welcome_from_proto),
     (session_terms, engine_core.terms_to_proto, engine_core.terms_from_proto),
     (output_batches(), engine_core.outputs_to_proto, engine_core.outputs_from_proto),
@@ -167,7 +167,13 @@ CUT_COLUMNS = [
     (engine_core_pb2.Submit, engine_core.submit_from_proto),
     (
         worker_pb2.NewRow,
-        lambda row: worker.plan_from_proto(worker_pb2.Step(new_rows=[row])),
+        lambda row: worker.plan_from_proto(
+            worker_pb2.Step(new_contents=[worker_pb2.RowContent()], new_rows=[row])
+        ),
+    ),
+    (
+        worker_pb2.RowContent,
+        lambda content: worker.plan_from_proto(worker_pb2.Step(new_contents=[content])),
     ),
     (
         engine_core_pb2.FinishedColumns,
@@ -186,8 +192,9 @@ CUT_COLUMNS = [
     ],
 )
 def test_a_column_cut_short_is_refused(message_class, decode, name):
+    field, cut = message_class.DESCRIPTOR.fields_by_name[name], b"\x01\x02\x03"
     with pytest.raises(ProtocolViolation, match="whole"):
-        decode(message_class(**{name: b"\x01\x02\x03"}))
+        decode(message_class(**{name: [cut] if field.is_repeated else cut}))
 
 
 @pytest.mark.parametrize(

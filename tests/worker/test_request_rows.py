@@ -237,7 +237,7 @@ ALIVE = [new_row(0, [1, 2, 3], [1])]  # slot 0 is live with three known tokens a
         (step_plan(2, new=[new_row(4, [1], [2])]), "slot 4 is not below max_num_seqs 4"),
         (step_plan(2, new=[new_row(1, [], [2])]), "slot 1 has 0 tokens"),
         (step_plan(2, new=[new_row(1, range(21), [2])]), "slot 1 has 21 tokens.*max_model_len is 20"),
-        (step_plan(2, new=[new_row(1, [1, 2], [2], num_prompt=3)]), "2 tokens, 3 of them prompt"),
+        (step_plan(2, new=[new_row(1, [1, 2], [2], num_prompt=0)]), "2 tokens, 0 of them prompt"),
         (step_plan(2, new=[new_row(1, [1, 100], [2])]), "token id 100; the vocabulary has 100"),
         (step_plan(2, new=[new_row(1, [1, 2], [2], computed=2)]), "num_computed_tokens 2"),
         (step_plan(2, new=[new_row(1, [1, 2, 3], [2], cached=2)]), "num_cached_tokens 2"),

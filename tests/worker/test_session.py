@@ -29,10 +29,11 @@ from triptych.errors import (
 )
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
+from triptych.wire.worker import PROTOCOL_VERSION, Step, plan_from_proto, plan_to_proto
 
 DEADLINE_S = 10.0
 SHARED = {"cache.block_size": "16"}
-HELLO = EngineHello("engine-0", 7, 1, 1, "", SHARED, 2)
+HELLO = EngineHello("engine-0", 7, PROTOCOL_VERSION, PROTOCOL_VERSION, "", SHARED, 2)
 
 
 class StepCounter:
@@ -88,8 +89,8 @@ async def ready_gate(resume_ttl_s: float = 60.0) -> AsyncIterator[tuple[SessionG
     assert thread.ended.exception() is None
 
 
-def plan(step_id: int, last_result_seen: int = 0) -> StepPlan:
-    return StepPlan(step_id=step_id, last_result_seen=last_result_seen)
+def plan(step_id: int, last_result_seen: int = 0) -> Step:
+    return plan_to_proto(StepPlan(step_id=step_id, last_result_seen=last_result_seen))
 
 
 async def take(entry: Entry, count: int) -> list[int]:
@@ -376,7 +377,7 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await ready.wait()
         runner.may_step.clear()
-        thread.submit(thread.open_session(lambda outcome: None), plan(1))
+        thread.submit(thread.open_session(lambda outcome: None), plan_from_proto(plan(1)))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         await thread.stop(0.05)
         assert not thread.ended.done()

@@ -20,7 +20,7 @@ from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, Sched
 from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import NewRow, StepPlan
+from triptych.types.step import NewRow, RowContent, StepPlan
 from triptych_kernels.held_weight import HeldWeight
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -126,12 +126,11 @@ def new_row(
     return NewRow(
         slot=slot,
         generation=generation,
-        token_ids=u32(*token_ids),
-        num_prompt_tokens=len(token_ids) if num_prompt is None else num_prompt,
+        content=RowContent(u32(*token_ids[:num_prompt]), sampling),
+        emitted_token_ids=u32(*token_ids[len(token_ids) if num_prompt is None else num_prompt :]),
         num_computed_tokens=computed,
         num_cached_tokens=computed if cached is None else cached,
         block_ids=u32(*block_ids),
-        sampling=sampling,
         seed=seed,
     )
 

@@ -147,7 +147,18 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int = value(2048, "Token budget of one step.", ENGINE + WORKER, ge=1, le=1 << 20)
     max_num_waiting: int = value(
-        1024, "Requests that may wait; one more is refused with a retry time.", ENGINE, ge=0
+        1024,
+        "Requests that may wait. When the queue is full, one more is refused with a retry time, or the last one of the "
+        "tenant with the most waiting requests makes room.",
+        ENGINE,
+        ge=0,
+    )
+    max_waiting_bytes: int = value(
+        1 << 29,
+        "Bytes of prompts and sampling parameters that running and waiting requests may hold together; more is refused "
+        "with a retry time.",
+        ENGINE,
+        ge=1 << 26,
     )
     policy: str = value(
         "priority",

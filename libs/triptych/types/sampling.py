@@ -7,6 +7,7 @@ from enum import IntEnum
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
 MAX_CHOICES = 16384  # the largest n
+_SCALAR_BYTES = 256  # of all fields of one number each, with their tags
 MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 
 
@@ -75,3 +76,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper bound of what it takes in a message, in bytes."""
+        num_chars = sum(map(len, self.stop)) + sum(map(len, self.bad_words))
+        num_ids = len(self.stop_token_ids) + len(self.allowed_token_ids)
+        num_strings = len(self.stop) + len(self.bad_words)
+        return _SCALAR_BYTES + 4 * num_chars + 8 * num_strings + 5 * num_ids + 16 * len(self.logit_bias)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from triptych.types.sampling import SamplingParams
 
 U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]
 
 
@@ -33,18 +34,33 @@ _EMPTY_U32: U32 = np.empty(0, dtype=np.uint32)
 _EMPTY_U32.flags.writeable = False
 _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
+_ROW_BYTES = 64  # of a new row's scalar fields, with their tags
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowContent:
+    """What the choices of one request have in common; a worker gets it once for all rows that hold it."""
+
+    prompt_token_ids: U32
+    """[num_prompt_tokens] read-only."""
+    sampling: SamplingParams
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper bound of what it takes in a message, in bytes."""
+        return self.prompt_token_ids.nbytes + self.sampling.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRow:
-    """A request that enters the worker's batch, whole: sent once, at admission or after preemption."""
+    """A row that enters the worker's batch: sent once, at admission or after preemption."""
 
     slot: int
     generation: int
-    token_ids: U32
-    """[num_known] prompt, then everything emitted before a preemption or a crash."""
-    num_prompt_tokens: int
-    """How many of `token_ids` are the prompt: penalties and min_tokens count from here."""
+    content: RowContent
+    """Prompt and sampling, the same object for all choices of one request."""
+    emitted_token_ids: U32
+    """[num_emitted] what followed the prompt before a preemption, a crash or a move."""
     num_computed_tokens: int
     """Positions whose KV is already in the blocks: the first position this row computes."""
     num_cached_tokens: int
@@ -53,12 +69,37 @@ class NewRow:
     computed again, for its logits."""
     block_ids: U32
     """[ceil((num_computed_tokens + chunk) / block_size)] the blocks known so far, in order."""
-    sampling: SamplingParams
     seed: int
     """u64, never absent: the frontend draws one when the client gave none."""
     prompt_logprobs_start: int = 0
     """With `sampling.prompt_logprobs`: positions of the prompt below this have been reported, before a preemption or a
     crash. 0: none."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.content.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Penalties and min_tokens count from here."""
+        return len(self.content.prompt_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and emitted tokens."""
+        return len(self.content.prompt_token_ids) + len(self.emitted_token_ids)
+
+    @property
+    def token_ids(self) -> U32:
+        """[num_known_tokens] prompt, then emitted tokens."""
+        if not len(self.emitted_token_ids):
+            return self.content.prompt_token_ids
+        return np.concatenate([self.content.prompt_token_ids, self.emitted_token_ids])
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper bound of what it takes in a message beside its content, in bytes."""
+        return self.emitted_token_ids.nbytes + self.block_ids.nbytes + _ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,34 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from triptych.types.facts import ModelFacts
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import U32
+from triptych.types.step import U32, U64
+
+_SCALAR_BYTES = 128  # of all fields of one number each, with their tags
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SubmitRequest:
-    """One request as the engine takes it: validated, tokenized, one choice."""
+    """One request as the engine takes it: validated, tokenized, with one or several choices."""
 
-    number: int
-    """Its name in this frontend's session; never used twice there."""
     request_id: str
-    """Its name in the logs; unique in the engine while alive."""
-    token_ids: U32
-    """[num_known] prompt, then what another engine emitted already."""
-    num_prompt_tokens: int
+    """Its name in the logs; unique among its frontend's requests while it is alive."""
+    numbers: U32
+    """[num_choices] the name of each choice in this frontend's session; never used twice there."""
+    seeds: U64
+    """[num_choices] key of each choice's random numbers."""
+    prompt_token_ids: U32
+    """[num_prompt_tokens] shared by all choices."""
+    emitted: tuple[U32, ...] = ()
+    """[num_choices] the tokens of each that another engine has emitted already; empty: none of any."""
     sampling: SamplingParams
     """`max_tokens` is never None here; it counts from the end of the prompt."""
-    seed: int
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
     deadline_remaining_ms: int | None = None
     adapter: str = ""
     whole_output: bool = False
-    """Nobody looks at the tokens before the last one: those of several steps may come together."""
+    """The tokens before the last one are not looked at: those of several steps may come together."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper bound of what it takes in a message, in bytes."""
+        num_chars = len(self.request_id) + len(self.tenant) + len(self.cache_salt) + len(self.adapter)
+        columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
+        emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
+        return columns + emitted + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
+
+
+def single_choice(
+    number: int,
+    request_id: str,
+    token_ids: Sequence[int] | U32,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    num_prompt_tokens: int | None = None,
+    **fields: Any,
+) -> SubmitRequest:
+    """Return a request with one choice.
+
+    Args:
+        token_ids: Prompt, then what another engine has emitted.
+        num_prompt_tokens: How many of them are the prompt; None: all.
+        fields: Of `SubmitRequest`, as they are.
+    """
+    column = np.array(token_ids, np.uint32)
+    num_prompt_tokens = len(column) if num_prompt_tokens is None else num_prompt_tokens
+    emitted = column[num_prompt_tokens:]
+    return SubmitRequest(
+        request_id=request_id,
+        numbers=np.array([number], np.uint32),
+        seeds=np.array([seed], np.uint64),
+        prompt_token_ids=column[:num_prompt_tokens],
+        emitted=(emitted,) if len(emitted) else (),
+        sampling=sampling,
+        **fields,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +95,8 @@ class EngineWelcome:
     model: ModelFacts | None = None
     """Once it has been ready."""
     has_priorities: bool = True
+    max_choices: int = 1
+    """Choices that can be running and waiting together: a request with more can never be admitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.types.step import F32, U32
+from triptych.types.step import F32, U32, U64
 
 _U32 = np.dtype("<u4")
 _F32 = np.dtype("<f4")
@@ -36,11 +36,11 @@ def f32_from_bytes(data: bytes) -> F32:
     return _from_bytes(data, _F32)
 
 
-def u64_to_bytes(values: Sequence[int]) -> bytes:
-    return np.array(values, dtype=_U64).tobytes()
+def u64_to_bytes(values: Sequence[int] | U64) -> bytes:
+    return np.asarray(values, dtype=_U64).tobytes()
 
 
-def u64_from_bytes(data: bytes) -> NDArray[np.uint64]:
+def u64_from_bytes(data: bytes) -> U64:
     return _from_bytes(data, _U64)
 
 

@@ -39,12 +39,12 @@ from triptych.wire.worker import (
 
 def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
     message = engine_core_pb2.Submit(
-        number=request.number,
+        numbers=u32_to_bytes(request.numbers),
         request_id=request.request_id,
-        token_ids=u32_to_bytes(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
+        prompt_token_ids=u32_to_bytes(request.prompt_token_ids),
+        emitted_token_ids=[u32_to_bytes(token_ids) for token_ids in request.emitted],
         sampling=sampling_to_proto(request.sampling),
-        seed=request.seed,
+        seeds=u64_to_bytes(request.seeds),
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
@@ -57,14 +57,20 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
 
 
 def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
+    """The inverse of `submit_to_proto`.
+
+    Raises:
+        ProtocolViolation: the columns of the choices differ in length, or there is no choice.
+        FeatureDisabled: as `sampling_from_proto` says.
+    """
     has_deadline = message.HasField("deadline_remaining_ms")
-    return SubmitRequest(
-        number=message.number,
+    request = SubmitRequest(
         request_id=message.request_id,
-        token_ids=u32_from_bytes(message.token_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
+        numbers=u32_from_bytes(message.numbers),
+        seeds=u64_from_bytes(message.seeds),
+        prompt_token_ids=u32_from_bytes(message.prompt_token_ids),
+        emitted=tuple(u32_from_bytes(token_ids) for token_ids in message.emitted_token_ids),
         sampling=sampling_from_proto(message.sampling),
-        seed=message.seed,
         priority=message.priority,
         tenant=message.tenant,
         cache_salt=message.cache_salt,
@@ -72,6 +78,12 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         adapter=message.adapter,
         whole_output=message.whole_output,
     )
+    check_equal_lengths(numbers=request.numbers, seeds=request.seeds)
+    if not request.num_choices or len(request.emitted) not in (0, request.num_choices):
+        raise ProtocolViolation(
+            f"submit: {request.num_choices} choices, with emitted tokens of {len(request.emitted)}"
+        )
+    return request
 
 
 def welcome_to_proto(
@@ -85,7 +97,9 @@ def welcome_to_proto(
         ready=welcome.ready,
         why_not_ready=welcome.why_not_ready,
         model=None if welcome.model is None else model_facts_to_proto(welcome.model),
-        limits=engine_core_pb2.EngineLimits(has_priorities=welcome.has_priorities),
+        limits=engine_core_pb2.EngineLimits(
+            has_priorities=welcome.has_priorities, max_choices=welcome.max_choices
+        ),
         session=None if terms is None else terms_to_proto(terms),
     )
 
@@ -98,6 +112,7 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         why_not_ready=message.why_not_ready,
         model=model_facts_from_proto(message.model) if message.HasField("model") else None,
         has_priorities=message.limits.has_priorities,
+        max_choices=message.limits.max_choices,
     )
 
 

@@ -43,7 +43,7 @@ from triptych.wire.worker import (
     worker_facts_to_proto,
 )
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 JOURNAL_SUFFIX = ".journal"
 _MAGIC = "triptych-journal"
 _MAX_RECORD_BYTES = 1 << 30  # a length beyond this is no length

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.journal import Planned, ResultTaken, WorkerReady
-from triptych.types.step import U32, NewRow, StepPlan
+from triptych.types.step import NewRow, StepPlan
 from triptych.types.step_time import StepWork
 from triptych.types.submit import SubmitRequest
 from triptych.wire.journal import read_journal
@@ -78,7 +78,7 @@ class SessionRows:
             self._num_entered_with = np.append(self._num_entered_with, np.zeros(lacking, np.int64))
         self._is_live[row.slot] = True
         self._computed[row.slot] = row.num_computed_tokens
-        self._horizon[row.slot] = self._num_entered_with[row.slot] = len(row.token_ids)
+        self._horizon[row.slot] = self._num_entered_with[row.slot] = row.num_known_tokens
 
 
 class RowNames:
@@ -90,8 +90,10 @@ class RowNames:
         self._slot_to_name: dict[int, str] = {}
 
     def note_submit(self, request: SubmitRequest) -> None:
-        content = request.seed, _prompt(request.token_ids, request.num_prompt_tokens)
-        self._content_to_ids[content].append(request.request_id)
+        prompt = request.prompt_token_ids.tobytes()
+        for choice, seed in enumerate(request.seeds.tolist()):
+            name = request.request_id if request.num_choices == 1 else f"{request.request_id}#{choice}"
+            self._content_to_ids[seed, prompt].append(name)
 
     def note_rows(self, rows: Iterable[NewRow]) -> None:
         """Of a plan, or of several."""
@@ -99,7 +101,7 @@ class RowNames:
             self._slot_to_name[row.slot] = self.name_of(row)
 
     def name_of(self, row: NewRow) -> str:
-        ids = self._content_to_ids.get((row.seed, _prompt(row.token_ids, row.num_prompt_tokens)), ())
+        ids = self._content_to_ids.get((row.seed, row.content.prompt_token_ids.tobytes()), ())
         return " or ".join(ids) if ids else "a request that was never submitted"
 
     def in_slot(self, slot: int) -> str:
@@ -127,7 +129,3 @@ def _work_of(step: RowsOfStep) -> StepWork:
         num_decode_rows=int(np.count_nonzero(~step.is_prefill)),
         num_context_tokens=int(step.seq_lens.sum()),
     )
-
-
-def _prompt(token_ids: U32, num_prompt_tokens: int) -> bytes:
-    return token_ids[:num_prompt_tokens].tobytes()

@@ -19,7 +19,7 @@ from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.worker import (
     PROTOCOL_VERSION,
-    plan_to_proto,
+    StepEncoder,
     result_from_proto,
     worker_facts_from_proto,
 )
@@ -58,6 +58,7 @@ class GrpcExecutor:
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._encoder = StepEncoder()
         self._unanswered: deque[worker_pb2.Step] = deque()  # the window at most
         self._arrived: deque[StepResult] = deque()
         self._loss: WorkerLost | None = None
@@ -87,11 +88,12 @@ class GrpcExecutor:
     def forget_session(self) -> None:
         self._hello.resume_session = ""
         self._hello.last_result_seen = 0
+        self._encoder = StepEncoder()
         self._unanswered.clear()
         self._arrived.clear()
 
     async def send(self, plan: StepPlan) -> None:
-        step = plan_to_proto(plan)
+        step = self._encoder.encode(plan)
         self._unanswered.append(step)
         if not self._is_draining:
             await self._write(step)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.enginecore.request import Request
 from services.enginecore.scheduler.forecast import FirstTokenForecast
 from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
+
+MAX_CONTENT_BYTES = 32 << 20
+"""Of one request's prompt and sampling parameters: half of what a message between the tiers may hold."""
 
 
 def check_config(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
@@ -50,41 +55,113 @@ class Admission:
             return self._max_model_len
         return min(self._max_model_len, request.num_prompt_tokens + max_tokens)
 
-    def check(self, request: Request, roster: Roster, now: float) -> None:
-        """Whether this request may join those in the roster; `now` on the clock of its deadline.
+    @property
+    def max_choices(self) -> int:
+        """Choices that can be running and waiting together."""
+        return self._config.max_num_seqs + self._config.max_num_waiting
+
+    def check(self, choices: Sequence[Request], roster: Roster, now: float) -> None:
+        """Check that the choices of one client's request may be added, room in the queue aside.
+
+        Args:
+            now: On the clock of the deadlines, in seconds.
 
         Raises:
-            InvalidRequest: it can never run: no prompt, no room for an output, a priority under `fcfs`.
-            DuplicateRequest: its request_id, or its number on its stream, is alive.
-            QueueFull: `max_num_waiting` requests wait beyond those that `max_num_seqs` lets run.
-            DeadlineUnreachable: by all that is measured its first token would come too late.
+            InvalidRequest: It can never run: no prompt, no room for an output, more choices than ever fit, a
+                priority under `fcfs`.
+            DuplicateRequest: Its request_id, or a number, is alive on its session.
+            DeadlineUnreachable: By all that is measured its first token would come too late.
         """
-        config, num_known, num_prompt = self._config, len(request.token_ids), request.num_prompt_tokens
-        if not 1 <= num_prompt <= num_known:
-            raise InvalidRequest("prompt", f"{num_prompt} tokens of {num_known}: at least one is needed")
+        config, first = self._config, choices[0]
+        num_prompt = first.num_prompt_tokens
+        if not num_prompt:
+            raise InvalidRequest("prompt", "0 tokens: at least one is needed")
         if num_prompt >= self._max_model_len:
             raise InvalidRequest(
                 "prompt",
                 f"{num_prompt} tokens leave no room for an output: max_model_len is {self._max_model_len}",
             )
-        if num_known >= self.limit_of(request):
+        if config.policy == "fcfs" and first.priority:
+            raise InvalidRequest("priority", f"{first.priority} is not 0, and scheduler.policy is fcfs")
+        if len(choices) > self.max_choices:
             raise InvalidRequest(
-                "token_ids", f"{num_known} known tokens reach the request's limit of {self.limit_of(request)}"
+                "n",
+                f"{len(choices)} choices are above the limit {self.max_choices}: scheduler.max_num_seqs "
+                f"{config.max_num_seqs} plus scheduler.max_num_waiting {config.max_num_waiting}",
             )
-        if config.policy == "fcfs" and request.priority:
-            raise InvalidRequest("priority", f"{request.priority} is not 0, and scheduler.policy is fcfs")
-        if roster.has_id(request.request_id):
-            raise DuplicateRequest(f"request_id {request.request_id!r} is alive in this engine")
-        if roster.by_number(request.session, request.number) is not None:
-            raise DuplicateRequest(f"number {request.number} is alive on this stream")
-        if len(roster) >= config.max_num_seqs + config.max_num_waiting:
+        if first.content.num_bytes > MAX_CONTENT_BYTES:
+            raise InvalidRequest(
+                "sampling",
+                f"prompt and sampling parameters take {first.content.num_bytes} bytes, above the limit "
+                f"{MAX_CONTENT_BYTES}",
+            )
+        if roster.has_id(first.session, first.request_id):
+            raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
+        for request in choices:
+            num_known, limit = len(request.token_ids), self.limit_of(request)
+            if num_known >= limit:
+                raise InvalidRequest(
+                    "emitted_token_ids", f"{num_known} known tokens reach the request's limit of {limit}"
+                )
+            if roster.by_number(request.session, request.number) is not None:
+                raise DuplicateRequest(f"number {request.number} is alive on this session")
+        if first.deadline is not None:
+            self._check_deadline(first, roster, first.deadline - now)
+
+    def make_room(self, choices: Sequence[Request], roster: Roster) -> list[Request]:
+        """Decide who leaves a full queue so that these choices can be added; nobody where there is room.
+
+        Those that leave have never run, here or elsewhere. They belong to the tenant with the most waiting requests on
+        the least urgent level; its last come first, all choices of a client's request together. They leave for a more
+        urgent request, or for one whose tenant has fewer waiting even with it.
+
+        Raises:
+            QueueFull: There is no room for all of them, and nobody has to leave.
+        """
+        first, config = choices[0], self._config
+        num_places = self.max_choices
+        if first.has_emitted:
+            num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
+        num_missing = min(len(roster) + len(choices) - num_places, len(choices))
+        has_bytes = roster.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes
+        if num_missing <= 0 and has_bytes:
+            return []
+        if not has_bytes:
             raise QueueFull(
-                f"{len(roster)} requests run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
-                f"scheduler.max_num_waiting {config.max_num_waiting} allow",
-                self.forecast.endings.refuse(roster.num_seats),
+                f"requests that run or wait hold {roster.num_content_bytes} bytes of prompts and sampling parameters; "
+                f"with this one scheduler.max_waiting_bytes {config.max_waiting_bytes} is exceeded",
+                self._retry_after_s(roster),
             )
-        if request.deadline is not None:
-            self._check_deadline(request, roster, request.deadline - now)
+        leaving: list[Request] = []
+        shares = roster.shares
+        greediest = shares.greediest()
+        if greediest is not None and greediest.priority >= first.priority:
+            is_more_urgent = greediest.priority > first.priority
+            num_mine = shares.num_waiting(first.priority, first.tenant) + len(choices)
+            for group in roster.waiting.latest_of(greediest.account):
+                if len(group) != roster.num_alive_of(group[0]):
+                    continue  # some of its choices run
+                if not is_more_urgent and greediest.num_waiting - len(leaving) - len(group) < num_mine:
+                    break
+                leaving += group
+                if len(leaving) >= num_missing:
+                    return leaving
+        raise QueueFull(
+            f"{len(roster)} choices run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
+            f"scheduler.max_num_waiting {config.max_num_waiting} allow",
+            self._retry_after_s(roster),
+        )
+
+    def displaced(self, roster: Roster) -> QueueFull:
+        """Return the error for a waiting request that has to make room for another."""
+        return QueueFull(
+            "the queue is full, and this request was the last of the tenant with the most waiting requests; "
+            "it made room for a more urgent one or another tenant's",
+            self._retry_after_s(roster),
+        )
+
+    def _retry_after_s(self, roster: Roster) -> float:
+        return self.forecast.endings.refuse(roster.num_seats)
 
     def _check_deadline(self, request: Request, roster: Roster, remaining_s: float) -> None:
         """What has expired already is not refused here: it ends as expired."""

@@ -50,6 +50,16 @@ class _Level:
     """Its counter when it was forgotten."""
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingTenant:
+    """A tenant with requests that wait on one level."""
+
+    priority: int
+    account: int
+    """Index of its counter in `FairShares.service`."""
+    num_waiting: int
+
+
 class FairShares:
     """Owned by the roster, which tells of every request that comes, waits, is admitted and goes.
 
@@ -119,6 +129,21 @@ class FairShares:
             if self.service[least.index] > floor and len(level.idle) <= _MOST_IDLE:
                 break
             self._forget(least)
+
+    def num_waiting(self, priority: int, tenant: str) -> int:
+        """Return how many requests of this tenant and priority wait for their first admission."""
+        level = self._levels.get(priority)
+        account = None if level is None else level.accounts.get(tenant)
+        return 0 if account is None else account.num_waiting
+
+    def greediest(self) -> WaitingTenant | None:
+        """Return the tenant with the most waiting requests on the least urgent level on which any wait."""
+        levels = [level for level in self._levels.values() if len(level.waiting)]
+        if not levels:
+            return None
+        level = max(levels, key=lambda level: level.priority)
+        account = max(level.waiting, key=lambda account: (account.num_waiting, account.index))
+        return WaitingTenant(level.priority, account.index, account.num_waiting)
 
     def charge(self, request: Request, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
         self.service[request.account] += num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from services.enginecore.scheduler.columns import Ints, RowColumns, Slots
 from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.stopping import WatchedTokens
 from services.enginecore.scheduler.waiting import WaitingQueue
-from triptych.types.step import NewRow
+from triptych.types.step import NewRow, empty_u32
 
 
 class Roster:
@@ -48,7 +49,10 @@ class Roster:
         """Whether the blocks, and nothing else, kept somebody from running in the last step planned."""
         self._alive: dict[tuple[int, int], Request] = {}
         """By session and number."""
-        self._alive_ids: set[str] = set()
+        self._id_to_num_alive: dict[tuple[int, str], int] = {}
+        """Session and request_id -> choices that are alive."""
+        self.num_content_bytes = 0
+        """Of the prompts and sampling parameters of all requests; those of one request's choices count once."""
 
     def __len__(self) -> int:
         return len(self._alive)
@@ -66,8 +70,12 @@ class Roster:
         """Requests that can run at once: one for each row, or as many as run now while blocks are short."""
         return max(len(self.rows.slot_to_request), 1) if self.is_short_of_blocks else len(self.rows.known)
 
-    def has_id(self, request_id: str) -> bool:
-        return request_id in self._alive_ids
+    def has_id(self, session: int, request_id: str) -> bool:
+        return (session, request_id) in self._id_to_num_alive
+
+    def num_alive_of(self, request: Request) -> int:
+        """Return how many choices of this one's client request are alive."""
+        return self._id_to_num_alive[request.session, request.request_id]
 
     def by_number(self, session: int, number: int) -> Request | None:
         return self._alive.get((session, number))
@@ -91,7 +99,11 @@ class Roster:
 
     def add(self, request: Request) -> None:
         self._alive[request.session, request.number] = request
-        self._alive_ids.add(request.request_id)
+        key = request.session, request.request_id
+        if key not in self._id_to_num_alive:
+            self._id_to_num_alive[key] = 0
+            self.num_content_bytes += request.content.num_bytes
+        self._id_to_num_alive[key] += 1
         self.blocks.hash_prompt(request.blocks, request.token_ids, request.num_prompt_tokens)
         self.shares.open(request)
         self.settle()
@@ -102,7 +114,8 @@ class Roster:
         assert not self._alive, "only an empty roster takes over another"
         assert len(previous.waiting) == len(previous), "something still runs there"
         self.shares, self.waiting = previous.shares, previous.waiting
-        self._alive, self._alive_ids = previous._alive, previous._alive_ids
+        self._alive, self._id_to_num_alive = previous._alive, previous._id_to_num_alive
+        self.num_content_bytes = previous.num_content_bytes
 
     def settle(self) -> None:
         """Bring the tenants' counters up to date, if there is anything to compare them with."""
@@ -117,23 +130,25 @@ class Roster:
         self.waiting.remove(request)
         if not request.was_admitted:
             self.shares.charge(request, len(request.token_ids) - num_computed_tokens)
+            request.own_tokens()
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without room"
         self.blocks.offer_full_blocks(table, request.token_ids, num_tokens)
         self.rows.place(request, num_computed_tokens)
         self.watched.add(request.sampling.stop_token_ids)
-        token_ids, block_ids = np.array(request.token_ids, np.uint32), np.array(table.block_ids, np.uint32)
-        token_ids.flags.writeable = block_ids.flags.writeable = False
+        emitted = request.token_ids[request.num_prompt_tokens :]
+        emitted_token_ids = np.array(emitted, np.uint32) if emitted else empty_u32()
+        block_ids = np.array(table.block_ids, np.uint32)
+        emitted_token_ids.flags.writeable = block_ids.flags.writeable = False
         return NewRow(
             slot=request.slot,
             generation=request.generation,
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
+            content=request.content,
+            emitted_token_ids=emitted_token_ids,
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=max(num_computed_tokens, len(hits) * self.blocks.block_size),
             block_ids=block_ids,
-            sampling=request.sampling,
             seed=request.seed,
             prompt_logprobs_start=request.prompt_logprobs_start,
         )
@@ -203,7 +218,11 @@ class Roster:
             self.waiting.remove(request)
         self.shares.close(request)
         del self._alive[request.session, request.number]
-        self._alive_ids.remove(request.request_id)
+        key = request.session, request.request_id
+        self._id_to_num_alive[key] -= 1
+        if not self._id_to_num_alive[key]:
+            del self._id_to_num_alive[key]
+            self.num_content_bytes -= request.content.num_bytes
         request.state = RequestState.ENDED
 
     def check_integrity(self) -> None:
@@ -213,6 +232,10 @@ class Roster:
         self.blocks.check_integrity(request.blocks for request in running)
         self.shares.check_integrity(list(self))
         self.waiting.check_integrity()
+        num_alive = Counter((request.session, request.request_id) for request in self)
+        assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
+        num_bytes = sum({(r.session, r.request_id): r.content.num_bytes for r in self}.values())
+        assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
         assert len(running) + len(self.parked) + len(self.waiting) == len(self._alive), "a request is lost"
         for request in self:
             name = f"request {request.request_id}"

@@ -109,22 +109,31 @@ class Scheduler:
         """Free blocks whose content can still be hit."""
         return self._blocks.num_cached
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, *choices: Request) -> tuple[Failed, ...]:
+        """Queue all choices of one client's request; return what had to leave a full queue for them.
 
         Raises:
-            InvalidRequest, DuplicateRequest, QueueFull, DeadlineUnreachable: as `Admission.check` says; nothing
-                has changed.
+            InvalidRequest, DuplicateRequest, DeadlineUnreachable: As `Admission.check` says; nothing has changed.
+            QueueFull: As `Admission.make_room` says; nothing has changed.
         """
         now = self._clock()
-        self._admission.check(request, self._roster, now)
-        request.limit = self._admission.limit_of(request)
-        request.arrival = self._num_arrivals
-        request.queued_at = now
-        self._num_arrivals += 1
-        self._roster.add(request)
-        if request.deadline is not None:
-            self._deadlines.push(request)
+        self._admission.check(choices, self._roster, now)
+        leaving = self._admission.make_room(choices, self._roster)
+        displaced = tuple(self._fail(request, self._admission.displaced(self._roster)) for request in leaving)
+        for request in choices:
+            request.limit = self._admission.limit_of(request)
+            request.arrival = self._num_arrivals
+            request.queued_at = now
+            self._num_arrivals += 1
+            self._roster.add(request)
+            if request.deadline is not None:
+                self._deadlines.push(request)
+        return displaced
+
+    @property
+    def num_places(self) -> int:
+        """Return how many more choices can be added before the queue is full."""
+        return max(self._admission.max_choices - len(self._roster), 0)
 
     def abort(self, session: int, number: int) -> Finished | None:
         """End a request for its client's sake; None if it is not alive. Its blocks are free at once, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import chain
+from itertools import chain, groupby
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.fairness import FairShares
@@ -26,6 +26,8 @@ class WaitingQueue:
         self._long_prompt_tokens = long_prompt_tokens
         self._members: set[Request] = set()
         self._returning: set[Request] = set()
+        self._displaceable: dict[int, dict[Request, None]] = {}
+        """Account -> its requests that have never run, here or elsewhere, in order of arrival; no entry is empty."""
         self._admissible: frozenset[Request] | None = None
         self._short, self._long = _OrderedQueue(shares), _OrderedQueue(shares)
 
@@ -48,6 +50,8 @@ class WaitingQueue:
             self._returning.add(request)
         else:
             self._shares.enqueue(request)
+            if not request.has_emitted:
+                self._displaceable.setdefault(request.account, {})[request] = None
         self._line_up(request)
 
     def remove(self, request: Request) -> None:
@@ -57,8 +61,21 @@ class WaitingQueue:
             self._returning.remove(request)
         else:
             self._shares.dequeue(request)
+            if not request.has_emitted:
+                displaceable = self._displaceable[request.account]
+                del displaceable[request]
+                if not displaceable:
+                    del self._displaceable[request.account]
         if self._may_run(request):
             self._queue_of(request).remove(request)
+
+    def latest_of(self, account: int) -> Iterator[list[Request]]:
+        """Yield an account's requests that have never run, here or elsewhere: the last come first, the choices of one
+        client's request together.
+        """
+        newest_first = reversed(self._displaceable.get(account, {}))
+        for _, choices in groupby(newest_first, key=lambda request: id(request.content)):
+            yield list(choices)
 
     def peek(self, *, pass_over_long: bool = False) -> Request | None:
         """The next to be admitted; it stays. The counters of the shares must be settled."""
@@ -86,6 +103,9 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         """Raises AssertionError if the queues do not hold who may run, or disagree with a plain search."""
         free = {request for request in self._members if self._may_run(request)}
+        displaceable = {request for lane in self._displaceable.values() for request in lane}
+        never_ran = {request for request in self._members - self._returning if not request.has_emitted}
+        assert displaceable == never_ran, "a request that never ran is lost, or runs"
         assert {*self._short, *self._long} == free, "the queues do not hold exactly those that may run"
         assert self.peek() is min(free, key=self.place_of, default=None), "the first is not at the head"
         short = {request for request in free if self._queue_of(request) is self._short}

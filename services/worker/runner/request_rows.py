@@ -191,11 +191,12 @@ class RequestRows:
 
     def _enter(self, row: NewRow, step_id: int) -> RowError | None:
         """Fill a slot; a request that asks for what is not built becomes an error of its own."""
-        self._check_new(row)
-        slot, num_known, num_held = row.slot, row.token_ids.size, row.block_ids.size
+        token_ids = row.token_ids
+        self._check_new(row, token_ids)
+        slot, num_known, num_held = row.slot, token_ids.size, row.block_ids.size
         self.live[slot] = True
         self.generation[slot] = row.generation
-        self.token_ids[slot, :num_known] = row.token_ids
+        self.token_ids[slot, :num_known] = token_ids
         self.num_prompt[slot] = row.num_prompt_tokens
         self.num_known[slot] = num_known
         self.num_computed[slot] = row.num_computed_tokens
@@ -209,7 +210,7 @@ class RequestRows:
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
         return refusal.at(slot, row.generation) if refusal else None
 
-    def _check_new(self, row: NewRow) -> None:
+    def _check_new(self, row: NewRow, token_ids: U32) -> None:
         name = f"new_rows: slot {row.slot}"
         max_num_seqs, max_model_len = self.token_ids.shape
         if row.slot >= max_num_seqs:
@@ -218,7 +219,7 @@ class RequestRows:
             raise ProtocolViolation(
                 f"{name} is live with generation {self.generation[row.slot]}; remove it first"
             )
-        num_known, computed, cached = row.token_ids.size, row.num_computed_tokens, row.num_cached_tokens
+        num_known, computed, cached = token_ids.size, row.num_computed_tokens, row.num_cached_tokens
         if not 0 < row.num_prompt_tokens <= num_known <= max_model_len:
             raise ProtocolViolation(
                 f"{name} has {num_known} tokens, {row.num_prompt_tokens} of them prompt; "
@@ -235,9 +236,9 @@ class RequestRows:
                 f"{name} has num_computed_tokens {computed} and prompt_logprobs_start {start}; the first is below the "
                 "second until the whole prompt has been reported"
             )
-        if int(row.token_ids.max()) >= self.sampling.vocab_size:
+        if int(token_ids.max()) >= self.sampling.vocab_size:
             raise ProtocolViolation(
-                f"{name} holds token id {row.token_ids.max()}; the vocabulary has {self.sampling.vocab_size}"
+                f"{name} holds token id {token_ids.max()}; the vocabulary has {self.sampling.vocab_size}"
             )
         if row.block_ids.size > self.block_table.shape[1]:
             raise ProtocolViolation(

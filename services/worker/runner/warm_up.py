@@ -6,7 +6,7 @@ import numpy as np
 
 from services.worker.runner.base import StepRunner
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
-from triptych.types.step import U32, NewRow, StepPlan
+from triptych.types.step import U32, NewRow, RowContent, StepPlan, empty_u32
 
 _NUM_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
 
@@ -52,12 +52,11 @@ def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: Samplin
     row = NewRow(
         slot=0,
         generation=step_id,
-        token_ids=np.zeros(num_tokens, np.uint32),
-        num_prompt_tokens=num_tokens,
+        content=RowContent(np.zeros(num_tokens, np.uint32), sampling),
+        emitted_token_ids=empty_u32(),
         num_computed_tokens=0,
         num_cached_tokens=0,
         block_ids=block_ids,
-        sampling=sampling,
         seed=0,
     )
     return StepPlan(

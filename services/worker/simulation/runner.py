@@ -104,7 +104,7 @@ class SimulatedRunner:
         refused = {error.slot for error in step.row_errors}
         errors = []
         for row in plan.new_rows:
-            self._num_entered_with[row.slot] = row.token_ids.size
+            self._num_entered_with[row.slot] = row.num_known_tokens
             refusal = self._sampler.enter(row.slot, row.token_ids, row.sampling)
             if refusal is not None and row.slot not in refused:
                 errors.append(refusal.at(row.slot, row.generation))

@@ -79,10 +79,12 @@ class SessionTerms(_message.Message):
     def __init__(self, kind: _Optional[_Union[_worker_pb2.SessionKind, str]] = ..., name: _Optional[str] = ..., messages_received: _Optional[int] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
-    __slots__ = ("has_priorities",)
+    __slots__ = ("has_priorities", "max_choices")
     HAS_PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     has_priorities: bool
-    def __init__(self, has_priorities: bool = ...) -> None: ...
+    max_choices: int
+    def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ...) -> None: ...
 
 class SubmitBatch(_message.Message):
     __slots__ = ("requests",)
@@ -91,32 +93,32 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "token_ids", "num_prompt_tokens", "sampling", "seed", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     WHOLE_OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    number: int
+    numbers: bytes
     request_id: str
-    token_ids: bytes
-    num_prompt_tokens: int
+    prompt_token_ids: bytes
+    emitted_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
     sampling: _common_pb2.SamplingParams
-    seed: int
+    seeds: bytes
     priority: int
     tenant: str
     cache_salt: str
     deadline_remaining_ms: int
     adapter: str
     whole_output: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
 
 class OutputBatch(_message.Message):
     __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs")

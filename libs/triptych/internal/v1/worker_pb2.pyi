@@ -166,7 +166,7 @@ class KvShape(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., supported_block_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class Step(_message.Message):
     BLOCK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEW_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
     removed_slots: bytes
@@ -187,31 +188,40 @@ class Step(_message.Message):
     block_slots: bytes
     block_ids: bytes
     num_tokens: int
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    new_contents: _containers.RepeatedCompositeFieldContainer[RowContent]
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ...) -> None: ...
+
+class RowContent(_message.Message):
+    __slots__ = ("id", "prompt_token_ids", "sampling")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    prompt_token_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("slot", "generation", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "block_ids", "sampling", "seed", "prompt_logprobs_start")
+    __slots__ = ("slot", "generation", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
-    token_ids: bytes
-    num_prompt_tokens: int
+    emitted_token_ids: bytes
+    content_id: int
     num_computed_tokens: int
     num_cached_tokens: int
     block_ids: bytes
-    sampling: _common_pb2.SamplingParams
     seed: int
     prompt_logprobs_start: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs")
