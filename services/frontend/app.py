@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -100,6 +101,9 @@ async def _load_text_model(model: str, generator: Generator) -> None:
     if text.defaults:
         log.info("sampling defaults of the checkpoint", extra=with_fields(**text.defaults))
     generator.set_text_model(text)
+    # What is loaded now stays. Without this every full garbage collection walks it: 20 ms, with all streams at rest.
+    gc.collect()
+    gc.freeze()
 
 
 def _load(model: str) -> TextModel:

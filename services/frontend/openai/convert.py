@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.frontend.identity import unique_request_id
@@ -45,6 +45,17 @@ _SAMPLING_FIELDS = (
 )
 # Stands in for a prompt that `violations` refuse already, so that it is not reported missing as well.
 _REFUSED_PROMPT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How an answer is sent. A body may be large: it is freed on the thread that has read it, and this is left."""
+
+    num_choices: int
+    """Per prompt."""
+    is_streamed: bool
+    includes_usage: bool
+    wants_logprobs: bool
 
 
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
@@ -134,9 +145,14 @@ def to_chat(body: ChatFields) -> RawChat:
     )
 
 
-def num_choices(body: SamplingBody) -> int:
-    """Choices per prompt; a bad `n` is refused before anything is made of it."""
-    return body.n if body.n is not None else 1
+def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
+    """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
+    return AnswerOptions(
+        num_choices=1 if body.n is None else body.n,
+        is_streamed=bool(body.stream),
+        includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        wants_logprobs=body.logprobs is not None and body.logprobs is not False,
+    )
 
 
 def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:

@@ -26,7 +26,6 @@ from services.frontend.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    SamplingBody,
     TokenizeRequest,
 )
 from services.frontend.openai.sse import EventStream, chunks
@@ -72,13 +71,13 @@ def create_app(generator: Generator) -> FastAPI:
 async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
     """Complete one prompt or several."""
 
-    def to_raws(body: CompletionRequest) -> tuple[CompletionRequest, list[RawRequest]]:
+    def to_raws(body: CompletionRequest) -> tuple[convert.AnswerOptions, list[RawRequest]]:
         raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=timeout_s)
-        return body, raws
+        return convert.answer_options(body), raws
 
-    body, raws = await _reader(request).read(request, CompletionRequest, to_raws)
-    format = CompletionFormat(wants_logprobs=body.logprobs is not None, num_choices=convert.num_choices(body))
-    return await _generate(request, body, raws, format)
+    options, raws = await _reader(request).read(request, CompletionRequest, to_raws)
+    format = CompletionFormat(wants_logprobs=options.wants_logprobs, num_choices=options.num_choices)
+    return await _generate(request, options, raws, format)
 
 
 @router.post(
@@ -87,11 +86,12 @@ async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Re
 async def create_chat_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
     """Answer a conversation."""
 
-    def to_raw(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, RawRequest]:
-        return body, convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
+    def to_raw(body: ChatCompletionRequest) -> tuple[convert.AnswerOptions, RawRequest]:
+        raw = convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
+        return convert.answer_options(body), raw
 
-    body, raw = await _reader(request).read(request, ChatCompletionRequest, to_raw)
-    return await _generate(request, body, [raw], ChatFormat(wants_logprobs=bool(body.logprobs)))
+    options, raw = await _reader(request).read(request, ChatCompletionRequest, to_raw)
+    return await _generate(request, options, [raw], ChatFormat(wants_logprobs=options.wants_logprobs))
 
 
 @router.get("/v1/models", responses={200: {"model": answers.ModelListAnswer}}, tags=["models"])
@@ -111,16 +111,16 @@ async def get_model(request: Request, model: str) -> Response:
 async def tokenize(request: Request) -> Response:
     """Text or a conversation -> token ids."""
 
-    def to_prompt(body: TokenizeRequest) -> tuple[TokenizeRequest, str | RawChat]:
-        return body, convert.tokenize_prompt(body)
+    def to_prompt(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None]:
+        return body.model or "", convert.tokenize_prompt(body), body.add_special_tokens
 
-    body, prompt = await _reader(request).read(request, TokenizeRequest, to_prompt)
-    generator, model = _generator(request), body.model or ""
+    model, prompt, add_special_tokens = await _reader(request).read(request, TokenizeRequest, to_prompt)
+    generator = _generator(request)
     token_ids = await generator.tokenize(
         prompt,
         model=model,
-        add_special_tokens=body.add_special_tokens,
-        path="prompt" if body.messages is None else "messages",
+        add_special_tokens=add_special_tokens,
+        path="prompt" if isinstance(prompt, str) else "messages",
     )
     max_model_len = generator.find_model(model).max_model_len
     return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
@@ -169,15 +169,15 @@ async def docs(request: Request) -> HTMLResponse:
 
 
 async def _generate(
-    request: Request, body: SamplingBody, raws: Sequence[RawRequest], format: AnswerFormat
+    request: Request, options: convert.AnswerOptions, raws: Sequence[RawRequest], format: AnswerFormat
 ) -> Response:
     generator, in_flight = _generator(request), request.app.state.in_flight
     request_id: str = request.state.request_id
     answer_id, created_unix_s = f"{format.id_prefix}{request_id}", int(time.time())
-    num_choices = convert.num_choices(body)
+    num_choices = options.num_choices
     streams = [generator.generate(raw) for raw in raws]
     events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
-    if not body.stream:
+    if not options.is_streamed:
         answer = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
         return json_response(await in_flight.run(request.receive, answer))
     pieces = chunks(
@@ -186,7 +186,7 @@ async def _generate(
         answer_id=answer_id,
         created_unix_s=created_unix_s,
         num_choices=num_choices,
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        include_usage=options.includes_usage,
     )
     return EventStream(pieces, in_flight=in_flight, request_id=request_id)
 
