@@ -54,7 +54,7 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
 
 def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() -> None:
     found, seen = measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
-    assert seen == [(BUDGET, 32, 32, 6), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
+    assert seen == [(BUDGET, *[MAX_MODEL_LEN] * 3), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
     assert found == PROMPT
 
 

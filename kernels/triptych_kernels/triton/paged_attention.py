@@ -45,7 +45,12 @@ def paged_attention(
     operands = query, kv_cache, block_tables, query_starts, seq_lens, scale, out
     if query.shape[0] > len(seq_lens):
         attend_prefills(
-            *operands, kv_scales=kv_scales, window=window, soft_cap=soft_cap, query_lens=query_lens_list
+            *operands,
+            kv_scales=kv_scales,
+            window=window,
+            soft_cap=soft_cap,
+            query_lens=query_lens_list,
+            key_lens=seq_lens_list,
         )
     if 1 in query_lens_list:
         attend_decodes(

@@ -72,6 +72,8 @@ _PREFILL = {
     128: PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3),
     256: PrefillTiles(block_m=128, block_n=32, num_warps=8, num_stages=3),
 }
+# fewer keys a step, since those of 8 bits are widened in registers, where 32 would spill
+_PREFILL_8_BIT = _PREFILL | {256: PrefillTiles(block_m=128, block_n=16, num_warps=8, num_stages=3)}
 # Of queries or caches of float32, which are multiplied exactly and without tensor cores: for tests, not for speed, and
 # spilling where heads are large.
 _DECODE_FLOAT32 = DecodeTiles(block_n=32, num_warps=4, num_stages=1)
@@ -95,7 +97,8 @@ def _decode_candidates(head_dim: int, kv_dtype: torch.dtype, block_m: int) -> It
 
 
 def _default_prefill_tiles(head_dim: int, kv_dtype: torch.dtype) -> PrefillTiles:
-    return next(tiles for largest, tiles in _PREFILL.items() if head_dim <= largest)
+    table = _PREFILL_8_BIT if kv_dtype.itemsize == 1 else _PREFILL
+    return next(tiles for largest, tiles in table.items() if head_dim <= largest)
 
 
 def _prefill_candidates(head_dim: int, kv_dtype: torch.dtype) -> Iterator[PrefillTiles]:

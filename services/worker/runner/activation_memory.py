@@ -36,9 +36,9 @@ def measure_activations(
 ) -> int:
     """Bytes to be left free for steps.
 
-    That is what the larger takes of a step full of prompt, whose log-probabilities are asked for, and one that decodes
-    every row, at the full context, with filters and changed logits; and once more for graphs, whose pool is their own,
-    the largest that one is recorded of.
+    That is what the larger takes of a step full of the ends of prompts, whose log-probabilities are asked for, and one
+    that decodes every row, both at the full context, with filters and changed logits; and once more for graphs, whose
+    pool is their own, the largest that one is recorded of.
 
     Args:
         max_graph_tokens: tokens of the longest step with prompts that is recorded; 0: none is, and no decode.
@@ -78,7 +78,7 @@ def measure_activations(
 
     prompt = _prompt_lengths(max_num_batched_tokens, max_num_seqs, max_model_len)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
-    of_prompt = peak_of(lambda: run(prompt, prompt, scores_prompt=True))
+    of_prompt = peak_of(lambda: run(prompt, [max_model_len] * len(prompt), scores_prompt=True))
     of_decode = peak_of(lambda: run([1] * num_rows, [max_model_len] * num_rows))
     of_graphs = 0
     if max_graph_tokens:

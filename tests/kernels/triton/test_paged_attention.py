@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import paged_attention
-from triptych_kernels.triton import paged_attention_decode
+from triptych_kernels.triton import paged_attention_decode, paged_attention_prefill
 from triptych_kernels.triton.paged_attention import paged_attention as triton_paged_attention
 
 # numpy's, of rows of a tile that have no query and are not stored
@@ -260,6 +260,83 @@ def test_a_row_has_the_same_bits_in_any_batch(
     )
     alone = [step.alone(row).attend(window=window) for row in range(len(step.seq_lens))]
     assert torch.equal(step.attend(window=window), torch.cat(alone))
+
+
+LONG_CHUNKS = [(3, 200), (1, 150), (40, 130), (2, 64), (5, 7)]
+"""Of 1 to 4 parts of 64 keys; the first tiles of the third row have fewer parts than the last."""
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention_prefill, "_PART_KEYS", 64)
+
+
+@pytest.fixture(params=[1 << 28, 1], ids=["at once", "in rounds"])
+def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough memory for the sums of all parts, and for those of one."""
+    monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", request.param)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (70, 1.5), (3, 0.0), (129, 0.0)])
+def test_parts_leave_no_seam(
+    window: int,
+    soft_cap: float,
+    half_dtype: torch.dtype,
+    device: torch.device,
+    short_parts: None,
+    rounds: None,
+) -> None:
+    step = build_step(LONG_CHUNKS, half_dtype, device)
+    step.assert_attends_like_the_reference(window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_parts_of_other_caches_leave_no_seam(
+    cache_dtype: torch.dtype | None, device: torch.device, short_parts: None
+) -> None:
+    step = build_step(
+        [(2, 200), (20, 70)],
+        torch.float32,
+        device,
+        num_heads=3,
+        num_kv_heads=1,
+        cache_dtype=cache_dtype,
+        head_dim=80,
+    )
+    step.assert_attends_like_the_reference()
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_a_query_after_many_parts_has_the_same_bits_in_any_batch(
+    window: int,
+    half_dtype: torch.dtype,
+    device: torch.device,
+    short_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = build_step(LONG_CHUNKS, half_dtype, device)
+    together = step.attend(window=window)
+    alone = [step.alone(row).attend(window=window) for row in range(len(step.seq_lens))]
+    assert torch.equal(torch.cat(alone), together)
+    for num_bytes in (1, 3 << 20):  # rounds of one part and of some
+        monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", num_bytes)
+        assert torch.equal(step.attend(window=window), together)
+
+
+def test_rows_of_one_part_are_not_folded(
+    half_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_prefill, "_fold_parts", None)
+    build_step([(20, 300), (1, 40)], half_dtype, device).assert_attends_like_the_reference()
+
+
+def test_a_flaw_in_one_part_reaches_all_that_see_it(
+    half_dtype: torch.dtype, device: torch.device, short_parts: None
+) -> None:
+    step = build_step([(3, 200), (3, 200)], half_dtype, device)
+    step.kv_cache[step.block_tables[0, 5], 0, 1, 2] = torch.nan
+    assert step.attend()[:3, 2:].isnan().all()
+    step.assert_attends_like_the_reference()
 
 
 def test_lengths_of_decodes_are_read_from_tensors_alone(

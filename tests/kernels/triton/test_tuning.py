@@ -95,7 +95,7 @@ def test_attention_is_launched_with_what_is_stored(
         }
     )
     decode = spy_on(monkeypatch, paged_attention_decode, "_attend_splits")
-    prefill = spy_on(monkeypatch, paged_attention_prefill, "_attend_tile")
+    prefill = spy_on(monkeypatch, paged_attention_prefill, "_attend_part")
     build_step([(1, 300), (40, 90), (1, 3)], torch.float16, device).assert_attends_like_the_reference()
     (options,) = decode.options
     assert (options["BLOCK_N"], options["num_warps"], options["num_stages"]) == (64, 8, 3)
