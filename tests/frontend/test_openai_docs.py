@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
-from html.parser import HTMLParser
 from typing import Any
 
 import jsonschema
@@ -149,37 +149,15 @@ async def test_every_field_says_what_it_means(body: type[CompletionRequest | Cha
     assert [name for name, field in body.model_fields.items() if not field.description] == []
 
 
-class Links(HTMLParser):
-    """What a page would load or lead to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.targets: list[str] = []
-        self.ids: set[str] = set()
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        for name, value in attributes:
-            if name in ("href", "src"):
-                self.targets.append(value or "")
-            if name == "id":
-                self.ids.add(value or "")
-
-
-async def test_the_page_shows_all_of_it_and_loads_nothing(door: Door) -> None:
+async def test_the_page_for_people_works_without_the_network(door: Door) -> None:
     response = await door.http.get("/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    document, page = await openapi(door), response.text
-    for path in document["paths"]:
-        assert path in page
-    for name in ChatCompletionRequest.model_fields:
-        assert f"<code>{name}</code>" in page
-    links = Links()
-    links.feed(page)
-    assert not links.tags & {"script", "link", "img", "iframe"}
-    assert {target for target in links.targets if not target.startswith("#")} == {"openapi.json"}
-    assert {target[1:] for target in links.targets if target.startswith("#")} <= links.ids
+    assert "/openapi.json" in response.text
+    targets = re.findall(r'(?:src|href)="([^"]*)"', response.text)
+    assert any(target.endswith("swagger-ui-bundle.js") for target in targets)
+    for target in targets:
+        assert target.startswith("/")  # here, not on another host
+        assert (await door.http.get(target)).status_code == 200
 
 
 async def test_a_monitor_may_ask_by_head(door: Door) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("libs/triptych", "kernels/triptych_kernels", "services")
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
-HTTP = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "annotated_types"}
+HTTP = {"fastapi", "fastapi_offline", "starlette", "uvicorn", "pydantic", "pydantic_core", "annotated_types"}
 ROOMS: dict[str, set[str]] = {
     "triptych": set(),
     "triptych.types": {"numpy"},

@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Request
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.openai import answers, convert
@@ -20,7 +21,6 @@ from services.frontend.openai.guard import RequestGuard
 from services.frontend.openai.in_flight import InFlight
 from services.frontend.openai.merge import merge
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
-from services.frontend.openai.page import render_page
 from services.frontend.openai.reading import BodyReader
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
@@ -49,11 +49,11 @@ router = APIRouter(responses=_ERRORS)
 
 def create_app(generator: Generator) -> FastAPI:
     """The app, bound to nothing yet. `app.state.in_flight` is for whoever stops it."""
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Triptych",
         version=VERSION,
         description="OpenAI-compatible completions and chat completions, and a few routes for operators.",
-        docs_url=None,  # the framework's pages load their scripts from a CDN; ours works offline
+        docs_url="/docs",  # Swagger UI; the framework's own page loads it from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -160,12 +160,6 @@ async def version() -> Response:
 async def metrics() -> Response:
     """This process's Prometheus metrics."""
     return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    """This API for people to read, made from /openapi.json."""
-    return HTMLResponse(render_page(request.app.openapi()))
 
 
 async def _generate(
