@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from services.enginecore.crashes import CrashInquiry
 from services.enginecore.pause import Pause
 from services.enginecore.request import Request
-from services.enginecore.scheduler import Failed, Finished, Scheduler
+from services.enginecore.scheduler import Failed, Finished, Scheduler, check_config
 from services.enginecore.session_outputs import SessionOutputs
 from triptych.config import EngineConfig
 from triptych.errors import (
@@ -39,6 +39,8 @@ class EngineCore:
     """Owned by the engine loop, called from nowhere else; does no I/O."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError: scheduler options that cannot work together."""
+        check_config(config.scheduler)
         self._config = config
         self._clock = clock
         self._scheduler: Scheduler | None = None

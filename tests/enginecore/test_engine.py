@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.enginecore.engine import EngineCore
 from tests.helpers.stack import NaiveRunner, make_config
+from triptych.errors import ConfigError
 from triptych.types.facts import PauseMode
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
@@ -87,3 +90,20 @@ def test_a_pause_settles_although_it_keeps_a_group_from_its_trial() -> None:
         step(engine, runner)
     assert engine.scheduler.counters.num_preemptions > 0
     assert engine.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ["max_num_batched_tokens 7", "max_num_seqs 8"]),
+        ({"max_long_partial_prefills": 3}, ["max_long_partial_prefills 3", "long_prefill_token_threshold"]),
+        (
+            {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
+            ["long_prefill_token_threshold 8", "enable_chunked_prefill"],
+        ),
+    ],
+)
+def test_options_that_cannot_work_together_stop_the_boot(options, words) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineCore(make_config(**options))
+    assert all(word in error.value.message for word in words)

@@ -36,6 +36,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(7, 24), max_num_seqs=st.integers(1, 6), budget=st.integers(4, 60))
     def start(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+        budget = max(budget, max_num_seqs)
         self.clock = Clock()
         config = make_config(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_num_waiting=50, policy="priority"

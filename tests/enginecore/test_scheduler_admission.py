@@ -96,11 +96,6 @@ def test_a_name_in_use_is_refused_until_its_holder_has_ended() -> None:
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 99, "max_model_len": 100},
             ["99", "100"],
         ),
-        ({"max_long_partial_prefills": 3}, ["max_long_partial_prefills 3", "long_prefill_token_threshold"]),
-        (
-            {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8, "max_model_len": 100},
-            ["long_prefill_token_threshold 8", "enable_chunked_prefill"],
-        ),
     ],
 )
 def test_settings_under_which_a_request_could_starve_stop_the_boot(

@@ -14,29 +14,36 @@ MAX_CONTENT_BYTES = 32 << 20
 """Of one request's prompt and sampling parameters: half of what a message between the tiers may hold."""
 
 
-def check_config(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Raises ConfigError, naming both values, where a request might be admitted that could never finish."""
-    if max_model_len > (num_blocks - 1) * block_size:
+def check_config(config: SchedulerConfig) -> None:
+    """Raises ConfigError, naming both values, for options that cannot work together, whatever the worker."""
+    if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
-            f"max_model_len {max_model_len} does not fit into {num_blocks - 1} KV blocks of {block_size} tokens: "
-            "lower model.max_model_len or raise cache.num_blocks"
+            f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below scheduler.max_num_seqs "
+            f"{config.max_num_seqs}: each row that decodes takes a token of a step; raise the one or lower the other"
         )
     if config.max_long_partial_prefills and not config.long_prefill_token_threshold:
         raise ConfigError(
             f"scheduler.max_long_partial_prefills {config.max_long_partial_prefills} counts prompts longer than "
             "scheduler.long_prefill_token_threshold, which is 0: set that too, or neither"
         )
-    if config.enable_chunked_prefill:
-        return
-    if config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
-            f"{max_model_len}, and scheduler.enable_chunked_prefill is off: no step could hold a long prompt"
-        )
-    if config.long_prefill_token_threshold:
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
         raise ConfigError(
             f"scheduler.long_prefill_token_threshold {config.long_prefill_token_threshold} splits prompts, and "
             "scheduler.enable_chunked_prefill is off: set one of them only"
+        )
+
+
+def check_facts(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Raises ConfigError, naming both values, where a request might be admitted that could never finish."""
+    if max_model_len > (num_blocks - 1) * block_size:
+        raise ConfigError(
+            f"max_model_len {max_model_len} does not fit into {num_blocks - 1} KV blocks of {block_size} tokens: "
+            "lower model.max_model_len or raise cache.num_blocks"
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
+            f"{max_model_len}, and scheduler.enable_chunked_prefill is off: no step could hold a long prompt"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.admission import Admission, check_config
+from services.enginecore.scheduler.admission import Admission, check_facts
 from services.enginecore.scheduler.columns import Flags, RowColumns, Slots
 from services.enginecore.scheduler.counters import SchedulerCounters
 from services.enginecore.scheduler.draft import StepDraft
@@ -49,9 +49,9 @@ class Scheduler:
         """`num_blocks` counts the null block; `clock` gives seconds that never fall.
 
         Raises:
-            ConfigError: values that cannot work together; names both.
+            ConfigError: the config, which `check_config` has passed, cannot work with this worker; names both values.
         """
-        check_config(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        check_facts(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
         self.counters = SchedulerCounters()
         self._num_blocks = num_blocks
         self._eos_token_ids = frozenset(eos_token_ids)
