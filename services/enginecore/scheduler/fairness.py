@@ -28,9 +28,6 @@ class _Account:
     """Of its counter in `FairShares.service`."""
     level: _Level
     num_alive: int = 0
-    num_waiting: int = 0
-    """Of those, not admitted yet; a preempted request does not wait for its share."""
-    num_waiting_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +66,12 @@ class FairShares:
     def __init__(self) -> None:
         self.service: Ints = np.zeros(8, np.int64)
         """[accounts] what each has had, in prompt tokens; a request has the index."""
+        self._priority: Ints = np.zeros(8, np.int64)
+        """[accounts]"""
+        self._num_waiting: Ints = np.zeros(8, np.int64)
+        """[accounts] requests alive that are not admitted yet; a preempted request does not wait for its share."""
+        self._num_waiting_tokens: Ints = np.zeros(8, np.int64)
+        """[accounts] theirs."""
         self._free_indices = list(range(len(self.service)))
         self._levels: dict[int, _Level] = {}
         self._accounts: dict[int, _Account] = {}
@@ -96,18 +99,18 @@ class FairShares:
         """A request waits for its first admission. A tenant that had none waiting is lifted to the least
         served that has: idling saves nothing up. The counters must be settled."""
         account = self._accounts[request.account]
-        if not account.num_waiting:
+        if not self._num_waiting[account.index]:
             self.service[account.index] = max(self._floor(account.level), self.service[account.index])
             account.level.waiting.push(account)
-        account.num_waiting += 1
-        account.num_waiting_tokens += len(request.token_ids)
+        self._num_waiting[account.index] += 1
+        self._num_waiting_tokens[account.index] += len(request.token_ids)
 
     def dequeue(self, request: Request) -> None:
         """It has been admitted for the first time, or ends before that."""
         account = self._accounts[request.account]
-        account.num_waiting -= 1
-        account.num_waiting_tokens -= len(request.token_ids)
-        if not account.num_waiting:
+        self._num_waiting[account.index] -= 1
+        self._num_waiting_tokens[account.index] -= len(request.token_ids)
+        if not self._num_waiting[account.index]:
             account.level.waiting.discard(account)
             account.level.last_waited = account
 
@@ -134,7 +137,7 @@ class FairShares:
         """Return how many requests of this tenant and priority wait for their first admission."""
         level = self._levels.get(priority)
         account = None if level is None else level.accounts.get(tenant)
-        return 0 if account is None else account.num_waiting
+        return 0 if account is None else int(self._num_waiting[account.index])
 
     def greediest(self) -> WaitingTenant | None:
         """Return the tenant with the most waiting requests on the least urgent level on which any wait."""
@@ -142,8 +145,8 @@ class FairShares:
         if not levels:
             return None
         level = max(levels, key=lambda level: level.priority)
-        account = max(level.waiting, key=lambda account: (account.num_waiting, account.index))
-        return WaitingTenant(level.priority, account.index, account.num_waiting)
+        account = max(level.waiting, key=lambda account: (self._num_waiting[account.index], account.index))
+        return WaitingTenant(level.priority, account.index, int(self._num_waiting[account.index]))
 
     def charge(self, request: Request, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
         self.service[request.account] += num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
@@ -158,20 +161,19 @@ class FairShares:
 
         As if outputs cost nothing from now on, and each tenant's requests were of one size.
         """
-        num_requests = num_tokens = 0
-        for level in self._levels.values():
-            if level.priority > priority:
-                continue
-            place = None if level.priority < priority else self._place_behind_own(level, tenant)
-            for account in level.waiting:
-                count = account.num_waiting
-                size = account.num_waiting_tokens / count
-                if place is not None and account.tenant != tenant:
-                    gap = place - int(self.service[account.index])
-                    count = min(count, int(gap // size) + 1) if gap >= 0 else 0
-                num_requests += count
-                num_tokens += round(count * size)
-        return num_requests, num_tokens
+        waiting = np.flatnonzero(self._num_waiting)  # [w] accounts, like all that follows
+        waiting = waiting[self._priority[waiting] <= priority]
+        counts = self._num_waiting[waiting]
+        sizes = self._num_waiting_tokens[waiting] / counts
+        level = self._levels.get(priority)
+        if level is not None:
+            gaps = self._place_behind_own(level, tenant) - self.service[waiting]
+            before = np.where(gaps >= 0, gaps // sizes + 1, 0).astype(np.int64)
+            is_rival = self._priority[waiting] == priority
+            if (own := level.accounts.get(tenant)) is not None:
+                is_rival &= waiting != own.index
+            counts = np.where(is_rival, np.minimum(counts, before), counts)
+        return int(counts.sum()), round(float((counts * sizes).sum()))
 
     def check_integrity(self, requests: list[Request]) -> None:
         """`requests`: all alive. Raises AssertionError naming what is off."""
@@ -195,7 +197,7 @@ class FairShares:
         for index, account in self._accounts.items():
             name, lengths = f"tenant {account.tenant!r}", waiting[index]
             counted = num_alive[index], len(lengths), sum(lengths)
-            noted = account.num_alive, account.num_waiting, account.num_waiting_tokens
+            noted = account.num_alive, self._num_waiting[index], self._num_waiting_tokens[index]
             assert counted == noted, f"{name} has {counted}, and {noted} are noted"
             assert (account in account.level.idle) == (not account.num_alive), f"{name} idles wrongly"
             assert (account in account.level.waiting) == bool(lengths), f"{name} waits wrongly"
@@ -208,7 +210,7 @@ class FairShares:
         account, floor = level.accounts.get(tenant), self._floor(level)
         if account is None:
             return floor
-        return max(floor, int(self.service[account.index])) + account.num_waiting_tokens
+        return max(floor, int(self.service[account.index])) + int(self._num_waiting_tokens[account.index])
 
     def _floor(self, level: _Level) -> int:
         """The least service of those that wait; of the last that did where nobody waits. Never falls."""
@@ -218,9 +220,13 @@ class FairShares:
     def _create(self, level: _Level, tenant: str) -> _Account:
         if not self._free_indices:
             size = len(self.service)
-            self.service = np.concatenate([self.service, np.zeros(size, np.int64)])
+            self.service, self._priority, self._num_waiting, self._num_waiting_tokens = (
+                np.concatenate([column, np.zeros(size, np.int64)])
+                for column in (self.service, self._priority, self._num_waiting, self._num_waiting_tokens)
+            )
             self._free_indices.extend(range(size, 2 * size))
         account = _Account(tenant, self._free_indices.pop(), level)
+        self._priority[account.index] = level.priority
         level.accounts[tenant] = self._accounts[account.index] = account
         return account
 

@@ -58,8 +58,10 @@ class FirstTokenForecast:
         """Requests that come before it, and how many of their tokens must be computed."""
         roster.settle()
         num_requests, num_tokens = roster.shares.ahead_of(request.priority, request.tenant)
-        num_tokens = round(num_tokens * self._computed_share)
-        for preempted in (*roster.waiting.returning, *roster.parked.values()):
+        num_returning, num_returning_tokens = roster.waiting.returning_ahead(request.priority)
+        num_requests += num_returning
+        num_tokens = round(num_tokens * self._computed_share) + num_returning_tokens
+        for preempted in roster.parked.values():
             if preempted.priority <= request.priority:
                 num_requests += 1
                 num_tokens += len(preempted.token_ids)

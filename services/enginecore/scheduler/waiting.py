@@ -25,7 +25,8 @@ class WaitingQueue:
         self._shares = shares
         self._long_prompt_tokens = long_prompt_tokens
         self._members: set[Request] = set()
-        self._returning: set[Request] = set()
+        self._returning: dict[int, tuple[int, int]] = {}
+        """Priority to the number of requests that have run already, and the number of their tokens."""
         self._displaceable: dict[int, dict[Request, None]] = {}
         """Account -> its requests that have never run, here or elsewhere, in order of arrival; no entry is empty."""
         self._admissible: frozenset[Request] | None = None
@@ -38,16 +39,16 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._members
 
-    @property
-    def returning(self) -> Collection[Request]:
-        """Those that have run already, in no order."""
-        return self._returning
+    def returning_ahead(self, priority: int) -> tuple[int, int]:
+        """Return the number of requests that have run already and are as urgent at least, and of their tokens."""
+        totals = [total for level, total in self._returning.items() if level <= priority]
+        return sum(count for count, _ in totals), sum(num_tokens for _, num_tokens in totals)
 
     def add(self, request: Request) -> None:
         """A request waits: for its first admission, or, having run, for its next."""
         self._members.add(request)
         if request.was_admitted:
-            self._returning.add(request)
+            self._count_returning(request, 1)
         else:
             self._shares.enqueue(request)
             if not request.has_emitted:
@@ -58,7 +59,7 @@ class WaitingQueue:
         """It is admitted, or ends."""
         self._members.remove(request)
         if request.was_admitted:
-            self._returning.remove(request)
+            self._count_returning(request, -1)
         else:
             self._shares.dequeue(request)
             if not request.has_emitted:
@@ -104,13 +105,29 @@ class WaitingQueue:
         """Raises AssertionError if the queues do not hold who may run, or disagree with a plain search."""
         free = {request for request in self._members if self._may_run(request)}
         displaceable = {request for lane in self._displaceable.values() for request in lane}
-        never_ran = {request for request in self._members - self._returning if not request.has_emitted}
+        never_ran = {
+            request for request in self._members if not (request.was_admitted or request.has_emitted)
+        }
         assert displaceable == never_ran, "a request that never ran is lost, or runs"
         assert {*self._short, *self._long} == free, "the queues do not hold exactly those that may run"
         assert self.peek() is min(free, key=self.place_of, default=None), "the first is not at the head"
+        returning: dict[int, tuple[int, int]] = {}
+        for request in self._members:
+            if request.was_admitted:
+                count, num_tokens = returning.get(request.priority, (0, 0))
+                returning[request.priority] = count + 1, num_tokens + len(request.token_ids)
+        assert returning == self._returning, "the count of those that have run is off"
         short = {request for request in free if self._queue_of(request) is self._short}
         first_short = self.peek(pass_over_long=True)
         assert first_short is min(short, key=self.place_of, default=None), "the first short is not found"
+
+    def _count_returning(self, request: Request, change: int) -> None:
+        count, num_tokens = self._returning.get(request.priority, (0, 0))
+        count, num_tokens = count + change, num_tokens + change * len(request.token_ids)
+        if count:
+            self._returning[request.priority] = count, num_tokens
+        else:
+            del self._returning[request.priority]
 
     def _may_run(self, request: Request) -> bool:
         return self._admissible is None or request in self._admissible
