@@ -87,7 +87,7 @@ def test_equal_prompts_share_their_hashes_until_one_goes_on() -> None:
     prompt = tokens(*range(3 * SIZE + 2))
     first, second, salted = BlockTable(), BlockTable(), BlockTable(extras={0: (b"salt",)})
     for table in (first, second, salted):
-        manager.hash_prompt(table, prompt, len(prompt))
+        manager.hash_prompt([table], prompt, len(prompt))
     assert first.hashes is second.hashes
     assert first.hashes != salted.hashes
     longer = tokens(*prompt, 8, 9)
@@ -104,7 +104,7 @@ def test_the_hashes_of_a_prompt_go_with_its_last_request() -> None:
     manager = make_manager()
     prompt = tokens(*range(2 * SIZE))
     table = BlockTable()
-    manager.hash_prompt(table, prompt, len(prompt))
+    manager.hash_prompt([table], prompt, len(prompt))
     assert len(manager._prompts._chains) == 1
     del table
     assert not manager._prompts._chains

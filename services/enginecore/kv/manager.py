@@ -47,12 +47,19 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def hash_prompt(self, table: BlockTable, token_ids: array[int], num_prompt_tokens: int) -> None:
-        """Name the full blocks of a new request's prompt, unless those of an equal prompt are named already."""
+    def hash_prompt(
+        self, tables: Sequence[BlockTable], token_ids: array[int], num_prompt_tokens: int
+    ) -> None:
+        """Name the full blocks of a prompt, unless those of an equal prompt are named already.
+
+        Args:
+            tables: Of new requests with this prompt and the same extras.
+        """
         num_full = num_prompt_tokens // self.block_size
         if num_full and self.enable_prefix_caching:
-            table.hashes = self._prompts.of(token_ids, num_full, table.extras)
-            table.shares_hashes = True
+            hashes = self._prompts.of(token_ids, num_full, tables[0].extras)
+            for table in tables:
+                table.hashes, table.shares_hashes = hashes, True
 
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
         """The longest run of cached blocks that holds a prefix of `token_ids`. Holds nothing yet."""

@@ -104,7 +104,6 @@ class Roster:
             self._id_to_num_alive[key] = 0
             self.num_content_bytes += request.content.num_bytes
         self._id_to_num_alive[key] += 1
-        self.blocks.hash_prompt(request.blocks, request.token_ids, request.num_prompt_tokens)
         self.shares.open(request)
         self.settle()
         self.waiting.add(request)

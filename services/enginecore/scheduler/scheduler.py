@@ -120,6 +120,8 @@ class Scheduler:
         self._admission.check(choices, self._roster, now)
         leaving = self._admission.make_room(choices, self._roster)
         displaced = tuple(self._fail(request, self._admission.displaced(self._roster)) for request in leaving)
+        tables = [request.blocks for request in choices]
+        self._blocks.hash_prompt(tables, choices[0].token_ids, choices[0].num_prompt_tokens)
         for request in choices:
             request.limit = self._admission.limit_of(request)
             request.arrival = self._num_arrivals
