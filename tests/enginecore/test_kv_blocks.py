@@ -82,32 +82,20 @@ def test_a_hash_names_the_whole_prefix_and_the_extras() -> None:
     )
 
 
-def test_equal_prompts_share_their_hashes_until_one_goes_on() -> None:
+def test_choices_share_the_hashes_of_their_prompt_until_one_goes_on() -> None:
     manager = make_manager(30)
     prompt = tokens(*range(3 * SIZE + 2))
-    first, second, salted = BlockTable(), BlockTable(), BlockTable(extras={0: (b"salt",)})
-    for table in (first, second, salted):
-        manager.hash_prompt([table], prompt, len(prompt))
+    first, second = BlockTable(extras={0: (b"salt",)}), BlockTable(extras={0: (b"salt",)})
+    manager.hash_prompt([first, second], prompt, len(prompt))
     assert first.hashes is second.hashes
-    assert first.hashes != salted.hashes
     longer = tokens(*prompt, 8, 9)
     assert manager.allocate(first, len(longer)) is not None
     manager.offer_full_blocks(first, longer, len(longer))
     assert (len(first.hashes), len(second.hashes)) == (4, 3)
-    assert first.hashes[:3] == second.hashes
     alone: list[bytes] = []
-    extend_hashes(alone, longer, 4, SIZE, {})
+    extend_hashes(alone, longer, 4, SIZE, first.extras)
     assert first.hashes == alone
-
-
-def test_the_hashes_of_a_prompt_go_with_its_last_request() -> None:
-    manager = make_manager()
-    prompt = tokens(*range(2 * SIZE))
-    table = BlockTable()
-    manager.hash_prompt([table], prompt, len(prompt))
-    assert len(manager._prompts._chains) == 1
-    del table
-    assert not manager._prompts._chains
+    assert second.hashes == alone[:3]
 
 
 def test_hashing_in_parts_is_hashing_at_once() -> None:

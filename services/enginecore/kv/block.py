@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.enginecore.kv.hashing import Extras, HashChain
+from services.enginecore.kv.hashing import Extras
 
 NULL_BLOCK = 0  # padding in block tables: never handed out, never written, never read
 
@@ -23,11 +23,11 @@ class BlockTable:
     extras: Extras = field(default_factory=dict)
     """The cache salt, if there is one, in block 0."""
     block_ids: list[int] = field(default_factory=list)
-    hashes: HashChain = field(default_factory=HashChain)
+    hashes: list[bytes] = field(default_factory=list)
     """Of the leading full blocks, as far as anyone asked. They depend on tokens and extras alone, so they
     outlive the blocks: a preempted request finds its prefix again without hashing it again."""
     shares_hashes: bool = False
-    """Whether `hashes` belongs to all requests of the same prompt, and must be copied to grow."""
+    """Whether `hashes` belongs to all choices of one prompt, and must be copied to grow."""
     num_hits: int = 0
     """Leading blocks that another request computed."""
     num_offered: int = 0

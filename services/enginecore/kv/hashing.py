@@ -12,40 +12,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from weakref import WeakValueDictionary
 
 HASH_BYTES = 16
 ROOT_HASH = bytes(HASH_BYTES)
 
 Extras = Mapping[int, Sequence[bytes]]
 """Block index to what distinguishes that block's content beside its tokens, in a fixed order of kinds."""
-
-
-class HashChain(list[bytes]):
-    """The names of the leading full blocks of a sequence. Those of equal prompts share one; see `PromptHashes`."""
-
-    __slots__ = ("__weakref__",)
-
-
-class PromptHashes:
-    """The chain of every prompt in use, so that equal ones, such as those of the choices of one request, are hashed
-    once."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._chains: WeakValueDictionary[tuple[object, ...], HashChain] = WeakValueDictionary()
-
-    def of(self, token_ids: array[int], num_blocks: int, extras: Extras) -> HashChain:
-        """Return the chain of the first `num_blocks` blocks, full ones; whoever shares it must not grow it."""
-        with memoryview(token_ids) as view:
-            tokens = blake2b(view[: num_blocks * self._block_size], digest_size=HASH_BYTES).digest()
-        key = tokens, tuple((index, *extras[index]) for index in sorted(extras))
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = HashChain()
-            extend_hashes(chain, token_ids, num_blocks, self._block_size, extras)
-            self._chains[key] = chain
-        return chain
 
 
 def extend_hashes(

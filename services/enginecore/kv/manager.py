@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from services.enginecore.kv.block import BlockTable
-from services.enginecore.kv.hashing import HashChain, PromptHashes, extend_hashes
+from services.enginecore.kv.hashing import extend_hashes
 from services.enginecore.kv.pool import BlockPool
 
 
@@ -23,7 +23,6 @@ class BlockManager:
         self._pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._prompts = PromptHashes(block_size)
         self._offered: list[int] = []
 
     @property
@@ -50,16 +49,18 @@ class BlockManager:
     def hash_prompt(
         self, tables: Sequence[BlockTable], token_ids: array[int], num_prompt_tokens: int
     ) -> None:
-        """Name the full blocks of a prompt, unless those of an equal prompt are named already.
+        """Name the full blocks of a prompt once, before anyone waits for it.
 
         Args:
             tables: Of new requests with this prompt and the same extras.
         """
-        num_full = num_prompt_tokens // self.block_size
-        if num_full and self.enable_prefix_caching:
-            hashes = self._prompts.of(token_ids, num_full, tables[0].extras)
+        if self.enable_prefix_caching:
+            first = tables[0]
+            extend_hashes(
+                first.hashes, token_ids, num_prompt_tokens // self.block_size, self.block_size, first.extras
+            )
             for table in tables:
-                table.hashes, table.shares_hashes = hashes, True
+                table.hashes, table.shares_hashes = first.hashes, len(tables) > 1
 
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
         """The longest run of cached blocks that holds a prefix of `token_ids`. Holds nothing yet."""
@@ -67,11 +68,13 @@ class BlockManager:
             return []
         num_full = len(token_ids) // self.block_size
         hits: list[int] = []
-        while True:
+        while len(hits) < num_full:
+            if len(hits) == len(table.hashes):
+                self._extend_hashes(table, token_ids, min(num_full, 2 * len(hits) + 1))
             hits += self._pool.find_run(table.hashes[len(hits) : num_full])
-            if len(hits) < len(table.hashes) or len(hits) == num_full:
-                return hits
-            self._extend_hashes(table, token_ids, min(num_full, 2 * len(hits) + 1))
+            if len(hits) < len(table.hashes):
+                break
+        return hits
 
     def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: int = 0) -> int:
         """How many more blocks would have to be free, so that a request without blocks could be given all that
@@ -111,10 +114,8 @@ class BlockManager:
         if num_full <= table.num_offered or not self.enable_prefix_caching:
             return
         self._extend_hashes(table, token_ids, num_full)
-        for index in range(table.num_offered, num_full):
-            block = table.block_ids[index]
-            if self._pool.offer(block, table.hashes[index]):
-                self._offered.append(block)
+        new = slice(table.num_offered, num_full)
+        self._offered += self._pool.offer(table.block_ids[new], table.hashes[new])
         table.num_offered = num_full
 
     def drain_offered(self) -> list[int]:
@@ -169,5 +170,5 @@ class BlockManager:
         if num_blocks <= len(table.hashes):
             return
         if table.shares_hashes:
-            table.hashes, table.shares_hashes = HashChain(table.hashes), False
+            table.hashes, table.shares_hashes = table.hashes[:], False
         extend_hashes(table.hashes, token_ids, num_blocks, self.block_size, table.extras)

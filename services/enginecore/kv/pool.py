@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from services.enginecore.kv.block import NULL_BLOCK
@@ -91,16 +91,19 @@ class BlockPool:
                 self._free.append(block)
                 self._num_cached_free += 1
 
-    def offer(self, block: int, block_hash: bytes) -> bool:
-        """Name a held block's content, so that others find it; False if an equal block has the name."""
-        assert self._references[block], f"block {block} is offered but not held"
-        assert self._block_to_hash[block] is None, f"block {block} has a name already"
-        if block_hash in self._hash_to_block:
-            return False
-        self._block_to_hash[block] = block_hash
-        self._hash_to_block[block_hash] = block
-        self.num_shareable_gained += 1
-        return True
+    def offer(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> list[int]:
+        """Name the contents of held blocks, so that others find them; returns those named: a content that has a name
+        already keeps it."""
+        named = []
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            assert self._references[block], f"block {block} is offered but not held"
+            assert self._block_to_hash[block] is None, f"block {block} has a name already"
+            if block_hash not in self._hash_to_block:
+                self._block_to_hash[block] = block_hash
+                self._hash_to_block[block_hash] = block
+                named.append(block)
+        self.num_shareable_gained += len(named)
+        return named
 
     def withdraw(self, block: int) -> None:
         """Take a block's name back: nobody finds it any more. Its holders keep it."""
