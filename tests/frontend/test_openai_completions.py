@@ -108,6 +108,15 @@ async def test_request_ids_are_numbered_only_where_there_are_several_prompts(doo
     assert first.removesuffix("-0") == second.removesuffix("-1")
 
 
+async def test_integers_may_be_written_as_floats(door: Door) -> None:
+    for prompt in ([104.0, 105.0], [[104, 105.0]]):
+        response = await door.post(
+            "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 2.0, "n": 1.0})
+        )
+        assert response.status_code == 200
+    assert [raw.prompt for raw in door.generator.requests] == [[104, 105], [104, 105]]
+
+
 async def test_tenants_are_named_by_tenant_else_by_user(door: Door) -> None:
     for fields in ({}, {"user": "u"}, {"user": "u", "tenant": "t"}):
         await door.post("/v1/completions", json.dumps({"prompt": "a", **fields}))

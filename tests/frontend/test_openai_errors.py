@@ -76,7 +76,7 @@ def told(response: httpx.Response) -> dict[str, Any]:
         ('"prompt": "a", "temperature": "1"', "temperature", "'1' is refused"),
         ('"prompt": "a", "top_p": 0', "top_p", "0 must be above 0"),
         ('"prompt": "a", "max_tokens": 0', "max_tokens", "0 is below the limit 1"),
-        ('"prompt": "a", "max_tokens": 5.0', "max_tokens", "5.0 is refused"),
+        ('"prompt": "a", "max_tokens": 5.5', "max_tokens", "5.5 is refused"),
         ('"prompt": "a", "max_tokens": true', "max_tokens", "True is refused"),
         ('"prompt": "a", "max_tokens": 100', "max_tokens", f"maximum context length is {MAX_MODEL_LEN}"),
         ('"prompt": "a", "n": 2, "temperature": 0', "n", "greedy"),

@@ -13,6 +13,7 @@ from services.frontend.openai.schema import (
     ChatFields,
     CompletionRequest,
     ContentPart,
+    DetokenizeRequest,
     Message,
     SamplingBody,
     TokenizeRequest,
@@ -134,6 +135,20 @@ def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
     if unserved := _unserved_messages(body):
         raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
     return to_chat(body) if body.prompt is None else body.prompt
+
+
+def detokenize_ids(body: DetokenizeRequest) -> list[int]:
+    """What is to be detokenized.
+
+    Raises:
+        InvalidRequest: all that is wrong with the body.
+    """
+    violations = list(body.violations)
+    if body.tokens is None and not violations:
+        violations.append(FieldViolation("tokens", "none are given; send a list of token ids"))
+    if violations:
+        raise InvalidRequest(violations)
+    return body.tokens or []
 
 
 def to_chat(body: ChatFields) -> RawChat:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.frontend.openai import answers, schema
+from services.frontend.requests import MAX_DEADLINE_S
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODIES: dict[str, type[BaseModel]] = {
@@ -39,6 +40,8 @@ def build_document(app: FastAPI) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(body)}}
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, chunk in _CHUNKS.items():
+        (timeout,) = document["paths"][path]["post"]["parameters"]
+        timeout["schema"] = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_S}
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         content["text/event-stream"] = {
             "schema": {

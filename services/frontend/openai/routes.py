@@ -30,7 +30,7 @@ from services.frontend.openai.schema import (
 )
 from services.frontend.openai.sse import EventStream, chunks
 from services.frontend.requests import RawChat, RawRequest
-from triptych.errors import EngineUnavailable, InvalidRequest
+from triptych.errors import EngineUnavailable
 from triptych.types.events import Event
 
 VERSION = importlib.metadata.version("triptych")
@@ -129,14 +129,13 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", responses={200: {"model": answers.DetokenizeAnswer}}, tags=["tokens"])
 async def detokenize(request: Request) -> Response:
     """Token ids -> text."""
-    body = await _reader(request).read(request, DetokenizeRequest, lambda body: body)
-    if body.violations:
-        raise InvalidRequest(body.violations)
+
+    def to_ids(body: DetokenizeRequest) -> tuple[str, list[int], bool]:
+        return body.model or "", convert.detokenize_ids(body), body.skip_special_tokens is not False
+
+    model, token_ids, skip_special_tokens = await _reader(request).read(request, DetokenizeRequest, to_ids)
     text = await _generator(request).detokenize(
-        body.tokens,
-        model=body.model or "",
-        skip_special_tokens=body.skip_special_tokens is not False,
-        path="tokens",
+        token_ids, model=model, skip_special_tokens=skip_special_tokens, path="tokens"
     )
     return json_response({"prompt": text})
 

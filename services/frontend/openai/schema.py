@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from annotated_types import MaxLen
-from pydantic import ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from services.frontend.openai.body import Body, Part, either, ignored, not_served
@@ -45,6 +53,23 @@ def limits(name: str, *, minimum: int | None = None) -> FieldInfo:
     return schema(**{"exclusiveMinimum" if name == "top_p" else "minimum": low}, maximum=high)
 
 
+def _integral(value: Any) -> Any:
+    """JSON has one kind of number: 10.0 is an integer, and some languages write no other."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _token_ids(value: Any, handler: Any) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:  # looking at each of many ids costs, so only now
+        if not isinstance(value, list) or float not in set(map(type, value)):
+            raise
+        return handler([_integral(entry) for entry in value])
+
+
+Integral = BeforeValidator(_integral)
+
+
 def document_as(*required: str) -> ConfigDict:
     """Say in the document that these fields are needed. The parser reports them, for a body always builds."""
 
@@ -61,7 +86,7 @@ def document_as(*required: str) -> ConfigDict:
 
 _StopString = Annotated[str, schema(minLength=1, maxLength=MAX_STOP_CHARS)]
 TokenId = Annotated[int, schema(minimum=0)]
-TokenIds = Annotated[list[TokenId], FirstOnly()]
+TokenIds = Annotated[list[TokenId], FirstOnly(), WrapValidator(_token_ids)]
 StopStrings = Annotated[list[_StopString], FirstOnly(), schema(maxItems=MAX_STOP_STRINGS)]
 
 
@@ -78,13 +103,13 @@ class SamplingBody(Body):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    n: Annotated[int, limits("n")] | None = None
+    n: Annotated[int, Integral, limits("n")] | None = None
     """Choices per prompt, 1..16384; greedy sampling needs 1. Null: 1."""
     temperature: Annotated[float, limits("temperature")] | None = None
     """0..2; below 1e-5 is greedy. Null: the model's own default, else 1."""
     top_p: Annotated[float, limits("top_p")] | None = None
     """(0, 1]. Null: the model's own default, else 1, which is off."""
-    top_k: Annotated[int, limits("top_k")] | None = None
+    top_k: Annotated[int, Integral, limits("top_k")] | None = None
     """Keep the k best tokens alone; 0 and -1 are off."""
     min_p: Annotated[float, limits("min_p")] | None = None
     """[0, 1]: drop tokens less likely than min_p times the best; 0 is off."""
@@ -94,7 +119,7 @@ class SamplingBody(Body):
     """[-2, 2], once per occurrence in the output."""
     repetition_penalty: Annotated[float, limits("repetition_penalty")] | None = None
     """0.01..100, over prompt and output; 1 is off."""
-    seed: Annotated[int, limits("seed")] | None = None
+    seed: Annotated[int, Integral, limits("seed")] | None = None
     """0..2^64-1: the same seed gives the same output. Null: drawn."""
     stop: Annotated[_StopString | StopStrings | None, either("a string or a list of strings")] = None
     """Text that ends the output."""
@@ -104,7 +129,7 @@ class SamplingBody(Body):
     """Leave the stop string in the text."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
-    min_tokens: Annotated[int, limits("min_tokens")] | None = None
+    min_tokens: Annotated[int, Integral, limits("min_tokens")] | None = None
     """End tokens are masked until this many are out."""
     logit_bias: Annotated[dict[str, Any], schema(**_LOGIT_BIAS)] | None = None
     """Token id to a number that is added to its logit, clamped to [-100, 100]."""
@@ -114,9 +139,9 @@ class SamplingBody(Body):
     """Leave special tokens out of the text. Null: true."""
     spaces_between_special_tokens: bool | None = None
     """Null: true."""
-    truncate_prompt_tokens: Annotated[int, schema(minimum=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Integral, schema(minimum=1)] | None = None
     """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
-    priority: Annotated[int, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
+    priority: Annotated[int, Integral, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
     """Lower runs first. Null: 0."""
     tenant: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """Who is served, at most 256 bytes: tenants have fair shares. Believed as it stands. Null: `user`."""
@@ -164,11 +189,11 @@ class CompletionRequest(SamplingBody):
         ),
     ] = None
     """At least one token each. Choice j of prompt i has the index i * n + j."""
-    max_tokens: Annotated[int, limits("max_tokens")] | None = None
+    max_tokens: Annotated[int, Integral, limits("max_tokens")] | None = None
     """New tokens at most, >= 1, or 0 with echo. Null: 16."""
     echo: bool | None = None
     """Repeat the prompt at the head of the text."""
-    logprobs: Annotated[int, limits("logprobs")] | None = None
+    logprobs: Annotated[int, Integral, limits("logprobs")] | None = None
     """Report the log-probability of each token and of its so many best rivals, 0..20; with echo the prompt's as well.
     Null: none."""
 
@@ -179,9 +204,9 @@ class CompletionRequest(SamplingBody):
 class ContentPart(Part):
     """One piece of a message's content; `text` is the only type served."""
 
-    model_config = Part.model_config | {"extra": "allow"}
+    model_config = Part.model_config | {"extra": "allow"} | document_as("type", "text")
 
-    type: str
+    type: Annotated[str, schema(const="text")]
     text: str | None = None
 
     @model_validator(mode="after")
@@ -193,6 +218,8 @@ class ContentPart(Part):
 
 class Message(Part):
     """One turn of a conversation."""
+
+    model_config = document_as("role", "content")
 
     role: _Text
     """system, user, assistant, or what the model's chat template knows."""
@@ -229,13 +256,13 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
 
     model_config = document_as("messages")
 
-    max_completion_tokens: Annotated[int, limits("max_tokens", minimum=1)] | None = None
+    max_completion_tokens: Annotated[int, Integral, limits("max_tokens", minimum=1)] | None = None
     """New tokens at most, >= 1. Null: all that the context leaves."""
-    max_tokens: Annotated[int, limits("max_tokens", minimum=1)] | None = None
+    max_tokens: Annotated[int, Integral, limits("max_tokens", minimum=1)] | None = None
     """The older name of max_completion_tokens."""
     logprobs: bool | None = None
     """Report the log-probability of each token."""
-    top_logprobs: Annotated[int, limits("logprobs")] | None = None
+    top_logprobs: Annotated[int, Integral, limits("logprobs")] | None = None
     """And those of its so many best rivals, 0..20."""
 
     audio: Any = not_served()
@@ -280,7 +307,7 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    tokens: TokenIds = Field(default_factory=list)
+    tokens: TokenIds | None = None
     """Token ids."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Null: true."""
