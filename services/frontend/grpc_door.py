@@ -49,11 +49,12 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        request.request_id = request.request_id or new_request_id()
+        set_request_id(request.request_id)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the call's deadline had passed before the request was read")
         raw = await self._threads.run(len(request.chat.messages), to_raw_request, request, remaining_s)
-        set_request_id(raw.request_id)
         watch = _StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(self._generator.generate(raw)) as events:
@@ -174,7 +175,7 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
     return RawRequest(
         door="grpc",
         prompt=prompt,
-        request_id=request.request_id or new_request_id(),
+        request_id=request.request_id,
         model=request.model,
         sampling=_sampling_fields(request.sampling),
         output_kind=_OUTPUT_KINDS.get(request.output_kind, OutputKind.DELTA),

@@ -63,8 +63,8 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request, context):
         """Streams the answer to one prompt. The first message is always `admitted`; the last is `finished`.
-        Errors are gRPC statuses with google.rpc details (ErrorInfo always, BadRequest with every violation,
-        RetryInfo where a retry helps). Leaving the stream aborts the request.
+        Errors are gRPC statuses with google.rpc details (ErrorInfo always, RequestInfo, BadRequest with every violation,
+        RetryInfo where a retry helps). Leaving the stream aborts the request, and so does not reading it for long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
