@@ -113,7 +113,7 @@ class EngineSession:
         self.last_batch_seen = batch.batch_id
         if not self.outbox.has_unconfirmed:  # else the next message may be what breaks the streams
             self.num_futile_streams = 0
-        if batch.batch_id % ACKNOWLEDGE_EVERY == 0:
+        if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.prompt_logprobs:  # these may be megabytes
             self.outbox.acknowledge(batch.batch_id)
         self.is_torn = True
         self._dispatch(batch)

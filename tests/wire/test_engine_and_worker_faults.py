@@ -251,6 +251,35 @@ async def test_a_failed_step_is_explained_to_the_engine(caplog) -> None:
         assert sum(record.exc_info is not None for record in caplog.records) == 1, "one traceback is enough"
 
 
+@pytest.mark.parametrize("is_reported_wrongly", [False, True])
+async def test_a_prompt_is_reported_once_though_its_worker_fails_in_the_middle(is_reported_wrongly) -> None:
+    async with running_stack(max_num_batched_tokens=8) as (worker, _, frontend):
+        prompt, honest, num_steps = make_prompt(50), worker.runner.execute, 0
+
+        def execute(plan: StepPlan) -> StepResult:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps != 3:
+                return honest(plan)
+            if not is_reported_wrongly:
+                raise RuntimeError("told to fail")
+            result = honest(plan)
+            return replace(result, prompt_logprobs=result.prompt_logprobs * 2)
+
+        worker.runner.execute = execute
+        await frontend.submit(1, prompt, sampling={"prompt_logprobs": 0}, whole_output=True)
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        assert num_steps > 9
+        parts = [entry.logprobs for batch in frontend.batches for entry in batch.prompt_logprobs]
+        assert [position for part in parts for position in range(part.first_position, part.end)] == [
+            *range(1, 50)
+        ]
+        assert [token for part in parts for token in part.token_ids[:, 0].tolist()] == prompt[1:]
+        assert frontend.tokens[1] == expected_tokens(1, prompt)
+        is_first = [bool(len(batch.token_ids)) for batch in frontend.batches].index(True)
+        assert not any(batch.prompt_logprobs for batch in frontend.batches[is_first + 1 :])
+
+
 # A worker that drains
 
 

@@ -185,7 +185,10 @@ class ModelRunner:
             output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
         sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
-        scored = self._scorer.finish(output, step)
+        scored = None
+        if (targets := self._scorer.take_targets(step)) is not None:
+            with self._group.step():
+                scored = self._scorer.finish(output, targets)
         self._rows.advance(step)
         self._rows.record(step, sampled.token_ids)
         timings = StepTimings(

@@ -44,11 +44,8 @@ class PromptScorer:
         """See `take_prompt_targets`."""
         return take_prompt_targets(self._rows, step)
 
-    def finish(self, output: StepOutput, step: StepRows) -> ScoredPrompts | None:
-        """`take_targets`, `launch` and `read`, waiting for the device in between."""
-        targets = self.take_targets(step)
-        if targets is None:
-            return None
+    def finish(self, output: StepOutput, targets: PromptTargets) -> ScoredPrompts:
+        """`launch`, then `read`, waiting for the device in between."""
         return self.read(targets, [tensor.numpy(force=True) for tensor in self.launch(output, targets)])
 
     def launch(self, output: StepOutput, targets: PromptTargets) -> tuple[Tensor, ...]:
