@@ -253,7 +253,7 @@ async def test_a_failed_step_is_explained_to_the_engine(caplog) -> None:
 
 @pytest.mark.parametrize("is_reported_wrongly", [False, True])
 async def test_a_prompt_is_reported_once_though_its_worker_fails_in_the_middle(is_reported_wrongly) -> None:
-    async with running_stack(max_num_batched_tokens=8) as (worker, _, frontend):
+    async with running_stack(max_num_seqs=8, max_num_batched_tokens=8) as (worker, _, frontend):
         prompt, honest, num_steps = make_prompt(50), worker.runner.execute, 0
 
         def execute(plan: StepPlan) -> StepResult:
@@ -307,12 +307,10 @@ async def test_a_worker_that_drains_under_load_ends_after_the_steps_it_has() -> 
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"token_ids": b"", "num_prompt_tokens": 0}, "INVALID_REQUEST"),
-        ({"num_prompt_tokens": 0}, "INVALID_REQUEST"),
-        ({"num_prompt_tokens": 4_294_967_295}, "INVALID_REQUEST"),
-        ({"token_ids": b"\xff\xff\xff\xff", "num_prompt_tokens": 1}, "INVALID_REQUEST"),
+        ({"prompt_token_ids": b""}, "INVALID_REQUEST"),
+        ({"prompt_token_ids": b"\xff\xff\xff\xff"}, "INVALID_REQUEST"),
         ({"deadline_remaining_ms": 0}, "DEADLINE_EXCEEDED"),
-        ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seed": 2**64 - 1}, None),
+        ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seeds": b"\xff" * 8}, None),
     ],
 )
 async def test_a_malformed_submit_ends_alone(fields, code) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,18 @@ def runner(request: pytest.FixtureRequest) -> StepRunner:
     return make_runner(request.param)
 
 
-def row(slot: int = 0, prompt: list[int] = PROMPT, **changes: object) -> NewRow:
+def row(
+    slot: int = 0,
+    prompt: list[int] = PROMPT,
+    *,
+    start: int = 0,
+    sampling: SamplingParams = ASKING,
+    **fields: Any,
+) -> NewRow:
+    """`start`: positions of the prompt below this have been reported."""
     first_block = 1 + 8 * slot
-    return replace(new_row(slot, prompt, range(first_block, first_block + 8), sampling=ASKING), **changes)
+    new = new_row(slot, prompt, range(first_block, first_block + 8), sampling=sampling, **fields)
+    return replace(new, prompt_logprobs_start=start)
 
 
 def in_chunks(runner: StepRunner, entering: NewRow, *lengths: int) -> list[StepResult]:
@@ -115,10 +125,10 @@ def test_slices_of_logits_report_what_one_slice_reports(
 
 def test_a_preempted_row_reports_only_what_is_missing(runner: StepRunner) -> None:
     whole = reported(in_chunks(runner, row(), len(PROMPT)))
-    rest = reported(in_chunks(runner, row(prompt_logprobs_start=5), 3, 8))
+    rest = reported(in_chunks(runner, row(start=5), 3, 8))
     assert rest.first_position == 5
     assert_equal(rest, PromptLogprobs(5, whole.token_ids[4:], whole.logprobs[4:], whole.ranks[4:]))
-    done = row(token_ids=np.array([*PROMPT, 4, 4], np.uint32), prompt_logprobs_start=len(PROMPT))
+    done = row(prompt=[*PROMPT, 4, 4], num_prompt=len(PROMPT), start=len(PROMPT))
     assert not any(result.prompt_logprobs for result in in_chunks(runner, done, 6, 7))
 
 
@@ -127,8 +137,8 @@ def test_neighbours_report_their_own_and_others_nothing(runner: StepRunner) -> N
     alone = [in_chunks(runner, row(slot, prompt), len(prompt)) for slot, prompt in enumerate(prompts)]
     runner.reset()
     rows = [row(slot, prompt) for slot, prompt in enumerate(prompts)]
-    rows[1] = replace(rows[1], sampling=SamplingParams(temperature=0.0))
-    rows[3] = replace(rows[3], sampling=replace(ASKING, prompt_logprobs=0))
+    rows[1] = row(1, prompts[1], sampling=SamplingParams(temperature=0.0))
+    rows[3] = row(3, prompts[3], sampling=replace(ASKING, prompt_logprobs=0))
     result = runner.execute(
         step_plan(1, new=rows, chunks={slot: len(p) for slot, p in enumerate(prompts) if slot != 2})
     )
@@ -145,7 +155,7 @@ def test_neighbours_report_their_own_and_others_nothing(runner: StepRunner) -> N
 
 def test_a_slot_that_is_free_again_asks_for_nothing(runner: StepRunner) -> None:
     in_chunks(runner, row(), 4)
-    plain = replace(row(generation=2), sampling=SamplingParams(temperature=0.0))
+    plain = row(generation=2, sampling=SamplingParams(temperature=0.0))
     assert not runner.execute(step_plan(2, removed=[0], new=[plain], chunks={0: 11})).prompt_logprobs
 
 
@@ -172,6 +182,4 @@ def test_a_prompt_whose_logits_are_nan_fails_alone(link: DeferredLink | None) ->
 
 def test_a_row_that_skips_what_it_must_report_breaks_the_protocol(runner: StepRunner) -> None:
     with pytest.raises(ProtocolViolation, match="prompt_logprobs_start 4"):
-        runner.execute(
-            step_plan(1, new=[row(num_computed_tokens=4, num_cached_tokens=4, prompt_logprobs_start=4)])
-        )
+        runner.execute(step_plan(1, new=[row(computed=4, start=4)]))
