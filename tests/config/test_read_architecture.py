@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,17 @@ def test_the_old_layout_of_rope_means_the_same_as_the_new(tmp_path: Path, old: d
 def test_an_unknown_kind_of_rope_is_kept_for_the_layers_to_refuse(tmp_path: Path) -> None:
     rope = read_architecture(write_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})).rope
     assert (rope.kind, rope.factor) == ("yarn", 4.0)
+
+
+@pytest.mark.parametrize("spell", [lambda text: text, lambda text: {"content": text}])
+def test_the_tokenizers_own_end_of_text_comes_first(tmp_path: Path, spell: Callable[[str], Any]) -> None:
+    write_config(tmp_path, eos_token_id=2)
+    write_generation(tmp_path, eos_token_id=[9, 8])
+    tokens = {"8": {"content": "<|eot|>"}, "9": {"content": "<|end|>"}, "7": {"content": "<|pad|>"}}
+    for name, expected in (("<|eot|>", (8, 9, 2)), ("<|pad|>", (9, 8, 2)), ("<|none|>", (9, 8, 2))):
+        values = {"eos_token": spell(name), "added_tokens_decoder": tokens}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+        assert read_architecture(tmp_path).eos_token_ids == expected
 
 
 def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:

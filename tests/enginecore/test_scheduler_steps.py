@@ -230,6 +230,15 @@ def test_a_stop_overruns_by_less_than_the_window(window: int) -> None:
     assert needed <= scheduled <= needed + num_stops * (window - 1)
 
 
+@pytest.mark.parametrize(("eos_token_ids", "stop_token_id"), [((3, 9), None), ((9, 3), 3)])
+def test_an_end_of_text_that_is_not_the_tokenizers_own_is_named(eos_token_ids, stop_token_id) -> None:
+    scheduler = make_scheduler(eos_token_ids=eos_token_ids)
+    scheduler.add(make_request(0, [1, 2], stop_token_ids=(3,)))
+    scheduler.schedule()
+    (finished,) = scheduler.update(result(1, 3)).finished
+    assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, stop_token_id)
+
+
 def test_outputs_name_the_stream_the_request_and_the_row_of_each_token() -> None:
     engine = Engine(make_scheduler(), window=1)
     engine.add(make_request(5, make_prompt(3), session=2, max_tokens=1))

@@ -129,7 +129,7 @@ def naive_generation(
         outputs = tokens[len(prompt) :]
         may_stop = len(outputs) >= sampling.min_tokens
         if may_stop and outputs[-1] in eos_token_ids and not sampling.ignore_eos:
-            return outputs, FinishReason.STOP, None
+            return outputs, FinishReason.STOP, None if outputs[-1] == eos_token_ids[0] else outputs[-1]
         if may_stop and outputs[-1] in sampling.stop_token_ids:
             return outputs, FinishReason.STOP, outputs[-1]
         if len(outputs) == sampling.max_tokens or len(tokens) == max_model_len:

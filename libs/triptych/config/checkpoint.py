@@ -13,6 +13,7 @@ from triptych.errors import ModelError
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GGUF_INDEX_FILE = "gguf_index.json"
+_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 """Beside config.json where the weights stand in a .gguf file; its form: `triptych.hub.gguf_index`."""
 
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -67,7 +68,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
         hidden_act=config.text("hidden_act", default="silu"),
         dtype=_dtype(config),
         bos_token_id=config.optional_integer("bos_token_id"),
-        eos_token_ids=_eos_token_ids(generation, config),
+        eos_token_ids=_eos_token_ids(directory, generation, config),
         num_experts=num_experts,
         num_experts_per_tok=num_experts_per_tok,
         sliding_window=_sliding_window(config, max_positions),
@@ -220,8 +221,9 @@ def _rope_parameters(config: _JsonFile, max_positions: int) -> RopeParameters:
     )
 
 
-def _eos_token_ids(generation: _JsonFile, config: _JsonFile) -> tuple[int, ...]:
-    """The ids of both files, generation_config.json's first: chat models add their end-of-turn there."""
+def _eos_token_ids(directory: Path, generation: _JsonFile, config: _JsonFile) -> tuple[int, ...]:
+    """The ids of both files: the tokenizer's own first, if it is among them, then generation_config.json's, where chat
+    models add their end-of-turn."""
     token_ids: list[int] = []
     for file in (generation, config):
         value = file.values.get("eos_token_id")
@@ -232,7 +234,21 @@ def _eos_token_ids(generation: _JsonFile, config: _JsonFile) -> tuple[int, ...]:
                 file.fail("eos_token_id", value, "must be a token id or a list of them")
             if token_id not in token_ids:
                 token_ids.append(token_id)
-    return tuple(token_ids)
+    own = _tokenizer_eos_token_id(directory)
+    return tuple(sorted(token_ids, key=lambda token_id: token_id != own))
+
+
+def _tokenizer_eos_token_id(directory: Path) -> int | None:
+    """The id of tokenizer_config.json's `eos_token`; None if there is none, or if the file does not list its id."""
+    values = _JsonFile.read_optional(directory / _TOKENIZER_CONFIG_FILE).values
+    eos, added = values.get("eos_token"), values.get("added_tokens_decoder")
+    if isinstance(eos, dict):
+        eos = eos.get("content")
+    if isinstance(eos, str) and isinstance(added, dict):
+        for token_id, token in added.items():
+            if isinstance(token, dict) and token.get("content") == eos and token_id.isdecimal():
+                return int(token_id)
+    return None
 
 
 def _refuse_unserved(config: _JsonFile) -> None:

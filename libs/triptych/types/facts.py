@@ -49,6 +49,8 @@ class ModelFacts:
     max_model_len: int
     """Tokens of prompt and output together: min(the model's, what the blocks can hold)."""
     eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence. The first is the tokenizer's own: clients are told of it as the end, of the others by
+    their ids."""
     dtype: str
     kv_dtype: str
     quantization: str

@@ -21,7 +21,7 @@ class Finished:
     request: Request
     reason: FinishReason
     stop_token_id: int | None = None
-    """The member of stop_token_ids that ended it; None for EOS."""
+    """The member of stop_token_ids that ended it, or an EOS that is not the tokenizer's own; None for that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -54,7 +54,7 @@ class Scheduler:
         check_facts(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
         self.counters = SchedulerCounters()
         self._num_blocks = num_blocks
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._rows = RowColumns(config.max_num_seqs, block_size)
         self._blocks = BlockManager(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,18 @@ _NO_TOKEN = 0xFFFFFFFF  # no vocabulary reaches it; keeps the table from being e
 
 
 def stop_of(
-    request: Request, token_id: int, num_known: int, eos_token_ids: frozenset[int]
+    request: Request, token_id: int, num_known: int, eos_token_ids: Sequence[int]
 ) -> tuple[FinishReason, int | None] | None:
     """Why the token at position `num_known - 1` ends its request, and the stop id that did; None: it goes on.
 
     Order: min_tokens guard, EOS, stop_token_ids, length. The guard shields from token ids alone: the
-    length limit always holds.
+    length limit always holds. The first of `eos_token_ids` is the tokenizer's own; another one that the model names is
+    reported like a stop id.
     """
     sampling = request.sampling
     if num_known - request.num_prompt_tokens >= sampling.min_tokens:
         if token_id in eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP, None
+            return FinishReason.STOP, token_id if token_id != eos_token_ids[0] else None
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP, token_id
     if num_known >= request.limit:
