@@ -168,12 +168,13 @@ class Generator:
         model: str = "",
         add_special_tokens: bool | None = None,
         path: str = "prompt",
+        kwargs_path: str = "template_kwargs",
     ) -> list[int]:
         """Token ids of a text or a conversation.
 
         Args:
             add_special_tokens: None: for a text, yes; a chat template has written its own.
-            path: of the prompt in the client's words.
+            path, kwargs_path: of the prompt and its template variables, in the client's words.
 
         Raises:
             InvalidRequest, ModelNotFound, EngineUnavailable
@@ -181,7 +182,7 @@ class Generator:
         text = self._require_text()
         self._router.find(model)
         if isinstance(prompt, RawChat):
-            violations = await text.run(prompt.size, check_chat, prompt, path, "template_kwargs")
+            violations = await text.run(prompt.size, check_chat, prompt, path, kwargs_path)
         else:
             violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
         if violations:

@@ -35,6 +35,7 @@ _INLINE_MESSAGES = 64  # a longer conversation is read on a thread
 # Stand in for messages that are refused already, so that they are not reported missing as well.
 _REFUSED_MESSAGES = ({"role": "user", "content": ""},)
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+_KWARGS_PATH = "chat.template_kwargs_json"
 
 
 class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
@@ -83,6 +84,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
             model=request.model,
             add_special_tokens=_given(request, "add_special_tokens"),
             path=_PROMPT_PATHS[kind],
+            kwargs_path=_KWARGS_PATH,
         )
         max_model_len = self._generator.find_model(request.model).max_model_len
         return generation_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
@@ -169,7 +171,7 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
                 unserved.append("chat.tools_json")
     if request.output_kind not in _OUTPUT_KINDS:
         violations.append(FieldViolation("output_kind", f"{request.output_kind} is none of 0..3"))
-    paths = {"template_kwargs": "chat.template_kwargs_json", "deadline_s": "the call's deadline"}
+    paths = {"template_kwargs": _KWARGS_PATH, "deadline_s": "the call's deadline"}
     if kind is not None:
         paths["prompt"] = _PROMPT_PATHS[kind]
     return RawRequest(
@@ -211,9 +213,9 @@ def _to_chat(chat: generation_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
             template_kwargs = json.loads(chat.template_kwargs_json)
         except ValueError as error:
             template_kwargs = {}
-            violations.append(FieldViolation("chat.template_kwargs_json", f"is not JSON: {error}"))
+            violations.append(FieldViolation(_KWARGS_PATH, f"is not JSON: {error}"))
         if not isinstance(template_kwargs, dict):
-            violations.append(FieldViolation("chat.template_kwargs_json", "is not a JSON object"))
+            violations.append(FieldViolation(_KWARGS_PATH, "is not a JSON object"))
             template_kwargs = {}
     messages = [
         {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})

@@ -121,3 +121,10 @@ async def test_health_follows_the_engine() -> None:
         response = await door.http.get("/health")
     assert response.status_code == 503
     assert "the worker is loading" in response.json()["error"]["message"]
+
+
+async def test_what_tokenize_refuses_is_named_in_the_client_s_words() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}}
+        response = await door.http.post("/tokenize", json=body)
+    assert response.json()["error"]["param"] == "chat_template_kwargs.messages"

@@ -126,6 +126,7 @@ class FakeGenerator(Generator):
         model: str = "",
         add_special_tokens: bool | None = None,
         path: str = "prompt",
+        kwargs_path: str = "template_kwargs",
     ) -> list[int]:
         self.find_model(model)
         return _token_ids(prompt)

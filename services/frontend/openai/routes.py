@@ -121,6 +121,7 @@ async def tokenize(request: Request) -> Response:
         model=model,
         add_special_tokens=add_special_tokens,
         path="prompt" if isinstance(prompt, str) else "messages",
+        kwargs_path="chat_template_kwargs",
     )
     max_model_len = generator.find_model(model).max_model_len
     return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})

@@ -27,6 +27,7 @@ _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
     "additionalProperties": {"type": "number"},
 }
+_VARIABLE: dict[str, Any] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 MAX_PROMPTS = 1024  # of one request; each is a request of its own behind this door
 
 
@@ -247,7 +248,7 @@ class ChatFields(Body):
     """The conversation so far, at least one message."""
     add_generation_prompt: bool | None = None
     """Open the assistant's turn. Null: true."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], schema(propertyNames=_VARIABLE)] | None = None
     """Extra variables for the model's chat template."""
 
 
