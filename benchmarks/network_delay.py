@@ -76,7 +76,7 @@ class ThreadExecutor:
             on_event()
 
         self._session = self._thread.open_session(deliver)
-        return Connected(self._facts, MAX_WINDOW, is_resumed=False)
+        return Connected(self._facts, MAX_WINDOW, resume_ttl_s=0.0, is_resumed=False)
 
     def forget_session(self) -> None:
         self._arrived.clear()

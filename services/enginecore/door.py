@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = engine_core_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_ABORTS_TOGETHER = 256  # taken in by the loop at once
 _HELLO_TIMEOUT_S = 10.0
 _DEFAULT_INTERVAL_MS = 1000
 _MIN_INTERVAL_MS = 100
@@ -54,8 +55,9 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
         hello = await _read_hello(request_iterator)
+        self._sessions.abandon(hello.abandoned_session)
         resumed = self._sessions.resume(hello.resume_session, hello.last_batch_seen)
-        session = resumed or self._sessions.open(hello.frontend_id)
+        session = resumed or self._sessions.open(hello.frontend_id, hello.boot_id)
         stream = session.stream
         messages = session.outbox.messages()
         terms: SessionTerms | None = SessionTerms(
@@ -114,11 +116,17 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
         match request.WhichOneof("message"):
             case "submit":
                 for message in request.submit.requests:
-                    self._loop.submit(session.number, submit_from_proto(message))
+                    try:
+                        submit = submit_from_proto(message)
+                    except FeatureDisabled as error:  # of this request; anything else is a broken stream
+                        self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
+                    else:
+                        self._loop.submit(session.number, submit)
                 session.messages_received += 1
             case "abort":
-                for number in u32_from_bytes(request.abort).tolist():
-                    self._loop.abort(session.number, number)
+                numbers = u32_from_bytes(request.abort).tolist()
+                for first in range(0, len(numbers), _ABORTS_TOGETHER):
+                    self._loop.abort(session.number, numbers[first : first + _ABORTS_TOGETHER])
                 session.messages_received += 1
             case "last_batch_seen":
                 session.outbox.acknowledge(request.last_batch_seen)

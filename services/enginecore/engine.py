@@ -129,11 +129,15 @@ class EngineCore:
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
             displaced = self._scheduler.add(*Request.choices_of(submit, session=session, deadline=deadline))
         except TriptychError as error:
-            for number in submit.numbers.tolist():
-                self._outputs.fail(session, number, error)
+            self.refuse(session, submit.numbers.tolist(), error)
         else:
             self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self._note_failed(displaced)
+
+    def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
+        """Answer the choices of a request that is not queued."""
+        for number in numbers:
+            self._outputs.fail(session, number, error)
 
     def abort(self, session: int, number: int) -> None:
         """End a request that nobody waits for any more; one that has ended already is no error."""
@@ -175,7 +179,7 @@ class EngineCore:
 
     def take_outputs(self) -> dict[int, OutputBatch]:
         """Session to what happened to its requests since its last batch, where somebody waits for it."""
-        return self._outputs.take()
+        return self._outputs.take(self._scheduler.num_places if self._scheduler else 0)
 
     def pause(self, mode: PauseMode) -> None:
         """Plan no more than `mode` says, until `resume`; new requests queue. A second pause replaces the first."""

@@ -24,6 +24,8 @@ class FrontendSession:
     name: str
     """On the wire."""
     frontend_id: str
+    boot_id: str
+    """Drawn at the frontend's start; empty: not known."""
     outbox: Outbox
     messages_received: int = 0
     """Submits and aborts handed to the loop."""
@@ -31,6 +33,10 @@ class FrontendSession:
     """Which of its streams counts, from 1: the latest, until it is lost. No other has anything to say."""
     expiry: asyncio.TimerHandle | None = field(default=None, repr=False)
     """Runs while there is no stream."""
+
+    def is_of_earlier_process(self, frontend_id: str, boot_id: str) -> bool:
+        """Return whether this is of the same frontend as of before it was started again."""
+        return self.frontend_id == frontend_id and self.boot_id != boot_id
 
 
 class FrontendSessions:
@@ -41,10 +47,16 @@ class FrontendSessions:
         self.resume_ttl_s = resume_ttl_s
         self._by_name: dict[str, FrontendSession] = {}
 
-    def open(self, frontend_id: str) -> FrontendSession:
-        """A session that begins with a first stream."""
+    def open(self, frontend_id: str, boot_id: str) -> FrontendSession:
+        """Begin a session with a first stream.
+
+        Sessions of the same name whose stream is lost end if another process had them: the frontend was started again.
+        """
+        for other in tuple(self._by_name.values()):
+            if other.expiry is not None and other.is_of_earlier_process(frontend_id, boot_id):
+                self.end(other, "was started again")
         number, outbox = self._loop.open_session()
-        session = FrontendSession(number, secrets.token_urlsafe(_NAME_BYTES), frontend_id, outbox)
+        session = FrontendSession(number, secrets.token_urlsafe(_NAME_BYTES), frontend_id, boot_id, outbox)
         self._by_name[session.name] = session
         log.info("frontend %s connected", frontend_id)
         return session
@@ -76,9 +88,19 @@ class FrontendSessions:
         if session.outbox.is_closed or session.outbox.is_overrun or not self.resume_ttl_s:
             self.end(session, "left without a goodbye")
             return
+        later = [other for other in self._by_name.values() if other.number > session.number]
+        if any(session.is_of_earlier_process(other.frontend_id, other.boot_id) for other in later):
+            self.end(session, "was started again")
+            return
         log.warning("frontend %s lost; it may come back within %g s", session.frontend_id, self.resume_ttl_s)
         why = f"did not come back within {self.resume_ttl_s:g} s"
         session.expiry = asyncio.get_running_loop().call_later(self.resume_ttl_s, self.end, session, why)
+
+    def abandon(self, name: str) -> None:
+        """End the session of this name, which its frontend has given up; one that is not here is no error."""
+        session = self._by_name.get(name)
+        if session is not None:
+            self.end(session, "has given up its session")
 
     def end(self, session: FrontendSession, why: str) -> None:
         """Abort what is left of its requests. Safe to repeat."""

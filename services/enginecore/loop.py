@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.01  # of operators' calls that wait for the loop
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
-_MAX_INBOX = 4096  # frontends that send faster than turns come are read no further
+# Frontends that send faster than turns come are read no further.
+_MAX_INBOX = 4096
+_MAX_INBOX_BYTES = 64 << 20
+_INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
 
 _T = TypeVar("_T")
 
@@ -57,7 +60,9 @@ class EngineLoop:
         self._metrics = metrics
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], int]] = deque()
+        """Each with the bytes that it holds."""
+        self._num_inbox_bytes = 0
         self._has_room = asyncio.Event()
         self._outboxes: dict[int, Outbox] = {}
         self._session_numbers = itertools.count(1)
@@ -67,7 +72,6 @@ class EngineLoop:
         self._link = WorkerLink(
             executor,
             address=config.engine.worker_address,
-            resume_ttl_s=config.engine.resume_ttl_s,
             on_event=self._wake.set,
             on_given_up=self._forget_worker,
             on_unreachable=self._note_unreachable,
@@ -107,15 +111,23 @@ class EngineLoop:
 
     async def wait_for_room(self) -> None:
         """Doors wait here between two messages; gRPC then holds back the frontend that sends too fast."""
-        while len(self._inbox) >= _MAX_INBOX:
+        while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= _MAX_INBOX_BYTES:
             self._has_room.clear()
             await self._has_room.wait()
 
     def submit(self, session: int, request: SubmitRequest) -> None:
-        self._post(lambda: self._engine.submit(session, request))
+        self._post(lambda: self._engine.submit(session, request), request.num_bytes)
 
-    def abort(self, session: int, number: int) -> None:
-        self._post(lambda: self._engine.abort(session, number))
+    def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
+        """Answer the choices of a request that the engine cannot even be given."""
+        self._post(lambda: self._engine.refuse(session, numbers, error))
+
+    def abort(self, session: int, numbers: Sequence[int]) -> None:
+        def abort_all() -> None:
+            for number in numbers:
+                self._engine.abort(session, number)
+
+        self._post(abort_all)
 
     def stop_taking(self) -> None:
         """This process is to end: tell frontends to send no more; what is here goes on, paused or not."""
@@ -247,6 +259,7 @@ class EngineLoop:
                 self._drain_inbox()
                 self._engine.expire()
                 self._send_outputs()
+                await asyncio.sleep(0)
                 await self._wake.wait()
             return task.result()
         finally:
@@ -280,7 +293,9 @@ class EngineLoop:
             self._sent.append((time.monotonic(), not self._sent))
             await self._executor.send(plan)
         self._send_outputs()
-        if not self._inbox and not self._sleep.is_due:
+        if self._inbox:
+            await asyncio.sleep(0)  # so that streams are read meanwhile
+        elif not self._sleep.is_due:
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
@@ -296,8 +311,9 @@ class EngineLoop:
             if self._engine.num_requests:
                 self._wake.set()
 
-    def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.append(action)
+    def _post(self, action: Callable[[], None], num_bytes: int = 0) -> None:
+        self._inbox.append((action, num_bytes))
+        self._num_inbox_bytes += num_bytes
         self._wake.set()
 
     async def _ask(self, action: Callable[[], _T]) -> _T:
@@ -316,9 +332,17 @@ class EngineLoop:
         return await done
 
     def _drain_inbox(self) -> None:
+        """Take in what was posted, for as long as a turn may take; what is left wakes the next turn."""
+        ends_at = time.perf_counter() + _INBOX_S
         while self._inbox:
-            self._inbox.popleft()()
+            action, num_bytes = self._inbox.popleft()
+            self._num_inbox_bytes -= num_bytes
+            action()
+            if time.perf_counter() > ends_at:
+                break
         self._has_room.set()
+        if self._inbox:
+            self._wake.set()
 
     def _send_outputs(self) -> None:
         for session, batch in self._engine.take_outputs().items():

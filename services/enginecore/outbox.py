@@ -14,6 +14,8 @@ from triptych.types.submit import EngineWelcome
 # stuck, and its requests only hold blocks that others could use. More than what comes of steps of 1 ms while
 # a broken stream can be resumed.
 MAX_PENDING = 16384
+MAX_PENDING_BYTES = 256 << 20
+"""Log-probabilities of 1,024 requests with 20 alternatives each are 0.2 MB a step."""
 
 
 class Outbox:
@@ -26,6 +28,9 @@ class Outbox:
     def __init__(self) -> None:
         self._batches: deque[OutputBatch] = deque()
         self._welcome: EngineWelcome | None = None
+        self._batch_sizes: deque[int] = deque()
+        """Bytes of each of `_batches`."""
+        self._num_bytes = 0
         self._last_batch_id = 0
         self._reader = 0  # which of the session's streams is served: the latest, until it is told to stop
         self._news = asyncio.Event()
@@ -39,11 +44,15 @@ class Outbox:
             return
         if isinstance(item, EngineWelcome):
             self._welcome = item
-        elif len(self._batches) >= MAX_PENDING:
+        elif len(self._batches) >= MAX_PENDING or self._num_bytes > MAX_PENDING_BYTES:
             self.is_overrun, self._welcome = True, None
             self._batches.clear()
+            self._batch_sizes.clear()
         else:
+            num_bytes = item.num_bytes
             self._batches.append(item)
+            self._batch_sizes.append(num_bytes)
+            self._num_bytes += num_bytes
             self._last_batch_id = item.batch_id
         self._news.set()
 
@@ -51,6 +60,7 @@ class Outbox:
         """The frontend has the batches up to this id."""
         while self._batches and self._batches[0].batch_id <= batch_id:
             self._batches.popleft()
+            self._num_bytes -= self._batch_sizes.popleft()
 
     def can_resume_after(self, batch_id: int) -> bool:
         """Every batch behind this one is here, and the session goes on."""
@@ -92,7 +102,9 @@ class Outbox:
                 last_sent = batch.batch_id
                 yield batch
             elif self.is_overrun:
-                raise EngineFailure(f"the frontend is more than {MAX_PENDING} output batches behind")
+                raise EngineFailure(
+                    f"the frontend is more than {MAX_PENDING} output batches or {MAX_PENDING_BYTES} bytes behind"
+                )
             elif self._error is not None:
                 raise self._error
             elif self.is_closed:

@@ -14,6 +14,7 @@ from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 
 # Tokens that nobody looks at yet wait for so many steps: each message costs both sides as much as a step's plan.
 MAX_STEPS_TOGETHER = 16
+_MOST_TOGETHER_BYTES = 1 << 20  # of log-probabilities: a message stays far below its limit
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class _Gathered:
     """Of one session, since the last batch."""
 
     num_batches: int = 0
+    is_told_full: bool = False
+    """The last batch said that the queue has no room."""
     streaming: set[int] = field(default_factory=set)
     """The session's requests whose tokens somebody looks at as they come; kept over batches."""
     admitted: list[int] = field(default_factory=list)
@@ -30,6 +33,7 @@ class _Gathered:
     logprobs: list[LogprobColumns] = field(default_factory=list)
     prompt_logprobs: list[RequestPromptLogprobs] = field(default_factory=list)
     num_tokens: int = 0
+    num_logprob_bytes: int = 0
     finished: list[FinishedRequest] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
 
@@ -37,7 +41,9 @@ class _Gathered:
     def is_due(self) -> bool:
         if self.admitted or self.finished or self.failures or self.prompt_logprobs:
             return True
-        return bool(self.num_tokens and self.streaming) or len(self.numbers) >= MAX_STEPS_TOGETHER
+        if self.num_tokens and self.streaming:
+            return True
+        return len(self.numbers) >= MAX_STEPS_TOGETHER or self.num_logprob_bytes >= _MOST_TOGETHER_BYTES
 
 
 class SessionOutputs:
@@ -91,13 +97,19 @@ class SessionOutputs:
         for session in np.unique(output.sessions).tolist():
             self._add_tokens(session, output, result, np.flatnonzero(output.sessions == session))
 
-    def take(self) -> dict[int, OutputBatch]:
-        """Of each session for which something is due: everything since its last batch."""
+    def take(self, num_free_places: int) -> dict[int, OutputBatch]:
+        """Return, of each session for which something is due, everything since its last batch.
+
+        Args:
+            num_free_places: Choices that the queue has room for now.
+        """
         batches = {}
         for session, gathered in self._gathered.items():
-            if gathered.is_due:
-                batches[session] = _to_batch(gathered)
-                self._gathered[session] = _Gathered(gathered.num_batches + 1, gathered.streaming)
+            if gathered.is_due or (gathered.is_told_full and num_free_places):
+                batches[session] = _to_batch(gathered, num_free_places)
+                self._gathered[session] = _Gathered(
+                    gathered.num_batches + 1, is_told_full=not num_free_places, streaming=gathered.streaming
+                )
         return batches
 
     def _add_tokens(
@@ -113,12 +125,13 @@ class SessionOutputs:
             chosen = _select_logprobs(result.logprobs, rows, gathered.num_tokens)
             if chosen is not None:
                 gathered.logprobs.append(chosen)
+                gathered.num_logprob_bytes += chosen.nbytes
         gathered.numbers.append(numbers)
         gathered.token_ids.append(token_ids)
         gathered.num_tokens += len(token_ids)
 
 
-def _to_batch(gathered: _Gathered) -> OutputBatch:
+def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
     """Of several steps each request's tokens stand together; with log-probabilities its number occurs once a step."""
     numbers, token_ids = _joined(gathered.numbers), _joined(gathered.token_ids)
     counts = empty_u32()  # one token each
@@ -137,6 +150,7 @@ def _to_batch(gathered: _Gathered) -> OutputBatch:
         prompt_logprobs=tuple(gathered.prompt_logprobs),
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),
+        num_free_places=num_free_places,
     )
 
 
@@ -147,21 +161,24 @@ def _joined(columns: list[U32]) -> U32:
 
 
 def _select_logprobs(columns: LogprobColumns, rows: np.ndarray, first_row: int) -> LogprobColumns | None:
-    """The entries of the result's `rows`, renumbered to `first_row` plus their place in `rows`."""
-    row_to_place = {row: place for place, row in enumerate(rows.tolist())}
-    kept = [
-        (index, row_to_place[row]) for index, row in enumerate(columns.rows.tolist()) if row in row_to_place
-    ]
-    if not kept:
+    """Return the entries of the result's `rows`, renumbered to `first_row` plus their place in `rows`."""
+    order = np.argsort(rows, kind="stable")
+    sorted_rows = rows[order]
+    places = np.minimum(sorted_rows.searchsorted(columns.rows), len(rows) - 1)
+    kept = np.flatnonzero(sorted_rows[places] == columns.rows)  # [k] entries of these rows
+    if not len(kept):
         return None
-    spans = [slice(int(columns.offsets[index]), int(columns.offsets[index + 1])) for index, _ in kept]
-    lengths = [span.stop - span.start for span in spans]
+    starts, ends = columns.offsets[kept].astype(np.int64), columns.offsets[kept + 1].astype(np.int64)
+    lengths = ends - starts
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    # [offsets[k]] where each candidate is in the result: starts[i], starts[i] + 1, … of each entry i
+    candidates = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
     return LogprobColumns(
-        rows=np.array([first_row + place for _, place in kept], dtype=np.uint32),
-        offsets=np.cumsum([0, *lengths], dtype=np.uint32),
-        token_ids=np.concatenate([columns.token_ids[span] for span in spans]),
-        logprobs=np.concatenate([columns.logprobs[span] for span in spans]),
-        ranks=columns.ranks[[index for index, _ in kept]],
+        rows=(first_row + order[places[kept]]).astype(np.uint32),
+        offsets=offsets.astype(np.uint32),
+        token_ids=columns.token_ids[candidates],
+        logprobs=columns.logprobs[candidates],
+        ranks=columns.ranks[kept],
     )
 
 

@@ -38,7 +38,6 @@ class WorkerLink:
         executor: Executor,
         *,
         address: str,
-        resume_ttl_s: float,
         on_event: Callable[[], None],
         on_given_up: Callable[[], None],
         on_unreachable: Callable[[str], None],
@@ -51,7 +50,6 @@ class WorkerLink:
         """
         self._executor = executor
         self._address = address
-        self._resume_ttl_s = resume_ttl_s
         self._on_event = on_event
         self._on_given_up = on_given_up
         self._on_unreachable = on_unreachable
@@ -60,6 +58,8 @@ class WorkerLink:
         self.is_worker_asleep = False
         """The last attempt to dial found it so."""
         self._boot_id = ""
+        self._resume_ttl_s = 0.0
+        """As the worker has promised."""
         self._heard_at = 0.0
         """When a result came last, or the stream began."""
         self._num_idle_resumes = 0
@@ -130,6 +130,7 @@ class WorkerLink:
             else:
                 self.is_worker_asleep = False
                 self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
+                self._resume_ttl_s = connected.resume_ttl_s
                 return connected
             if time.monotonic() > hope_ends_at:
                 self._give_up()

@@ -63,6 +63,8 @@ class EngineClient:
         self._boot_id = boot_id
         self._on_change = on_change
         self._session: EngineSession | None = None
+        self._abandoned = ""
+        """Name of a session that was given up here and may still be kept there."""
         self._is_connected = False  # a stream stands and has been welcomed
         self._give_up: asyncio.TimerHandle | None = None  # runs while a session waits for a stream
         self._why_lost = "not connected yet"
@@ -86,6 +88,10 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """Choices submitted and not ended."""
         return self._session.num_in_flight if self._session is not None else 0
+
+    def refuses(self, priority: int, tenant: str) -> float | None:
+        """See `QueueView.refuses`."""
+        return self._session.queue.refuses(priority, tenant) if self._session is not None else None
 
     def submit(
         self, create: Callable[[Sequence[int]], SubmitRequest], sinks: Sequence[OutputSink]
@@ -171,6 +177,7 @@ class EngineClient:
             boot_id=self._boot_id,
             resume_session=asked.name if asked is not None else "",
             last_batch_seen=asked.last_batch_seen if asked is not None else 0,
+            abandoned_session=self._abandoned,
         )
         async with asyncio.timeout(_WELCOME_TIMEOUT_S):
             with suppress(asyncio.InvalidStateError):  # it has ended already: the read tells why
@@ -190,6 +197,8 @@ class EngineClient:
             session = EngineSession(terms)
         self._cancel_give_up()
         self._session, self._is_connected = session, True
+        if hello.abandoned_session == self._abandoned:  # else one more was given up during this handshake
+            self._abandoned = ""
         fields = with_fields(resumed=terms.is_resumed, in_flight=session.num_in_flight)
         log.info("engine %s at %s connected", self.name, self.address, extra=fields)
         self._on_change()
@@ -250,6 +259,7 @@ class EngineClient:
         self._cancel_give_up()
         session, self._session = self._session, None
         if session is not None:
+            self._abandoned = session.name
             session.end(f"engine {self.name} was lost ({why})")
 
     def _cancel_give_up(self) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from services.frontend.logprobs import BatchLogprobs
 from services.frontend.outbox import Outbox
+from services.frontend.queue_view import QueueView
 from triptych.errors import FieldViolation, ProtocolViolation, TriptychError
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
@@ -55,6 +56,7 @@ class EngineSession:
         """Streams that broke by their own content, with no batch in between."""
         self.is_torn = False
         """A batch has taken effect in part, by a bug: nobody can go on from there."""
+        self.queue = QueueView()
         self._sinks: dict[int, OutputSink] = {}
         self._next_number = 1
 
@@ -74,7 +76,9 @@ class EngineSession:
 
     def submit(self, request: SubmitRequest, sinks: Sequence[OutputSink]) -> None:
         """Hand over one request. `sinks`: [num_choices] for the outputs of each."""
-        self._sinks.update(zip(request.numbers.tolist(), sinks, strict=True))
+        numbers = request.numbers.tolist()
+        self._sinks.update(zip(numbers, sinks, strict=True))
+        self.queue.note_submitted(numbers, request.priority, request.tenant)
         self.outbox.submit(request)
 
     def stop(self, number: int, sink: OutputSink) -> None:
@@ -86,6 +90,7 @@ class EngineSession:
         """See `EngineClient.abort`."""
         if self._sinks.get(number) is sink:  # else it has ended, or the number is of an earlier session
             del self._sinks[number]
+            self.queue.note_aborted(number)
             self.outbox.abort(number)
 
     def end(self, why: str) -> None:
@@ -121,6 +126,7 @@ class EngineSession:
 
     def _dispatch(self, batch: OutputBatch) -> None:
         """Hand each request its share; one dictionary look-up per request."""
+        self.queue.note_batch(batch)
         sinks = self._sinks
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
@@ -179,6 +185,7 @@ class EngineSession:
 
     def _on_unsendable(self, numbers: Sequence[int], error: Exception) -> None:
         for number in numbers:
+            self.queue.note_aborted(number)
             if (sink := self._sinks.pop(number, None)) is not None:
                 sink.on_error(error)
 

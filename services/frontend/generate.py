@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.frontend.accounting import RequestRecord
+from services.frontend.engine_client import EngineClient
 from services.frontend.identity import choice_seed, draw_seed, new_request_id
 from services.frontend.outputs import RequestOutputs
 from services.frontend.prompt_report import PromptReport
@@ -33,6 +34,7 @@ from triptych.errors import (
     EngineUnavailable,
     FieldViolation,
     InvalidRequest,
+    QueueFull,
 )
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -137,13 +139,13 @@ class Generator:
         # A request whose id is no good is refused under a drawn one: ids stand in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
         with RequestRecord(self._metrics, raw.door, request_id) as record, self._claim(request_id):
+            self._router.check_room(raw.model, raw.priority, raw.tenant)
             request = await self._prepare(raw, request_id, record)
             outputs = RequestOutputs(request_id)
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
-                await self._submit(request, outputs, record)
-                await outputs.wait_admitted()
+                await self._place(request, outputs, record)
                 yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids.tolist())
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (event := await outputs.next_event()) is not None:
@@ -160,6 +162,10 @@ class Generator:
                 record.usage = _usage(request, outputs)
                 if alarm is not None:
                     alarm.cancel()
+
+    def max_choices(self, model: str) -> int:
+        """See `Router.max_choices`."""
+        return self._router.max_choices(model)
 
     async def tokenize(
         self,
@@ -266,8 +272,25 @@ class Generator:
             tokenize_ns=time.perf_counter_ns() - started_ns,
         )
 
-    async def _submit(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:
-        """Hand all choices to the least loaded engine."""
+    async def _place(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:
+        """Have an engine admit the request: the least loaded one, or the next where its queue is full."""
+        tried: list[EngineClient] = []
+        while True:
+            engine = self._router.choose(request.engine, tried=tried)
+            try:
+                await self._submit(request, engine, outputs, record)
+                await outputs.wait_admitted()
+                return
+            except QueueFull:
+                tried.append(engine)
+                if not self._router.has_others(request.engine, tried):
+                    raise
+                outputs.start_over()
+
+    async def _submit(
+        self, request: PreparedRequest, engine: EngineClient, outputs: RequestOutputs, record: RequestRecord
+    ) -> None:
+        """Hand all choices to an engine."""
         text = self._require_text()
         raw, sampling = request.raw, request.sampling
         if sampling.prompt_logprobs is not None:
@@ -277,7 +300,6 @@ class Generator:
             if index and index % _CHOICES_PER_TURN == 0:
                 await asyncio.sleep(0)
             outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
-        engine = self._router.choose(request.engine)
         seeds = [choice_seed(request.seed, index) for index in range(sampling.n)]
 
         # without output, one token is asked for all the same: it comes with the prompt

@@ -53,6 +53,14 @@ class RequestOutputs:
         self._num_open += 1
         return choice
 
+    def start_over(self) -> None:
+        """Forget all choices after an engine has refused them, so that another can be asked."""
+        self.close()
+        self.choices.clear()
+        self._ready.clear()
+        self._num_admitted = self._num_open = 0
+        self._error = None
+
     async def wait_admitted(self) -> None:
         """Until the engine has every choice; raises what has ended the request instead."""
         while self._num_admitted < len(self.choices):

@@ -128,7 +128,7 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
         *_check_prompt(raw, vocab_size, max_model_len),
         *_check_envelope(raw, engine),
         *checked.violations,
-        *_check_together(raw, sampling, engine.model.eos_token_ids),
+        *_check_together(raw, sampling, engine),
     ]
     overflow = _overflow_of_token_ids(raw, max_model_len)
     if violations:
@@ -297,13 +297,12 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
     return [FieldViolation(raw.path(name), description) for name, description in found]
 
 
-def _check_together(
-    raw: RawRequest, sampling: SamplingParams, eos_token_ids: Sequence[int]
-) -> list[FieldViolation]:
+def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWelcome) -> list[FieldViolation]:
     """Fields that are good by themselves, but not with each other."""
     found: list[tuple[str, str]] = []
     if sampling.min_tokens and sampling.allowed_token_ids:
-        masked = {*eos_token_ids, *sampling.stop_token_ids}
+        assert engine.model is not None, "an engine that was never ready is never chosen"
+        masked = {*engine.model.eos_token_ids, *sampling.stop_token_ids}
         if masked.issuperset(sampling.allowed_token_ids):
             why = (
                 "names only tokens that end the output, and min_tokens "
@@ -313,6 +312,9 @@ def _check_together(
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
         found.append((raw.sampling_path("max_tokens"), why))
+    if sampling.n > engine.max_choices:
+        why = f"{sampling.n} choices are above the limit {engine.max_choices}: so many run and wait together at most"
+        found.append((raw.sampling_path("n"), why))
     if sampling.n > 1 and sampling.is_greedy:
         found.append(
             (

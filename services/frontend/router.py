@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 
 from services.frontend.engine_client import EngineClient
-from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from triptych.types.facts import ModelFacts
 from triptych.types.submit import EngineWelcome
 
@@ -65,16 +66,47 @@ class Router:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
         return self._welcome_of(self._least_loaded([e for e in self.engines if _serves(e, model)]))
 
-    def choose(self, wanted: EngineWelcome) -> EngineClient:
-        """The least loaded ready engine with the facts that a request was checked against.
+    def check_room(self, model: str, priority: int, tenant: str) -> None:
+        """Refuse a request that every engine is known to refuse, before anything is done for it.
+
+        Args:
+            model: As for `find`; one that is not served is left to that.
 
         Raises:
-            EngineUnavailable: they have all gone since.
+            QueueFull: The queues are full; says when to come back.
         """
-        alike = [e for e in self.engines if e.is_ready and _has_facts(e, wanted)]
+        engines = self._serving(model)
+        retry_after_s = None
+        for engine in engines:
+            refusal_s = engine.refuses(priority, tenant)
+            if refusal_s is None:
+                return
+            retry_after_s = refusal_s if retry_after_s is None else min(retry_after_s, refusal_s)
+        if retry_after_s is not None:
+            names = ", ".join(engine.name for engine in engines)
+            raise QueueFull(f"the queue of {names} is full", retry_after_s)
+
+    def max_choices(self, model: str) -> int:
+        """Return how many choices may be running and waiting for a model together, on all its ready engines."""
+        return sum(self._welcome_of(engine).max_choices for engine in self._serving(model))
+
+    def choose(self, wanted: EngineWelcome, *, tried: Collection[EngineClient] = ()) -> EngineClient:
+        """Return the least loaded ready engine with the facts that a request was checked against.
+
+        Args:
+            tried: Engines that have refused the request.
+
+        Raises:
+            EngineUnavailable: There is none.
+        """
+        alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
         if not alike:
             raise EngineUnavailable(self.why_not_ready)
         return self._least_loaded(alike)
+
+    def has_others(self, wanted: EngineWelcome, tried: Collection[EngineClient]) -> bool:
+        """Return whether `choose` would find another engine."""
+        return any(e.is_ready and e not in tried and _has_facts(e, wanted) for e in self.engines)
 
     def by_id(self, engine_id: str) -> EngineClient:
         """The engine of this name, ready or not; empty: the only one.
@@ -90,9 +122,15 @@ class Router:
                 return engine
         raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
 
+    def _serving(self, model: str) -> list[EngineClient]:
+        """Return the ready engines that serve a model; empty: any."""
+        return [
+            engine for engine in self.engines if engine.is_ready and (not model or _serves(engine, model))
+        ]
+
     @staticmethod
     def _least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
-        return min(engines, key=lambda engine: engine.num_in_flight)
+        return min(engines, key=lambda engine: (engine.num_in_flight, random.random()))
 
     @staticmethod
     def _welcome_of(engine: EngineClient) -> EngineWelcome:
@@ -110,4 +148,5 @@ def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
     welcome = engine.welcome
     if welcome is None:
         return False
-    return (welcome.model, welcome.has_priorities) == (wanted.model, wanted.has_priorities)
+    theirs = welcome.model, welcome.has_priorities, welcome.max_choices
+    return theirs == (wanted.model, wanted.has_priorities, wanted.max_choices)

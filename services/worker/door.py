@@ -48,7 +48,7 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
         entry = self._gate.open(hello)
         how = "resumed" if entry.is_resumed else "connected"
         log.info("%s %s, window %d", hello, how, entry.session.window)
-        welcome = _welcome(entry)  # before any step of this stream counts
+        welcome = _welcome(entry, self._gate.resume_ttl_s)  # before any step of this stream counts
         reader = asyncio.create_task(self._read_steps(request_iterator, entry.stream), name="read-steps")
         try:
             yield worker_pb2.ExecuteResponse(welcome=welcome)
@@ -137,7 +137,7 @@ async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> Eng
     )
 
 
-def _welcome(entry: Entry) -> worker_pb2.Welcome:
+def _welcome(entry: Entry, resume_ttl_s: float) -> worker_pb2.Welcome:
     session, state = entry.session, entry.session.state
     kind = worker_pb2.SESSION_KIND_RESUMED if entry.is_resumed else worker_pb2.SESSION_KIND_FRESH
     return worker_pb2.Welcome(
@@ -149,6 +149,7 @@ def _welcome(entry: Entry) -> worker_pb2.Welcome:
         window=session.window,
         facts=worker_facts_to_proto(session.facts),
         session_name=session.name,
+        resume_ttl_ms=round(resume_ttl_s * 1000),
     )
 
 

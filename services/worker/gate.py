@@ -25,13 +25,15 @@ from triptych.errors import (
     WorkerAsleep,
     WorkerHeld,
 )
+from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.wire.worker import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-# The engine gives a lost session up first: it must not come back for rows that are being freed.
-_GRACE_S = 5.0
+# The engine gives a lost session up first: it must not come back for rows that are being freed. The two ends of a
+# connection that carries nothing notice it at different times: within keepalive time and timeout of each other.
+_GRACE_S = KEEPALIVE_TIME_S + KEEPALIVE_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class SessionGate:
         self._board = board
         self._thread = thread
         self._shared_config = shared_config
+        self.resume_ttl_s = resume_ttl_s
         self._keep_s = resume_ttl_s + _GRACE_S
         self._loop = asyncio.get_running_loop()
         self._holder: Session | None = None

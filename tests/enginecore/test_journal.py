@@ -30,7 +30,7 @@ from triptych.types.step import StepPlan
 from triptych.wire.journal import JOURNAL_SUFFIX, JournalReader, header_to_bytes, read_journal
 
 FILE = f"engine-0-{EPOCH}{JOURNAL_SUFFIX}"
-READ_ONLY = {"take_outputs", "status"}
+READ_ONLY = {"take_outputs", "status", "refuse"}
 """Public methods of an engine core that decide nothing."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))

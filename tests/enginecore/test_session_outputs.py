@@ -48,14 +48,14 @@ def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
     outputs.open(session)
     for number in numbers:
         outputs.admit(session, [number])
-    outputs.take()
+    outputs.take(9)
 
 
 def test_one_session_gets_its_columns_with_places_of_its_own_batch() -> None:
     outputs = SessionOutputs()
     open_session(outputs, 1, 7, 8, 9)
     outputs.add_step(*step([1, 1, 1], [7, 8, 9], rows=[0, 1, 3]))  # row 2 was nobody's any more
-    batch = outputs.take()[1]
+    batch = outputs.take(9)[1]
     assert batch.token_ids.tolist() == [10, 11, 13]
     assert entries(batch.logprobs) == {1: [11, 5], 2: [13, 6, 7]}
     assert batch.logprobs.ranks.tolist() == [1, 4]
@@ -66,7 +66,7 @@ def test_two_sessions_get_what_is_theirs() -> None:
     open_session(outputs, 1, 7, 8)
     open_session(outputs, 2, 1, 2)
     outputs.add_step(*step([1, 2, 1, 2], [7, 1, 8, 2], rows=[0, 1, 2, 3]))
-    batches = outputs.take()
+    batches = outputs.take(9)
     assert batches[1].token_ids.tolist() == [10, 12]
     assert batches[1].logprobs is None
     assert batches[2].numbers.tolist() == [1, 2]
@@ -78,36 +78,36 @@ def test_two_steps_join_into_one_batch() -> None:
     open_session(outputs, 1, 7, 8)
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
-    batch = outputs.take()[1]
+    batch = outputs.take(9)[1]
     assert batch.numbers.tolist() == [7, 8, 7, 8]
     assert entries(batch.logprobs) == {0: [11, 5], 1: [13, 6, 7], 2: [11, 5], 3: [13, 6, 7]}
-    assert outputs.take() == {}
+    assert outputs.take(9) == {}
 
 
 def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [4])
-    assert outputs.take()[1].batch_id == 1
+    assert outputs.take(9)[1].batch_id == 1
     outputs.fail(1, 5, QueueFull("full", 1.5))
-    batch = outputs.take()[1]
+    batch = outputs.take(9)[1]
     assert (batch.batch_id, batch.failures[0].retry_after_ms) == (2, 1500)
     outputs.close(1)
     outputs.admit(1, [6])
     outputs.add_step(*step([1], [7], rows=[0]))
-    assert outputs.take() == {}
+    assert outputs.take(9) == {}
 
 
 def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
-    assert outputs.take()[1].admitted.tolist() == [7]
+    assert outputs.take(9)[1].admitted.tolist() == [7]
     for _ in range(MAX_STEPS_TOGETHER - 1):
         outputs.add_step(*step([1], [7], rows=[0]))
-        assert outputs.take() == {}
+        assert outputs.take(9) == {}
     outputs.add_step(*step([1], [7], rows=[1]))
-    batch = outputs.take()[1]
+    batch = outputs.take(9)[1]
     assert (batch.batch_id, batch.numbers.tolist()) == (2, [7] * MAX_STEPS_TOGETHER)
 
 
@@ -117,7 +117,7 @@ def test_each_requests_tokens_of_several_steps_stand_together_in_their_order() -
     for rows in ([0, 3], [2, 0]):
         output, result = step([1, 1], [8, 7], rows)
         outputs.add_step(output, replace(result, logprobs=None))
-    batch = outputs.take()[1]
+    batch = outputs.take(9)[1]
     assert batch.numbers.tolist() == [7, 8]
     assert batch.token_counts.tolist() == [2, 2]
     assert batch.token_ids.tolist() == [13, 10, 10, 12]
@@ -128,25 +128,25 @@ def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() ->
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
     outputs.admit(1, [8])
-    outputs.take()
+    outputs.take(9)
     outputs.add_step(*step([1, 1], [7, 8], rows=[0, 2]))
-    assert outputs.take()[1].numbers.tolist() == [7, 8]
+    assert outputs.take(9)[1].numbers.tolist() == [7, 8]
     outputs.fail(1, 8, QueueFull("full", 1.5))
-    outputs.take()
+    outputs.take(9)
     outputs.add_step(*step([1], [7], rows=[0]))
-    assert outputs.take() == {}
+    assert outputs.take(9) == {}
 
 
 def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
-    outputs.take()
+    outputs.take(9)
     part = PromptLogprobs(1, u32(4, 5).reshape(1, 2), np.zeros((1, 2), np.float32), u32(1))
     mine, other = (make_request(number, [1, 2], session=session) for number, session in ((7, 1), (7, 2)))
     nothing = replace(step([], [], rows=[])[0], prompt_logprobs=((mine, part), (other, part)))
     outputs.add_step(nothing, StepResult(step_id=1, token_ids=u32()))
-    (batch,) = outputs.take().values()
+    (batch,) = outputs.take(9).values()
     assert [(entry.number, entry.logprobs) for entry in batch.prompt_logprobs] == [(7, part)]
     assert not batch.token_ids.size
-    assert outputs.take() == {}
+    assert outputs.take(9) == {}

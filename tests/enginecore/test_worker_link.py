@@ -28,7 +28,7 @@ class ScriptedExecutor:
 
 
 def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
-    return Connected(replace(FACTS, boot_id=boot_id), window=2, is_resumed=is_resumed)
+    return Connected(replace(FACTS, boot_id=boot_id), window=2, resume_ttl_s=10.0, is_resumed=is_resumed)
 
 
 def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Recovery:
@@ -38,7 +38,6 @@ def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Reco
         link = WorkerLink(
             ScriptedExecutor(welcome(), *welcomes),  # type: ignore[arg-type]
             address="nowhere",
-            resume_ttl_s=10.0,
             on_event=lambda: None,
             on_given_up=lambda: None,
             on_unreachable=lambda why: None,

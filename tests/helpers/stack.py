@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -183,7 +184,10 @@ class EngineStack:
 class FakeFrontend:
     """One Connect stream, with everything that came down it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, frontend_id: str = "", boot_id: str = "") -> None:
+        """Another frontend than all others, unless it is given names."""
+        self._boot_id = boot_id or uuid.uuid4().hex
+        self._frontend_id = frontend_id or self._boot_id
         self._channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self.tokens: dict[int, list[int]] = {}
@@ -198,8 +202,8 @@ class FakeFrontend:
         hello = engine_core_pb2.ConnectHello(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
-            frontend_id="fake",
-            boot_id="1",
+            frontend_id=self._frontend_id,
+            boot_id=self._boot_id,
             resume_session=resume_session,
             last_batch_seen=last_batch_seen,
         )

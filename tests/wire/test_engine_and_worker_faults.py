@@ -139,7 +139,7 @@ class ScriptedExecutor:
         self.num_connects += 1
         self._is_lost = False
         self._on_event = on_event
-        return Connected(self.facts, 1, is_resumed=False)
+        return Connected(self.facts, 1, resume_ttl_s=10.0, is_resumed=False)
 
     def forget_session(self) -> None:
         self._arrived.clear()
@@ -309,18 +309,23 @@ async def test_a_worker_that_drains_under_load_ends_after_the_steps_it_has() -> 
     [
         ({"prompt_token_ids": b""}, "INVALID_REQUEST"),
         ({"prompt_token_ids": b"\xff\xff\xff\xff"}, "INVALID_REQUEST"),
+        ({"emitted_token_ids": [b"\xff\xff\xff\xff"]}, "INVALID_REQUEST"),
+        ({"emitted_token_ids": [bytes(16)]}, "INVALID_REQUEST"),  # all that max_tokens allows
+        ({"sampling": {"max_tokens": 4, "structured_outputs": {"regex": "a"}}}, "FEATURE_DISABLED"),
         ({"deadline_remaining_ms": 0}, "DEADLINE_EXCEEDED"),
         ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seeds": b"\xff" * 8}, None),
     ],
 )
 async def test_a_malformed_submit_ends_alone(fields, code) -> None:
     async with running_stack() as (_, _engine, frontend):
-        submit = engine_core_pb2.Submit(
-            numbers=b"\1\0\0\0", request_id="odd", prompt_token_ids=b"\1\0\0\0\2\0\0\0", seeds=bytes(8)
-        )
-        submit.sampling.max_tokens = 4
-        for name, value in fields.items():
-            setattr(submit, name, value)
+        good = {
+            "numbers": b"\1\0\0\0",
+            "request_id": "odd",
+            "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
+            "seeds": bytes(8),
+            "sampling": {"max_tokens": 4},
+        }
+        submit = engine_core_pb2.Submit(**good | fields)
         await frontend.send(engine_core_pb2.ConnectRequest(submit={"requests": [submit]}))
         await frontend.submit(2, make_prompt(6))
         await frontend.wait_for(lambda: 2 in frontend.ends and 1 in frontend.ends)
@@ -365,7 +370,7 @@ async def test_a_frontend_that_stops_reading_loses_its_requests_and_gets_no_gap(
         engine.loop.submit(session, make_submit(2, make_prompt(6), **LONG))
         status = await frontend.status()
         assert (status.num_running, status.num_waiting, status.num_used_blocks) == (0, 0, 0)
-        with pytest.raises(EngineFailure, match="more than 5 output batches behind"):
+        with pytest.raises(EngineFailure, match=r"more than 5 output batches or \d+ bytes behind"):
             await anext(stalled.messages())
         engine.loop.close_session(session)
         monkeypatch.undo()

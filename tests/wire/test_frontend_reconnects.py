@@ -49,7 +49,7 @@ def make_submit(number: int, index: int, **sampling: Any) -> SubmitRequest:
 
 def undisturbed(index: int, **sampling: Any) -> list[int]:
     submit = make_submit(0, index, **sampling)
-    return naive_generation(submit.token_ids.tolist(), index, submit.sampling, (EOS,), 512)[0]
+    return naive_generation(submit.prompt_token_ids.tolist(), index, submit.sampling, (EOS,), 512)[0]
 
 
 @dataclass
@@ -414,7 +414,7 @@ async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
 
     async with stand() as s:
         sessions = s.engine.door._sessions
-        session = sessions.open("other")
+        session = sessions.open("other", "boot")
         await s.engine.door._read(late(), session, stream=1)
         assert session.messages_received == 1
         assert sessions.resume(session.name, 0) is session
@@ -468,3 +468,47 @@ async def test_a_message_that_breaks_the_protocol_ends_the_session_for_good() ->
         await eventually(lambda: s.num_sessions == 1)
         await s.is_idle()
         await other.stop()
+
+
+async def test_a_frontend_started_again_ends_what_it_left_behind() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        earlier = FakeFrontend(s.engine.address, frontend_id="pod-0", boot_id="first")
+        await earlier.start()
+        await earlier.submit(
+            1, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True}, request_id="same"
+        )
+        await s.operator.wait_status(lambda status: status.num_running == 1)
+        later = FakeFrontend(s.engine.address, frontend_id="pod-0", boot_id="second")
+        await later.start()
+        await later.wait_ready()
+        assert s.num_sessions == 3  # the stream of the earlier one lives: two frontends may have one name
+        await later.submit(
+            1, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True}, request_id="same"
+        )
+        await s.operator.wait_status(lambda status: status.num_running == 2)
+        earlier.vanish()
+        await s.operator.wait_status(lambda status: status.num_running == 1)
+        assert s.num_sessions == 2
+        await later.stop()
+
+
+async def test_a_restart_after_the_loss_ends_the_session_at_once() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        for boot_id in ("first", "second"):
+            frontend = FakeFrontend(s.engine.address, frontend_id="pod-0", boot_id=boot_id)
+            await frontend.start()
+            await frontend.submit(1, make_prompt(9), sampling={"max_tokens": 490, "ignore_eos": True})
+            await frontend.wait_for(lambda frontend=frontend: bool(frontend.tokens.get(1)))
+            await s.operator.wait_status(lambda status: status.num_running == 1)
+            frontend.vanish()
+
+
+async def test_a_session_that_its_frontend_gave_up_ends_with_the_next_hello() -> None:
+    async with stand(resume_ttl_s=3600.0) as s:
+        s.submit(5, max_tokens=490, ignore_eos=True)
+        await s.operator.wait_status(lambda status: status.num_running > 0)
+        s.client._lose("its time to live has passed")  # as the timer does
+        s.proxy.cut()
+        await eventually(lambda: s.client.is_ready)
+        await s.is_idle()
+        assert s.num_sessions == 1

@@ -294,6 +294,7 @@ def output_batches(draw: Any) -> OutputBatch:
             token_counts=st.just(np.array(counts, dtype=np.uint32)),
             token_ids=u32_column(sum(counts) if counts else num_requests),
             logprobs=st.none() | logprob_columns(),
+            num_free_places=st.none() | u32,
             prompt_logprobs=st.lists(
                 build(RequestPromptLogprobs, number=u32, logprobs=prompt_logprobs()), max_size=2
             ).map(tuple),

@@ -145,7 +145,7 @@ class SchedulerConfig:
     max_num_seqs: int = value(
         64, "Requests that run at once (rows in the worker).", ENGINE + WORKER, ge=1, le=65536
     )
-    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ENGINE + WORKER, ge=1, le=1 << 20)
+    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ENGINE + WORKER, ge=1, le=1 << 18)
     max_num_waiting: int = value(
         1024,
         "Requests that may wait. When the queue is full, one more is refused with a retry time, or the last one of the "
@@ -257,7 +257,8 @@ class EngineCoreConfig:
     worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
     resume_ttl_s: float = value(
         10.0,
-        "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost.",
+        "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost. Of the "
+        "step stream the worker's value counts, which it tells the engine.",
         ENGINE + WORKER,
         ge=0,
     )

@@ -7,11 +7,13 @@ import grpc.aio
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
 
+KEEPALIVE_TIME_S = 10
+KEEPALIVE_TIMEOUT_S = 5
 # gRPC's defaults kill a stream that is silent through a long prefill; both ends ping every 10 s, give up
 # after 5 s, and permit a ping every 5 s.
 KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

@@ -9,6 +9,8 @@ import numpy as np
 
 from triptych.types.step import U32, LogprobColumns, PromptLogprobs, empty_u32
 
+_BATCH_BYTES = 1024  # of an output batch without content, with its objects
+
 
 class FinishReason(IntEnum):
     """Why a request ended well; an error is a status, never a finish reason."""
@@ -84,6 +86,18 @@ class OutputBatch:
     """Of the requests that asked; those of one request in order, before its first token or with it."""
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+    num_free_places: int | None = None
+    """Choices that the engine's queue had room for when this was made; None: not told."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory and in a message."""
+        num_bytes = _BATCH_BYTES + 8 * len(self.token_ids) + 64 * len(self.finished) + 4 * len(self.admitted)
+        if self.logprobs is not None:
+            num_bytes += self.logprobs.nbytes
+        for part in self.prompt_logprobs:
+            num_bytes += part.logprobs.nbytes
+        return num_bytes + sum(128 + len(failure.message) for failure in self.failures)
 
     @property
     def owners(self) -> U32:

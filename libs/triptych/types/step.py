@@ -145,6 +145,10 @@ class LogprobColumns:
     ranks: U32
     """Rank of the chosen token among all, 1 = best; [len(rows)]."""
 
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.token_ids) + 12 * len(self.rows)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
@@ -164,6 +168,10 @@ class PromptLogprobs:
     """[num_positions, 1 + num_top]"""
     ranks: U32
     """[num_positions] rank of the prompt's own token among all, 1 = best."""
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.token_ids.size + 4 * len(self.ranks)
 
     @property
     def end(self) -> int:

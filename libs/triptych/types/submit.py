@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from triptych.types.facts import ModelFacts
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
 _SCALAR_BYTES = 128  # of all fields of one number each, with their tags
@@ -95,7 +95,7 @@ class EngineWelcome:
     model: ModelFacts | None = None
     """Once it has been ready."""
     has_priorities: bool = True
-    max_choices: int = 1
+    max_choices: int = MAX_CHOICES
     """Choices that can be running and waiting together: a request with more can never be admitted."""
 
 

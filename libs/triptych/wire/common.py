@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from triptych.errors import FeatureDisabled
 from triptych.types.outputs import Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.sampling import SamplingParams
 from triptych.v1 import common_pb2
@@ -12,6 +13,7 @@ from triptych.v1 import common_pb2
 _DEFAULTS = SamplingParams()
 _TUPLES = ("stop", "stop_token_ids", "bad_words")
 _SPECIAL = (*_TUPLES, "logit_bias", "allowed_token_ids", "output_kind")
+_UNSERVED = ("structured_outputs",)
 _SCALARS = tuple(f.name for f in fields(SamplingParams) if f.name not in _SPECIAL)
 _WITH_PRESENCE = tuple(
     name for name in _SCALARS if common_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
@@ -39,7 +41,13 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """The inverse of `sampling_to_proto`; trusts the values, which the frontend has checked.
 
     An absent `max_tokens` means None, the rest of the context.
+
+    Raises:
+        FeatureDisabled: A field is set that nothing behind this serves.
     """
+    for name in _UNSERVED:
+        if message.HasField(name):
+            raise FeatureDisabled(name, "this version does not serve it yet")
     values: dict[str, Any] = {
         name: getattr(message, name) for name in _WITH_PRESENCE if message.HasField(name)
     }

@@ -155,6 +155,7 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
             for failure in batch.failures
         ],
         messages_received=messages_received,
+        num_free_places=batch.num_free_places,
         prompt_logprobs=[
             engine_core_pb2.RequestPromptLogprobs(
                 number=part.number, logprobs=prompt_logprobs_to_proto(part.logprobs)
@@ -181,6 +182,7 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         failures=tuple(
             RequestFailure(f.number, f.code, f.message, f.field, f.retry_after_ms) for f in message.failures
         ),
+        num_free_places=message.num_free_places if message.HasField("num_free_places") else None,
     )
     if len(batch.token_counts):
         check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)

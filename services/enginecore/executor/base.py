@@ -31,6 +31,8 @@ class Connected:
     facts: WorkerFacts
     window: int
     """Steps in flight at most."""
+    resume_ttl_s: float
+    """For how long the session outlives a broken stream."""
     is_resumed: bool
     """Rows, blocks and steps in flight are as they were; else there are none."""
 

@@ -80,7 +80,8 @@ class GrpcExecutor:
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
-        connected = Connected(worker_facts_from_proto(welcome.facts), welcome.window, is_resumed)
+        facts, resume_ttl_s = worker_facts_from_proto(welcome.facts), welcome.resume_ttl_ms / 1000
+        connected = Connected(facts, welcome.window, resume_ttl_s, is_resumed)
         for step in [step for step in self._unanswered if step.step_id > welcome.last_step_received]:
             await self._write(step)
         return connected

@@ -55,6 +55,10 @@ class StepDraft:
     new_rows: list[NewRow] = field(default_factory=list)
     """Parallel to `admitted`."""
     new_counts: list[int] = field(default_factory=list)
+    num_new_bytes: int = 0
+    """What the new rows and their contents take in a message, at most."""
+    _content_ids: set[int] = field(default_factory=set)
+    """id() of each content that is counted."""
 
     @property
     def is_empty(self) -> bool:
@@ -66,6 +70,10 @@ class StepDraft:
         self.new_rows.append(row)
         self.new_counts.append(count)
         self.budget -= count
+        self.num_new_bytes += row.num_bytes
+        if id(row.content) not in self._content_ids:
+            self._content_ids.add(id(row.content))
+            self.num_new_bytes += row.content.num_bytes
 
     def close(self) -> None:
         """Let the new rows stand in the columns beside the others."""

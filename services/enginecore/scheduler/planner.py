@@ -28,6 +28,11 @@ _MOST_LOOKED_UP = 8192
 Counted, not timed, so that a journal can be replayed."""
 
 
+_MOST_NEW_BYTES = 8 << 20
+"""Of the new rows of one step, the last of them apart, which takes `MAX_CONTENT_BYTES` and its block ids at most. So a
+step stays far below the 64 MiB of a message, whatever clients send."""
+
+
 class StepPlanner:
     """Owned by the scheduler. What it gives out stands in the roster at once; counters advance when the
     draft is committed."""
@@ -162,7 +167,9 @@ class StepPlanner:
         num_long_left = self._num_long_left(draft)
         num_promised = roster.rows.num_promised_blocks()
         num_looked_up = 0
-        while draft.budget and roster.rows.num_free and num_looked_up < _MOST_LOOKED_UP:
+        while draft.budget and roster.rows.num_free:
+            if num_looked_up >= _MOST_LOOKED_UP or draft.num_new_bytes >= _MOST_NEW_BYTES:
+                break
             request = roster.waiting.peek(pass_over_long=num_long_left <= 0)
             if request is None:
                 break

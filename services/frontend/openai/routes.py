@@ -169,6 +169,13 @@ async def _generate(
     request_id: str = request.state.request_id
     answer_id, created_unix_s = f"{format.id_prefix}{request_id}", int(time.time())
     num_choices = options.num_choices
+    limit = generator.max_choices(raws[0].model) if len(raws) > 1 else 0
+    if limit and len(raws) * num_choices > limit:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(raws)} prompts with {num_choices} choices each are above the limit {limit}: so many choices can be "
+            "running and waiting together; split the request",
+        )
     streams = [generator.generate(raw) for raw in raws]
     events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
     if not options.is_streamed:

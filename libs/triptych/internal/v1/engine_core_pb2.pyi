@@ -31,20 +31,22 @@ class ConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[ConnectWelcome, _Mapping]] = ..., outputs: _Optional[_Union[OutputBatch, _Mapping]] = ...) -> None: ...
 
 class ConnectHello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id", "resume_session", "last_batch_seen")
+    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id", "resume_session", "last_batch_seen", "abandoned_session")
     MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
     LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_SESSION_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     frontend_id: str
     boot_id: str
     resume_session: str
     last_batch_seen: int
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., resume_session: _Optional[str] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
+    abandoned_session: str
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., resume_session: _Optional[str] = ..., last_batch_seen: _Optional[int] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
     __slots__ = ("protocol", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits", "session")
@@ -121,7 +123,7 @@ class Submit(_message.Message):
     def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
 
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class OutputBatch(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_PLACES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -142,7 +145,8 @@ class OutputBatch(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
     messages_received: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RequestPromptLogprobs]
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ...) -> None: ...
+    num_free_places: int
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ...) -> None: ...
 
 class RequestPromptLogprobs(_message.Message):
     __slots__ = ("number", "logprobs")

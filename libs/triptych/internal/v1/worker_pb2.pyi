@@ -84,7 +84,7 @@ class Goodbye(_message.Message):
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "window", "facts", "session_name")
+    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "window", "facts", "session_name", "resume_ttl_ms")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Welcome(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     boot_id: str
     session: SessionKind
@@ -101,7 +102,8 @@ class Welcome(_message.Message):
     window: int
     facts: WorkerFacts
     session_name: str
-    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ...) -> None: ...
+    resume_ttl_ms: int
+    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
     __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_window", "device_name", "weight_bytes", "load_s", "kernels")
