@@ -150,3 +150,37 @@ def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -
     assert [(entry.number, entry.logprobs) for entry in batch.prompt_logprobs] == [(7, part)]
     assert not batch.token_ids.size
     assert outputs.take(9) == {}
+
+
+def test_a_session_that_was_told_of_a_full_queue_is_told_of_room_at_once() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, [4])
+    assert outputs.take(0)[1].num_free_places == 0
+    assert outputs.take(0) == {}
+    assert outputs.take(3)[1].num_free_places == 3
+    assert outputs.take(5) == {}
+
+
+def test_log_probabilities_of_many_steps_do_not_pile_up_in_one_batch() -> None:
+    outputs = SessionOutputs()
+    outputs.open(1)
+    outputs.admit(1, list(range(1000)), whole_output=True)
+    outputs.take(9)
+    num_rows = np.arange(1000)
+    columns = LogprobColumns(
+        rows=num_rows.astype(np.uint32),
+        offsets=np.arange(0, 21 * 1001, 21, dtype=np.uint32),
+        token_ids=np.zeros(21_000, np.uint32),
+        logprobs=np.zeros(21_000, np.float32),
+        ranks=np.ones(1000, np.uint32),
+    )
+    step = StepOutput(
+        np.ones(1000, np.int64), num_rows.astype(np.uint32), num_rows.astype(np.uint32), num_rows
+    )
+    sizes = []
+    for step_id in range(16):
+        outputs.add_step(step, StepResult(step_id, num_rows.astype(np.uint32), columns))
+        sizes += [batch.num_bytes for batch in outputs.take(9).values()]
+    assert len(sizes) == 2
+    assert max(sizes) < 2 << 20

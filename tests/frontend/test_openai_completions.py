@@ -98,6 +98,12 @@ async def test_several_prompts_are_several_generations(door: Door) -> None:
     assert texts == {i: f"{i % 2} Once" for i in range(6)}
 
 
+async def test_more_prompts_than_ever_fit_are_refused_for_good(door: Door) -> None:
+    door.generator.most_choices = 5
+    with pytest.raises(openai.BadRequestError, match="3 prompts with 2 choices each are above the limit 5"):
+        await door.client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2)
+
+
 async def test_request_ids_are_numbered_only_where_there_are_several_prompts(door: Door) -> None:
     headers = {"X-Request-Id": "mine"}
     for prompt in ("a", ["a", "b"]):

@@ -21,6 +21,7 @@ from triptych.types.outputs import (
     RequestFailure,
     StageTimings,
 )
+from triptych.types.sampling import MAX_CHOICES
 from triptych.types.step import LogprobColumns
 from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
 from triptych.v1 import admin_pb2, admin_pb2_grpc
@@ -127,6 +128,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         has_priorities: bool = True,
         is_mute: bool = False,
         resume_ttl_s: float = 0.0,
+        max_choices: int = MAX_CHOICES,
     ) -> None:
         self._reply = reply
         self._is_mute = is_mute
@@ -139,6 +141,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             why_not_ready="" if is_ready else "loading",
             model=model,
             has_priorities=has_priorities,
+            max_choices=max_choices,
         )
         self._server: RpcServer | None = None
         self.port = 0

@@ -34,6 +34,7 @@ class FakeGenerator(Generator):
     def reset(self) -> None:
         """As new; for tests that share a server."""
         self.unready_because = ""
+        self.most_choices = 16384
         self.admission_errors: list[Exception] = []
         """Raised before admission, one for each of the next requests."""
         self.error_after_words: tuple[int, Exception] | None = None
@@ -48,6 +49,9 @@ class FakeGenerator(Generator):
         self.num_running = 0
         self.changed = asyncio.Event()
         """Set whenever `closed` or `num_running` may have changed."""
+
+    def max_choices(self, model: str) -> int:
+        return self.most_choices
 
     async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
         self.requests.append(raw)

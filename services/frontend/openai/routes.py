@@ -30,7 +30,7 @@ from services.frontend.openai.schema import (
 )
 from services.frontend.openai.sse import EventStream, chunks
 from services.frontend.requests import RawChat, RawRequest
-from triptych.errors import EngineUnavailable
+from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.events import Event
 
 VERSION = importlib.metadata.version("triptych")
