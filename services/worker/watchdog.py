@@ -106,6 +106,6 @@ class Watchdog:
         limit_s = max(self._least_s, steps.allowed_s)
         if self._watched_s > limit_s:
             raise StepHung(
-                f"step {steps.step_id} of {steps.num_tokens} tokens has run for {self._watched_s:.0f} s, the limit is "
-                f"{limit_s:.0f} s (worker.hang_timeout_s, or more by the time that steps of its size have taken)"
+                f"step {steps.step_id} has run for {self._watched_s:.0f} s, the limit is {limit_s:.0f} s "
+                f"(worker.hang_timeout_s, or more by the time that steps of {steps.num_tokens} tokens take)"
             )

@@ -41,7 +41,7 @@ def test_a_step_is_given_its_time_and_then_named() -> None:
     steps, watchdog = watch()
     steps.start(9, 1)
     assert num_ticks_until_hung(watchdog) == 31  # the first tick finds it, 30 s later it is 30 s old
-    with pytest.raises(StepHung, match=r"step 9 of 1 tokens has run for 32 s, the limit is 30 s"):
+    with pytest.raises(StepHung, match=r"step 9 has run for 32 s, the limit is 30 s .* of 1 tokens"):
         watchdog.tick()
 
 
