@@ -21,6 +21,7 @@ from torch import Tensor
 
 from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.triton.expert_stack import ExpertStack
+from triptych_kernels.triton.group_sums import sum_input_groups
 from triptych_kernels.triton.moe_routing import Routing
 from triptych_kernels.triton.moe_tiles import TILES_IN_GROUP, part_of_program, store_gated, store_weighted
 from triptych_kernels.triton.quantized_linear import WIDE_ROWS, sum_groups
@@ -79,7 +80,7 @@ class GroupQuantizedExperts(ExpertStack):
     def gate_up(self, x: Tensor, routing: Routing) -> Tensor:
         intermediate_size = self[0].out_features // 2
         activated = torch.empty(routing.num_pairs, intermediate_size, dtype=x.dtype, device=x.device)
-        grid, operands, options = self._launch(routing, intermediate_size)
+        grid, operands, options = self._launch(x, routing, intermediate_size)
         _gate_up_groups[grid](
             x, x.stride(0), activated, *operands, len(x), intermediate_size,
             TOP_K=routing.num_pairs // len(x), **options,
@@ -88,20 +89,22 @@ class GroupQuantizedExperts(ExpertStack):
 
     def down(self, activated: Tensor, routing: Routing, weighted: Tensor) -> None:
         hidden_size = self[0].out_features
-        grid, operands, options = self._launch(routing, hidden_size)
+        grid, operands, options = self._launch(activated, routing, hidden_size)
         _down_groups[grid](
             activated, activated.stride(0), routing.probabilities, weighted, *operands, hidden_size, **options
         )
 
     def _launch(
-        self, routing: Routing, num_columns: int
+        self, x: Tensor, routing: Routing, num_columns: int
     ) -> tuple[tuple[int], tuple[Tensor | int | None, ...], dict[str, int | bool]]:
         """Of either kernel: its grid, the operands and the options that both have."""
         held = self.storage
         bits = 4 if held.integers.dtype == torch.int32 else 8
         tiles = self._tiles(routing.num_pairs / len(self), bits)
         num_groups = held.scales.shape[1]
+        x_sums = None if held.minimums is None or tiles.BY_WEIGHTS else sum_input_groups(x, tiles.BLOCK_M)
         operands = (
+            x_sums, 0 if x_sums is None else x_sums.stride(0),
             held.integers, held.integers.stride(0), held.scales, held.minimums, held.scales.stride(0), num_groups,
             routing.pairs, routing.tile_experts, routing.tile_rows, routing.max_tiles, routing.num_pairs,
         )  # fmt: skip
@@ -176,8 +179,8 @@ BY_WEIGHTS = Tunable(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_pairs", "num_tokens"])  # they change from step to step
 def _gate_up_groups(
-    x, x_stride, activated, integers, integers_stride, scales, minimums, scales_stride, num_groups,
-    pairs, tile_experts, tile_rows, num_tiles, num_pairs, num_tokens, intermediate_size,
+    x, x_stride, activated, x_sums, x_sums_stride, integers, integers_stride, scales, minimums, scales_stride,
+    num_groups, pairs, tile_experts, tile_rows, num_tiles, num_pairs, num_tokens, intermediate_size,
     TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr, BY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -197,16 +200,17 @@ def _gate_up_groups(
         for half in range(2):
             gate = up
             up = sum_groups(
-                x, x_stride, integers, scales, minimums, half * intermediate_size + columns, pair // TOP_K,
-                0, num_groups, num_tokens, 2 * intermediate_size, BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
+                x, x_stride, x_sums, x_sums_stride, integers, scales, minimums,
+                half * intermediate_size + columns, pair // TOP_K, 0, num_groups, num_tokens,
+                2 * intermediate_size, BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
             )  # fmt: skip
         store_gated(activated, gate, up, columns, pair, num_pairs, intermediate_size)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_pairs"])  # they change from step to step
 def _down_groups(
-    activated, activated_stride, probabilities, weighted, integers, integers_stride, scales, minimums, scales_stride,
-    num_groups, pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size,
+    activated, activated_stride, probabilities, weighted, x_sums, x_sums_stride, integers, integers_stride, scales,
+    minimums, scales_stride, num_groups, pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr, BY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +224,7 @@ def _down_groups(
         if minimums is not None:
             minimums += expert * scales_stride
         result = sum_groups(
-            activated, activated_stride, integers, scales, minimums, columns, pair, 0, num_groups,
-            num_pairs, hidden_size, BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
+            activated, activated_stride, x_sums, x_sums_stride, integers, scales, minimums, columns, pair,
+            0, num_groups, num_pairs, hidden_size, BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
         )  # fmt: skip
         store_weighted(weighted, result, probabilities, columns, pair, num_pairs, hidden_size)

@@ -6,8 +6,8 @@ unpacked; the rows are the right one, which may be as narrow as 8. So the produc
 Two ways of it:
 
     integers   a group's integers, exact in the rows' dtype, are multiplied; its sum is scaled, in float32. The
-               minimum is multiplied with the sum of the inputs, which the tensor cores find by ones. Nothing but the
-               sums is rounded. For few rows, where unpacking costs more than scaling.
+               minimum is multiplied with the sum of the inputs (`group_sums`). Nothing but the sums is rounded. For
+               few rows, where unpacking costs more than scaling.
     weights    `scale * integer + minimum` is rounded to the rows' dtype, then multiplied. For many rows, where scaling
                each group's sums costs more.
 
@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.triton.group_sums import sum_input_groups
 from triptych_kernels.triton.paged_attention_plan import num_sms
 from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
 from triptych_kernels.triton.tuning import Tunable, row_bucket
@@ -96,9 +97,11 @@ def multiply_groups(
     out = torch.empty(
         (num_parts, num_rows, out_features), dtype=out_dtype if is_whole else torch.float32, device=x.device
     )
+    x_sums = None if minimums is None or by_weights else sum_input_groups(x, tiles.block_m)
     if out.numel():
         _multiply_groups[(num_tiles[1], num_tiles[0], num_parts)](
-            x, x.stride(0), integers, scales, minimums, bias if is_whole else None, out,
+            x, x.stride(0), x_sums, 0 if x_sums is None else x_sums.stride(0),
+            integers, scales, minimums, bias if is_whole else None, out,
             num_rows, out_features, num_groups, split_groups,
             BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
             STEP=tiles.step, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m,
@@ -174,7 +177,8 @@ def _split(num_groups: int, step: int, wanted: int) -> int:
 
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_groups(
-    x, x_stride, integers, scales, minimums, bias, out, num_rows, out_features, num_groups, split_groups,
+    x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, bias, out,
+    num_rows, out_features, num_groups, split_groups,
     BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -185,14 +189,14 @@ def _multiply_groups(
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for first in range(0, num_groups, split_groups):
             total += sum_groups(
-                x, x_stride, integers, scales, minimums, outputs, rows,
+                x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, outputs, rows,
                 first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
                 BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     else:
         first = split * split_groups
         total = sum_groups(
-            x, x_stride, integers, scales, minimums, outputs, rows,
+            x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, outputs, rows,
             first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
             BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
         )  # fmt: skip
@@ -201,11 +205,16 @@ def _multiply_groups(
 
 @triton.jit
 def sum_groups(
-    x, x_stride, integers, scales, minimums, outputs, rows, begin, end, num_rows, out_features,
+    x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, outputs, rows,
+    begin, end, num_rows, out_features,
     BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The product over the groups from `begin` to `end`, [outputs, rows] float32."""
+    """The product over the groups from `begin` to `end`, [outputs, rows] float32.
+
+    Args:
+        x_sums: what `sum_input_groups` returns, where there are minimums and weights are not rounded.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     UNIT: tl.constexpr = 2 if BITS == 4 else 1  # groups of a unit of the storage
     ELEMENTS: tl.constexpr = 8 if BITS == 4 else 32  # of one output therein
@@ -233,7 +242,6 @@ def sum_groups(
                 if minimums is not None:
                     minimum = tl.load(minimums + place, mask=is_weight, other=0.0).to(tl.float32)[:, None]
                 products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 for part in tl.static_range(UNIT):
                     x_part = tl.load(
                         inputs + (group * 32 + part * 16), mask=is_row & (group < end), other=0.0
@@ -249,13 +257,11 @@ def sum_groups(
                         acc = tl.dot(weights.to(dtype), x_part, acc, input_precision="ieee")
                     else:
                         products = tl.dot(weights, x_part, products, input_precision="ieee")
-                        if minimums is not None:
-                            ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
-                            sums = tl.dot(ones, x_part, sums, input_precision="ieee")
                 if not BY_WEIGHTS:
                     acc += products * scale
                     if minimums is not None:
-                        acc += sums * minimum
+                        sums = tl.load(x_sums + group.to(tl.int64) * x_sums_stride + rows)
+                        acc += sums[None, :] * minimum
     return acc
 
 
