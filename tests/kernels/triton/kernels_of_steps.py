@@ -102,7 +102,7 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
                 max_num_batched_tokens=num_tokens,
                 max_num_seqs=num_rows,
                 max_model_len=MAX_LEN,
-                with_graphs=False,
+                max_graph_tokens=0,
                 peak_of=_run,
             )
     return noted
