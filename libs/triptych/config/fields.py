@@ -145,7 +145,9 @@ class SchedulerConfig:
     max_num_seqs: int = value(
         64, "Requests that run at once (rows in the worker).", ENGINE + WORKER, ge=1, le=65536
     )
-    max_num_batched_tokens: int = value(2048, "Token budget of one step.", ENGINE + WORKER, ge=1, le=1 << 18)
+    max_num_batched_tokens: int = value(
+        2048, "Token budget of one step, at least max_num_seqs.", ENGINE + WORKER, ge=1, le=1 << 18
+    )
     max_num_waiting: int = value(
         1024,
         "Requests that may wait. When the queue is full, one more is refused with a retry time, or the last one of the "
