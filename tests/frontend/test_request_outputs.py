@@ -27,6 +27,10 @@ EOS_ID = TOKENIZER.token_id(EOS)
 DELTA = OutputKind.DELTA
 
 
+def token_text(token_id: int) -> str:
+    return TOKENIZER.token_bytes(token_id).decode()
+
+
 class Upstream:
     """What a choice tells its engine."""
 
@@ -222,7 +226,7 @@ async def test_a_stop_token_has_text_only_if_asked_for(is_included: bool) -> Non
     token_ids = TOKENIZER.encode("Hello")
     feed(choice, [*token_ids, 33], end(FinishReason.STOP, stop_token_id=33))
     (delta,) = await rest(outputs)
-    assert delta.text == ("Hello" + TOKENIZER.token_text(33) if is_included else "Hello")
+    assert delta.text == ("Hello" + token_text(33) if is_included else "Hello")
     assert (delta.token_ids, delta.stop_reason) == ([*token_ids, 33], 33)
 
 
@@ -293,7 +297,7 @@ async def test_logprobs_carry_text_and_ranks_of_this_request_s_rows() -> None:
     outputs, choice, _ = one_choice(logprobs=2)
     choice.on_tokens([43], BatchLogprobs(logprob_columns()), 3, None)
     entry = (await outputs.next_event()).logprobs[0]
-    text = TOKENIZER.token_text
+    text = token_text
     assert entry.chosen == Logprob(43, -0.25, text(43), 1)
     assert entry.top == (Logprob(43, -0.25, text(43), 1), Logprob(44, -2.0, text(44), 2))
     choice.on_tokens([40], BatchLogprobs(logprob_columns()), 1, None)
@@ -321,7 +325,7 @@ async def test_logprobs_that_the_engine_forgot_are_an_error_not_a_gap() -> None:
 
 
 async def test_tokens_after_the_completed_stop_string_have_no_logprobs() -> None:
-    outputs, choice, _ = one_choice(logprobs=2, stop=(TOKENIZER.token_text(40),))
+    outputs, choice, _ = one_choice(logprobs=2, stop=(token_text(40),))
     columns = logprob_columns()
     choice.on_tokens([40, 43], BatchLogprobs(columns), 1, None)  # row 2, of token 43, is not there
     assert len((await outputs.next_event()).logprobs) == 1

@@ -110,10 +110,6 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text for people (logprobs); part of a character shows as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token stands for, special tokens spelled out; empty for an unknown id."""
         known = self._token_id_to_bytes.get(token_id)
