@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.worker.attention.paged import PagedAttention
+from services.worker.layers.embedding import LogitsHead
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.activation_memory import measure_activations
@@ -56,6 +57,20 @@ def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() ->
     found, seen = measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
     assert seen == [(BUDGET, *[MAX_MODEL_LEN] * 3), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
     assert found == PROMPT
+
+
+def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.runner.activation_memory.MAX_SCORED_AT_ONCE", 23)
+    num_rows: list[int] = []
+    honest = LogitsHead.forward
+
+    def note(head: LogitsHead, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return honest(head, hidden)
+
+    monkeypatch.setattr(LogitsHead, "forward", note)
+    measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
+    assert num_rows == [MAX_NUM_SEQS, 23, MAX_NUM_SEQS]
 
 
 @pytest.mark.parametrize(
