@@ -56,7 +56,8 @@ def plans(kinds: list[str], num_steps: int) -> list[StepPlan]:
     second = step_plan(2, chunks={slot: 2 + slot for slot in range(len(rows))})
     decodes = [step_plan(step_id) for step_id in range(3, num_steps + 1)]
     middle = len(decodes) // 2
-    successor = replace(rows[0], generation=9, token_ids=rows[0].token_ids[::-1].copy())
+    content = replace(rows[0].content, prompt_token_ids=rows[0].token_ids[::-1].copy())
+    successor = replace(rows[0], generation=9, content=content)
     decodes[middle] = step_plan(middle + 3, removed=[0], new=[successor], chunks={0: 6})
     return [first, second, *decodes]
 
