@@ -31,7 +31,8 @@ _OUTPUT_KINDS = {
     common_pb2.OUTPUT_KIND_DELTA: OutputKind.DELTA,
     common_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
 }
-_INLINE_MESSAGES = 64  # a longer conversation is read on a thread
+_INLINE_BYTES = 8192  # a longer conversation is read on a thread
+_MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
 # Stand in for messages that are refused already, so that they are not reported missing as well.
 _REFUSED_MESSAGES = ({"role": "user", "content": ""},)
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
@@ -45,7 +46,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
         """`client_timeout_s`: how long a client may read nothing while its answer waits."""
         self._generator = generator
         self._client_timeout_s = client_timeout_s
-        self._threads = WorkThreads(1, inline_size=_INLINE_MESSAGES, what="long conversations")
+        self._threads = WorkThreads(1, inline_size=_INLINE_BYTES, what="long conversations")
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -55,7 +56,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the call's deadline had passed before the request was read")
-        raw = await self._threads.run(len(request.chat.messages), to_raw_request, request, remaining_s)
+        raw = await self._threads.run(_chat_size(request), to_raw_request, request, remaining_s)
         watch = _StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(self._generator.generate(raw)) as events:
@@ -74,7 +75,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest("prompt", "none is given; set text or chat")
         prompt: str | RawChat = request.text
         if kind == "chat":
-            prompt, violations = await self._threads.run(len(request.chat.messages), _to_chat, request.chat)
+            prompt, violations = await self._threads.run(_chat_size(request), _to_chat, request.chat)
             if violations:
                 raise InvalidRequest(violations)
             if request.chat.tools_json:
@@ -152,6 +153,13 @@ class EmbeddingDoor(generation_pb2_grpc.EmbeddingServiceServicer):
         self, request: generation_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.EmbedResponse:
         raise FeatureDisabled("EmbeddingService.Embed", "this version does not serve it yet")
+
+
+def _chat_size(request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest) -> int:
+    """How much work it is to read the request's conversation, in bytes."""
+    if not request.HasField("chat"):
+        return 0
+    return request.chat.ByteSize() + _MESSAGE_BYTES * len(request.chat.messages)
 
 
 def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | None) -> RawRequest:

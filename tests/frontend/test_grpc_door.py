@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.frontend import app as app_module
+from services.frontend import grpc_door as grpc_door_module
 from services.frontend.grpc_door import SERVICE, to_raw_request
 from services.frontend.requests import RawChat, RawRequest
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -360,6 +362,23 @@ async def test_connections_grow_no_older_than_asked_for() -> None:
         ready = grpc.ChannelConnectivity.READY
         await asyncio.wait_for(door.channel.wait_for_state_change(ready), 10)
         assert (await door.generation.ListModels(list_models)).models[0].name == "tiny"
+
+
+async def test_a_long_conversation_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    plain = grpc_door_module._to_chat
+
+    def to_chat(chat: generation_pb2.Chat) -> Any:
+        threads.append(threading.get_ident())
+        return plain(chat)
+
+    monkeypatch.setattr(grpc_door_module, "_to_chat", to_chat)
+    async with FakeEngine() as engine, open_door(engine) as door:
+        for num_messages in (1, 200):
+            chat = {"messages": [{"role": "user", "content": "x"}] * num_messages}
+            await door.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))  # type: ignore[arg-type]
+    short, long = threads
+    assert short == threading.get_ident() != long
 
 
 async def test_health_follows_the_engines() -> None:
