@@ -29,7 +29,7 @@ from torch import Tensor
 
 from triptych_kernels.triton.group_sums import sum_input_groups
 from triptych_kernels.triton.paged_attention_plan import num_sms
-from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
+from triptych_kernels.triton.quantized_sum import outputs_of_block, store_activated, store_tile, sum_splits
 from triptych_kernels.triton.tuning import Tunable, row_bucket
 
 WIDE_ROWS = 65
@@ -93,17 +93,19 @@ def multiply_groups(
     num_splits = triton.cdiv(num_groups, split_groups)
     loops_splits = num_splits > 1 and num_tiles[0] > 1 and not by_weights
     num_parts = 1 if loops_splits else num_splits
-    is_whole = num_parts == 1 and activation is None
+    is_whole = num_parts == 1
+    is_gated = is_whole and activation is not None
+    num_outputs, block_outputs = (n // 2 if is_gated else n for n in (out_features, tiles.block_n))
     out = torch.empty(
-        (num_parts, num_rows, out_features), dtype=out_dtype if is_whole else torch.float32, device=x.device
+        (num_parts, num_rows, num_outputs), dtype=out_dtype if is_whole else torch.float32, device=x.device
     )
     x_sums = None if minimums is None or by_weights else sum_input_groups(x, tiles.block_m)
     if out.numel():
-        _multiply_groups[(num_tiles[1], num_tiles[0], num_parts)](
+        _multiply_groups[(triton.cdiv(num_outputs, block_outputs), num_tiles[0], num_parts)](
             x, x.stride(0), x_sums, 0 if x_sums is None else x_sums.stride(0),
             integers, scales, minimums, bias if is_whole else None, out,
             num_rows, out_features, num_groups, split_groups,
-            BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
+            ACTIVATION=activation if is_gated else None, BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
             STEP=tiles.step, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -179,10 +181,11 @@ def _split(num_groups: int, step: int, wanted: int) -> int:
 def _multiply_groups(
     x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, bias, out,
     num_rows, out_features, num_groups, split_groups,
-    BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    outputs = outputs_of_block(block, out_features, ACTIVATION is not None, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     if LOOPS_SPLITS:
@@ -200,7 +203,12 @@ def _multiply_groups(
             first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
             BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
         )  # fmt: skip
-    store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
+    if ACTIVATION is not None:
+        store_activated(
+            out, total, bias, block, outputs, rows, num_rows, out_features, ACTIVATION, BLOCK_N, BLOCK_M
+        )
+    else:
+        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
 
 
 @triton.jit

@@ -63,6 +63,42 @@ def _sum_columns(first, num_splits, split_stride, bias, column, inside, BLOCK: t
 
 
 @triton.jit
+def outputs_of_block(block, out_features, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Number the outputs of a tile, [BLOCK_N]; if gated, gates and then the ups of the same columns.
+
+    A tile that reaches beyond the last gate takes ups for gates; `store_activated` leaves them out.
+    """
+    place = tl.arange(0, BLOCK_N)
+    if IS_GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        outputs = block * HALF + place % HALF + place // HALF * (out_features // 2)
+    else:
+        outputs = block * BLOCK_N + place
+    return outputs
+
+
+@triton.jit
+def store_activated(
+    out, tile, bias, block, outputs, rows, num_rows, out_features,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Store `activation(gate) * up` of a tile [outputs, rows], all of whose inputs are summed.
+
+    The arithmetic is that of `_sum_splits`, which few rows go through.
+
+    Args:
+        out: [num_rows, out_features / 2].
+        block: with `outputs` as `outputs_of_block` has them.
+    """
+    HALF: tl.constexpr = BLOCK_N // 2
+    if bias is not None:
+        tile += tl.load(bias + outputs, mask=outputs < out_features, other=0.0)[:, None]
+    gate, up = tl.split(tl.permute(tl.reshape(tile, [2, HALF, BLOCK_M]), [1, 2, 0]))
+    columns = block * HALF + tl.arange(0, HALF)
+    store_tile(out, activate(gate, ACTIVATION) * up, None, columns, rows, 0, num_rows, out_features // 2)
+
+
+@triton.jit
 def store_tile(out, tile, bias, outputs, rows, split, num_rows, out_features):
     """Store a tile [outputs, rows] of split `split` of a product [splits, num_rows, out_features].
 

@@ -49,6 +49,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
         gate *= tl.sigmoid(gate)
     else:
         tl.static_assert(ACTIVATION == "gelu_pytorch_tanh")
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
+        # sqrt(2 / pi); `fma` in words, so that no compiler decides it: different kernels shall give the same bits
+        inner = 0.7978845608028654 * tl.fma(0.044715 * gate * gate, gate, gate)
         gate *= tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
     return gate

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.triton.paged_attention_plan import num_sms
-from triptych_kernels.triton.quantized_sum import store_tile, sum_splits
+from triptych_kernels.triton.quantized_sum import outputs_of_block, store_activated, store_tile, sum_splits
 from triptych_kernels.triton.tuning import Tunable, row_bucket
 
 BLOCK_K = 128
@@ -68,15 +68,18 @@ def multiply_bytes(
     num_splits = triton.cdiv(in_features, split_inputs)
     loops_splits = num_splits > 1 and num_tiles[0] > 1
     num_parts = 1 if loops_splits else num_splits
-    is_whole = num_parts == 1 and activation is None
+    is_whole = num_parts == 1
+    is_gated = is_whole and activation is not None
+    num_outputs, block_outputs = (n // 2 if is_gated else n for n in (out_features, tiles.block_n))
     out = torch.empty(
-        (num_parts, num_rows, out_features), dtype=out_dtype if is_whole else torch.float32, device=x.device
+        (num_parts, num_rows, num_outputs), dtype=out_dtype if is_whole else torch.float32, device=x.device
     )
     if out.numel():
-        _multiply_bytes[(num_tiles[1], num_tiles[0], num_parts)](
+        _multiply_bytes[(triton.cdiv(num_outputs, block_outputs), num_tiles[0], num_parts)](
             x, x_scales, elements, scales, bias if is_whole else None, out,
             num_rows, out_features, in_features, split_inputs,
-            LOOPS_SPLITS=loops_splits, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m, BLOCK_K=BLOCK_K,
+            ACTIVATION=activation if is_gated else None, LOOPS_SPLITS=loops_splits,
+            BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m, BLOCK_K=BLOCK_K,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             # a split's sum is scaled, rounded and then added, whether a program takes one split or all
             enable_fp_fusion=False,
@@ -117,9 +120,11 @@ TILES = Tunable(
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_bytes(
     x, x_scales, elements, scales, bias, out, num_rows, out_features, in_features, split_inputs,
-    LOOPS_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    outputs = outputs_of_block(block, out_features, ACTIVATION is not None, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     row_scale = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)[None, :]
@@ -139,7 +144,12 @@ def _multiply_bytes(
             num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
         )  # fmt: skip
         total = part * output_scale * row_scale
-    store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
+    if ACTIVATION is not None:
+        store_activated(
+            out, total, bias, block, outputs, rows, num_rows, out_features, ACTIVATION, BLOCK_N, BLOCK_M
+        )
+    else:
+        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
 
 
 @triton.jit

@@ -321,6 +321,18 @@ CALLS: dict[str, Callable[[], object]] = {
     "quantized gated_linear, 4 bits": lambda: gated_linear(
         _meta(1, 4096), _quantized(4, 28672, 4096, affine=True, gated=True), impl="triton"
     ),
+    "quantized gated_linear, 4 bits, 2048 rows": lambda: gated_linear(
+        _meta(2048, 4096), _quantized(4, 28672, 4096, affine=True, gated=True), impl="triton"
+    ),
+    "quantized gated_linear, 4 bits, 2048 rows by weights": lambda: gated_linear(
+        _meta(2048, 4096),
+        _quantized(4, 28672, 4096, affine=True, gated=True, batch_invariant=False),
+        activation="gelu_pytorch_tanh",
+        impl="triton",
+    ),
+    "quantized gated_linear, 8 bits, 32 rows": lambda: gated_linear(
+        _meta(32, 4096), _quantized(8, 28672, 4096, affine=False, gated=True), impl="triton"
+    ),
     "quantized embedding, 4 bits": lambda: embedding(
         _int64(256), _quantized(4, 128256, 4096, affine=True), impl="triton"
     ),
@@ -333,6 +345,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "w8a8 linear, float8, a row": lambda: _w8a8_linear(1, torch.float8_e4m3fn),
     "w8a8 linear, float8, 2048 rows": lambda: _w8a8_linear(2048, torch.float8_e4m3fn),
     "w8a8 gated_linear, float8, 64 rows": lambda: _w8a8_linear(64, torch.float8_e4m3fn, gated=True),
+    "w8a8 gated_linear, int8, 2048 rows": lambda: _w8a8_linear(2048, torch.int8, gated=True),
+    "w8a8 gated_linear, float8, 2048 rows": lambda: _w8a8_linear(2048, torch.float8_e4m3fn, gated=True),
     "quantize_rows, int8": lambda: quantize_rows(_meta(256, 14336), torch.int8),
     "quantize_rows, float8": lambda: quantize_rows(_meta(256, 28672), torch.float8_e4m3fn),
     "rms_norm, 576": lambda: _rms_norm(576, residual=True),

@@ -145,8 +145,11 @@ def test_many_rows_round_their_weights_where_they_may(format: QuantizedFormat, d
     assert not torch.equal(out, linear(x, weight, out_dtype=torch.float32))
 
 
+@pytest.mark.parametrize("num_rows", [1, 17, 70])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_gate_and_up_are_multiplied(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_gate_and_up_are_multiplied(
+    activation: str, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
     format = QuantizedFormat(4, is_affine=True)
     weight = GroupQuantizedWeight(2 * 37, 64, dtype, format, device=device, gated=True, bias=True)
     plain = GroupQuantizedWeight(2 * 37, 64, dtype, format, device=device)
@@ -156,7 +159,7 @@ def test_gate_and_up_are_multiplied(activation: str, dtype: torch.dtype, device:
     for half, part in (("up", slice(37, 74)), ("gate", slice(0, 37))):
         weight.fill_rows(0, rows[part], half=half)
         weight.fill_bias(0, bias[part], half=half)
-    x = torch.randn(17, 64).to(device, dtype)
+    x = torch.randn(num_rows, 64).to(device, dtype)
     with poisoned_allocations():
         out = gated_linear(x, weight, activation=activation)
     expected = reference_gated_linear(x, every_row(plain), bias.to(device), activation)
@@ -176,6 +179,40 @@ def test_a_rows_result_does_not_depend_on_its_batch(
     together = linear(x, weight, out_dtype=torch.float32)
     for first, last in ((0, 1), (3, 20), (60, 70)):
         assert torch.equal(linear(x[first:last], weight, out_dtype=torch.float32), together[first:last])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter says so
+def test_a_gated_rows_result_does_not_depend_on_its_batch(
+    bits: int, activation: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Few rows are activated after their splits are summed, many by the program that sums them."""
+    format = QuantizedFormat(bits, is_affine=True)
+    weight = GroupQuantizedWeight(2 * 35, 352, dtype, format, device=device, gated=True, bias=True)
+    # as above, sums that are exact in any order; the smallest steps of 4 and 8 bits, so that weights are exact too
+    for half in ("gate", "up"):
+        weight.fill_rows(0, torch.randint(0, 16, (35, 352)).float() / 16, half=half)  # type: ignore[arg-type]
+        weight.fill_bias(0, torch.randint(-8, 9, (35,)) / 8, half=half)  # type: ignore[arg-type]
+    x = torch.randint(-2, 3, (70, 352)).to(device, dtype)
+    together = gated_linear(x, weight, activation=activation)
+    for first, last in ((0, 1), (3, 19), (60, 70)):
+        assert torch.equal(gated_linear(x[first:last], weight, activation=activation), together[first:last])
+
+
+@pytest.mark.parametrize("num_rows", [3, 70])
+def test_a_gated_product_of_many_rows_writes_no_float32(
+    num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        quantized_linear,
+        "sum_splits",
+        lambda partials, *rest: shapes.append(tuple(partials.shape)) or partials,
+    )
+    weight = GroupQuantizedWeight(2 * 33, 352, torch.float16, FORMATS[1], device=device, gated=True)
+    gated_linear(torch.ones(num_rows, 352, device=device, dtype=torch.float16), weight)
+    assert bool(shapes) == (num_rows == 3)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

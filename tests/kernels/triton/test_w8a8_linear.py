@@ -124,17 +124,19 @@ def test_products_are_those_of_what_was_rounded(
     assert torch.equal(linear(x, weight), out.to(dtype))
 
 
+@pytest.mark.parametrize("num_rows", [3, 130])
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
-def test_gate_and_up_are_multiplied(element: torch.dtype, device: torch.device) -> None:
+def test_gate_and_up_are_multiplied(element: torch.dtype, num_rows: int, device: torch.device) -> None:
     weight = ChannelQuantizedWeight(50, 64, torch.float32, element, device=device, gated=True, bias=True)
     torch.manual_seed(0)
     rows, bias = torch.randn(50, 64, device=device) / 8, torch.randn(50, device=device)
     for half, part in (("up", slice(25, 50)), ("gate", slice(0, 25))):
         weight.fill_rows(0, rows[part], half=half)
         weight.fill_bias(0, bias[part], half=half)
-    x = torch.randn(3, 64, device=device)
+    x = torch.randn(num_rows, 64, device=device)
     with poisoned_allocations():
         out = gated_linear(x, weight)
+    assert torch.equal(gated_linear(x[-3:], weight), out[-3:]), "by the other way"
     x_meant, meant = (meant_by(*quantize_rows(part, element)) for part in (x, rows))
     expected = reference_gated_linear(x_meant, meant, bias, "silu")
     torch.testing.assert_close(
