@@ -1,0 +1,155 @@
+"""What a server gives while far more is asked of it than it can do: good answers per second against its capacity.
+
+    python benchmarks/overload.py [--rate 200] [--seconds 20] [--rounds 3]
+
+An open loop over HTTP: completions are sent at a fixed rate, whatever became of those before. The worker is simulated,
+with steps of 30 ms; 36 requests of 30 tokens run at once, which is 40 requests per second, and 128 may wait. A refused
+request counts as refused well if it is a 429 with Retry-After; nobody comes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from triptych.client.launch import config_from_overrides, launch
+
+STEP_MS = 30.0
+NUM_RUNNING = 36
+NUM_WAITING = 128
+OUTPUT_LEN = 30
+PROMPT_CHARS = 2000
+CAPACITY = NUM_RUNNING / (OUTPUT_LEN * STEP_MS / 1e3)
+"""Requests per second."""
+FILL_S = 6.0
+"""Until the queue is full and the first that waited have ended."""
+
+
+@dataclass
+class Outcomes:
+    """Of the requests that ended while it was measured."""
+
+    num_good: int = 0
+    num_refused_well: int = 0
+    others: Counter[str] = field(default_factory=Counter)
+    """Status, or what went wrong -> how often."""
+    refusal_s: list[float] = field(default_factory=list)
+
+
+class HttpClient:
+    """Connections that are kept and used again; just enough HTTP to cost less than what is measured."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, path: str, body: bytes) -> tuple[int, dict[bytes, bytes]]:
+        """Return status and headers, these in lower case."""
+        connection = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        reader, writer = connection
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+            % (path.encode(), self._host.encode(), len(body), body)
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        headers = dict(line.lower().split(b": ", 1) for line in head[1:] if line)
+        await reader.readexactly(int(headers[b"content-length"]))
+        self._idle.append(connection)
+        return int(head[0].split()[1]), headers
+
+
+async def offer(host: str, port: int, rate: float, seconds: float) -> Outcomes:
+    """Send requests at a rate; count those that end after the queue has filled."""
+    client, outcomes, tasks = HttpClient(host, port), Outcomes(), set[asyncio.Task[None]]()
+    prompt = " ".join(["word"] * (PROMPT_CHARS // 5))
+    begins_at = time.perf_counter() + FILL_S
+    ends_at = begins_at + seconds
+
+    async def send(number: int) -> None:
+        body = {"prompt": f"{number} {prompt}", "max_tokens": OUTPUT_LEN, "ignore_eos": True}
+        sent_at = time.perf_counter()
+        try:
+            status, headers = await client.post("/v1/completions", json.dumps(body).encode())
+        except (OSError, EOFError) as error:
+            status, headers = 0, {b"error": type(error).__name__.encode()}
+        now = time.perf_counter()
+        if not begins_at <= now < ends_at:
+            return
+        if status == 200:
+            outcomes.num_good += 1
+        elif status == 429 and int(headers.get(b"retry-after", b"0")) > 0:
+            outcomes.num_refused_well += 1
+            outcomes.refusal_s.append(now - sent_at)
+        else:
+            outcomes.others[str(status or headers[b"error"])] += 1
+
+    number, next_at = 0, time.perf_counter()
+    while next_at < ends_at:
+        await asyncio.sleep(max(next_at - time.perf_counter(), 0))
+        task = asyncio.create_task(send(number))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        number, next_at = number + 1, next_at + 1 / rate
+    for task in tasks:
+        task.cancel()
+    return outcomes
+
+
+def run_client(host: str, port: int, rate: float, seconds: float, out: Connection) -> None:
+    """Offer from a process of its own."""
+    out.send(asyncio.run(offer(host, port, rate, seconds)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=float, default=200.0, help="requests per second (default: 200)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured, after the queue has filled")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    config = config_from_overrides(
+        {
+            "simulation.enabled": True,
+            "simulation.base_ms": STEP_MS,
+            "simulation.prefill_token_us": 0,
+            "simulation.decode_row_us": 0,
+            "simulation.context_token_ns": 0,
+            "scheduler.max_num_seqs": NUM_RUNNING,
+            "scheduler.max_num_waiting": NUM_WAITING,
+            "scheduler.max_num_batched_tokens": 32768,
+            "log.level": "warning",
+        }
+    )
+    for number in range(arguments.rounds):
+        cluster = launch(config)
+        try:
+            host, port = cluster.http_address.rsplit(":", 1)
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            client = multiprocessing.Process(
+                target=run_client, args=(host, int(port), arguments.rate, arguments.seconds, sender)
+            )
+            client.start()
+            outcomes: Outcomes = receiver.recv()
+            client.join()
+        finally:
+            cluster.stop()
+        good = outcomes.num_good / arguments.seconds
+        p50, p99 = (1e3 * float(np.percentile(outcomes.refusal_s or [0.0], q)) for q in (50, 99))
+        print(
+            f"round {number + 1}: {good:.1f} good answers/s of {CAPACITY:.0f}, ratio {good / CAPACITY:.3f}; "
+            f"{outcomes.num_refused_well} refused with Retry-After in {p50:.1f} ms (p99 {p99:.1f}); "
+            f"others: {dict(outcomes.others) or 'none'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
