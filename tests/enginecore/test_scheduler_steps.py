@@ -361,3 +361,20 @@ def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
     engine.add(make_request(0, [1], stop_token_ids=(5, 6), max_tokens=3))
     engine.run()
     assert engine.scheduler._watched._watchers == before
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_a_row_whose_last_token_is_planned_serves_the_next_request_at_once(window: int) -> None:
+    engine = Engine(make_scheduler(max_num_seqs=2), window=window)
+    for number in range(6):
+        engine.add(make_request(number, make_prompt(5, seed=number), max_tokens=5, ignore_eos=True))
+    num_steps = 0
+    while engine.scheduler.has_work:
+        while len(engine.plans) < window and engine.plan() is not None:
+            num_steps += 1
+        engine.finish_step()
+    assert num_steps == 3 * 5  # three pairs of five tokens, with no step between them
+    assert engine.scheduler.counters.num_preemptions == 0
+    for number in range(6):
+        tokens, reason, _ = engine.end_of(number)
+        assert (len(tokens), reason) == (5, FinishReason.LENGTH)

@@ -49,6 +49,8 @@ class StepPlanner:
 
     def draft(self) -> StepDraft:
         """The running come first; the waiting only if nobody had to make room."""
+        if len(self._roster.waiting):
+            self._release_planned()
         draft = self._plan_running()
         self._roster.is_short_of_blocks = draft.num_preempted > 0
         if not draft.num_preempted:
@@ -56,6 +58,13 @@ class StepPlanner:
             if draft.num_reserved and draft.budget:
                 self._extend_chunks(draft)
         return draft
+
+    def _release_planned(self) -> None:
+        """Take the rows and blocks of those whose last token is planned: others need them while it is in flight."""
+        rows = self._roster.rows
+        slots = rows.running_order()
+        for slot in slots[rows.horizon[slots] > rows.last[slots]].tolist():
+            self._roster.preempt(rows.slot_to_request[slot])
 
     def _plan_running(self) -> StepDraft:
         """Share the budget, and preempt until the free blocks suffice for it.

@@ -182,7 +182,8 @@ class Roster:
             self.blocks.offer_full_blocks(request.blocks, request.token_ids, filled)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks. It starts over with all its tokens, those in flight included."""
+        """Take a running request's row and blocks. It starts over with all its tokens, those in flight included, unless
+        they end it."""
         self._take_off(request)
         if request.num_in_flight:
             request.state = RequestState.PARKED

@@ -277,7 +277,9 @@ class Scheduler:
         self._roster.fill_blocks(slots[is_filled])
         finished = self._finish_stopped(slots, token_ids, is_at_limit)
         output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed), reported)
-        return self._with_late_tokens(output, step, result) if self._roster.parked else output
+        if not self._roster.parked:
+            return output
+        return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
 
     def check_integrity(self) -> None:
         """Walk everything and raise AssertionError naming what is off. For tests, and for an idle engine."""
@@ -334,13 +336,19 @@ class Scheduler:
                 finished.append(self._finish(request, *stop))
         return finished
 
-    def _with_late_tokens(self, output: StepOutput, step: InFlightStep, result: StepResult) -> StepOutput:
-        """Add what this step sampled for requests that were preempted since."""
+    def _with_late_tokens(
+        self, output: StepOutput, step: InFlightStep, result: StepResult, places: Slots
+    ) -> StepOutput:
+        """Add what this step sampled for requests whose rows are gone since.
+
+        Args:
+            places: Of the tokens for rows that are gone, in the result.
+        """
         late: list[tuple[Request, int, int]] = []  # request, token, place in the result
         finished = list(output.finished)
-        rows = zip(step.sampling_slots.tolist(), step.generations.tolist(), strict=True)
-        for place, row in enumerate(rows):
-            request = self._roster.parked.get(row)
+        slots, generations = step.sampling_slots[places].tolist(), step.generations[places].tolist()
+        for place, slot, generation in zip(places.tolist(), slots, generations, strict=True):
+            request = self._roster.parked.get((slot, generation))
             if request is None:
                 continue
             token_id = int(result.token_ids[place])
