@@ -13,6 +13,7 @@ from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, m
 from triptych.errors import DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
+from triptych.wire.worker import StepEncoder
 
 
 def make_choices(
@@ -170,3 +171,35 @@ def test_prompts_and_sampling_that_wait_are_bounded_in_bytes() -> None:
         scheduler.abort(0, number)
     scheduler.add(*make_choices([3], [1], request_id="b", sampling={"logit_bias": biases}))
     scheduler.check_integrity()
+
+
+def test_a_step_takes_new_rows_up_to_a_number_of_bytes() -> None:
+    """Prompts that are cached cost a token of the budget each, and all their ids in the message."""
+    length = 64 * 1024
+    engine = Engine(
+        make_scheduler(
+            num_blocks=length // 16 + 400, block_size=16, max_num_seqs=64, max_model_len=length + 64
+        )
+    )
+    prompt = make_prompt(length)
+    engine.add(make_request(0, prompt, max_tokens=1))
+    engine.run()
+    for number in range(1, 65):
+        engine.add(make_request(number, prompt, max_tokens=2))
+    encoder, sizes = StepEncoder(), []
+    while engine.scheduler.has_work:
+        while len(engine.plans) < engine.window and (plan := engine.plan()) is not None:
+            sizes.append(encoder.encode(plan).ByteSize())
+        engine.finish_step()
+    num_bytes = 4 * length
+    assert max(sizes) <= (8 << 20) + 2 * num_bytes
+    assert sum(size > num_bytes for size in sizes) >= 2  # they took more than one step
+    assert all(len(engine.tokens[0, number]) == 2 for number in range(1, 65))
+
+
+def test_what_no_message_can_hold_is_refused_alone() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    sampling = {"allowed_token_ids": tuple(range(7_000_000))}
+    with pytest.raises(InvalidRequest, match="above the limit 33554432"):
+        scheduler.add(*make_choices([0], [1], sampling=sampling))
+    scheduler.add(make_request(1, [1]))

@@ -31,7 +31,7 @@ from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns, StepPlan
+from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, empty_u32
 from triptych.v1 import common_pb2, generation_pb2
 from triptych.wire import admin, columns, common, engine_core, generation, worker
 
@@ -297,3 +297,51 @@ def test_sampling_parameters_have_the_same_names_on_both_sides():
 @pytest.mark.parametrize("reason", FinishReason)
 def test_finish_reasons_have_the_numbers_of_the_proto(reason):
     assert common_pb2.FinishReason.Name(reason.value) == f"FINISH_REASON_{reason.name}"
+
+
+@settings(max_examples=200)
+@given(submits())
+def test_a_submission_takes_no_more_than_it_is_counted_for(request):
+    assert engine_core.submit_to_proto(request).ByteSize() <= request.num_bytes
+
+
+@settings(max_examples=200)
+@given(plans())
+def test_new_rows_take_no_more_than_they_are_counted_for(plan):
+    message = worker.plan_to_proto(plan)
+    contents = {id(row.content): row.content.num_bytes for row in plan.new_rows}
+    num_bytes = sum(row.num_bytes for row in plan.new_rows) + sum(contents.values())
+    rows_alone = worker_pb2.Step(new_rows=message.new_rows, new_contents=message.new_contents)
+    assert rows_alone.ByteSize() <= num_bytes
+
+
+def test_a_content_is_sent_once_for_as_long_as_a_row_holds_it():
+    encoder, decoder = worker.StepEncoder(), worker.StepDecoder()
+    content = RowContent(np.arange(1000, dtype=np.uint32), SamplingParams(temperature=0.5))
+
+    def new_row(slot):
+        return NewRow(slot, 0, content, empty_u32(), 0, 0, u32(1), seed=slot)
+
+    def travel(step_id, slots=(), removed=()):
+        plan = StepPlan(step_id, 0, removed_slots=u32(*removed), new_rows=tuple(map(new_row, slots)))
+        message = over_the_wire(encoder.encode(plan))
+        assert_same(decoder.decode(message), plan)
+        return message.ByteSize() > 4000
+
+    assert travel(1, slots=[0, 1])
+    assert not travel(2, slots=[2])
+    assert not travel(3, removed=[0, 1])
+    assert not travel(4, slots=[0], removed=[2])  # the last one leaves in the step in which another enters
+    assert not travel(5, removed=[0])
+    assert travel(6, slots=[0])  # both sides have forgotten it
+    assert not encoder._held._unused
+    assert len(decoder._held._id_to_content) == 1
+
+
+def test_a_row_without_its_content_is_refused_and_the_session_goes_on():
+    decoder = worker.StepDecoder()
+    lost = worker_pb2.Step(step_id=1, new_rows=[worker_pb2.NewRow(content_id=7)])
+    with pytest.raises(ProtocolViolation, match="content 7 was not sent"):
+        decoder.decode(lost)
+    lost.new_contents.add(id=7, prompt_token_ids=u32(1).tobytes())
+    assert decoder.decode(lost).new_rows[0].token_ids.tolist() == [1]
