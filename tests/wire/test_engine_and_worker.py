@@ -252,3 +252,20 @@ async def test_a_draining_engine_tells_its_frontends_and_finishes_what_it_has() 
         worker.runner.may_step.set()
         await frontend.wait_for(lambda: 1 in frontend.ends)
         assert frontend.tokens[1] == expected(1, make_prompt(6))[0]
+
+
+async def test_rows_that_no_message_could_hold_together_enter_over_several_steps() -> None:
+    """64 requests with 1.4 MB of sampling parameters each wait for one step: 90 MB, where a message holds 64."""
+    num_requests, allowed = 64, tuple(range(1 << 21, (1 << 21) + 350_000))
+    async with running_stack(max_num_seqs=num_requests) as (worker, _, frontend):
+        worker.runner.may_step.clear()
+        await frontend.submit(0, make_prompt(6))
+        await frontend.wait_status(lambda status: status.num_running == 1)
+        for number in range(1, num_requests + 1):
+            sampling = {"max_tokens": 2, "ignore_eos": True, "allowed_token_ids": allowed}
+            await frontend.submit(number, make_prompt(6, seed=number), sampling=sampling)
+        await frontend.wait_status(lambda status: status.num_waiting >= num_requests - 2)
+        worker.runner.may_step.set()
+        await frontend.wait_for(lambda: len(frontend.ends) == num_requests + 1)
+        assert all(len(frontend.tokens[number]) == 2 for number in range(1, num_requests + 1))
+        assert len(frontend.welcomes) <= 2  # the stream to the worker never broke
