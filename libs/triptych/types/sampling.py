@@ -80,7 +80,8 @@ class SamplingParams:
     @property
     def num_bytes(self) -> int:
         """An upper bound of what it takes in a message, in bytes."""
-        num_chars = sum(map(len, self.stop)) + sum(map(len, self.bad_words))
         num_ids = len(self.stop_token_ids) + len(self.allowed_token_ids)
-        num_strings = len(self.stop) + len(self.bad_words)
-        return _SCALAR_BYTES + 4 * num_chars + 8 * num_strings + 5 * num_ids + 16 * len(self.logit_bias)
+        num_bytes = _SCALAR_BYTES + 5 * num_ids + 16 * len(self.logit_bias)
+        for text in (*self.stop, *self.bad_words):
+            num_bytes += 8 + 4 * len(text)
+        return num_bytes

@@ -44,11 +44,12 @@ class RowContent:
     prompt_token_ids: U32
     """[num_prompt_tokens] read-only."""
     sampling: SamplingParams
+    num_bytes: int = field(init=False)
+    """An upper bound of what it takes in a message, in bytes."""
 
-    @property
-    def num_bytes(self) -> int:
-        """An upper bound of what it takes in a message, in bytes."""
-        return self.prompt_token_ids.nbytes + self.sampling.num_bytes
+    def __post_init__(self) -> None:
+        num_bytes = self.prompt_token_ids.nbytes + self.sampling.num_bytes
+        object.__setattr__(self, "num_bytes", num_bytes)  # asked for many times
 
 
 @dataclass(frozen=True, slots=True, eq=False)

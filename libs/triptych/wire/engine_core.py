@@ -64,12 +64,18 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         FeatureDisabled: as `sampling_from_proto` says.
     """
     has_deadline = message.HasField("deadline_remaining_ms")
-    request = SubmitRequest(
+    numbers, seeds = u32_from_bytes(message.numbers), u64_from_bytes(message.seeds)
+    emitted = tuple(map(u32_from_bytes, message.emitted_token_ids))
+    if not 0 < len(numbers) == len(seeds) or len(emitted) not in (0, len(numbers)):
+        raise ProtocolViolation(
+            f"submit: {len(numbers)} numbers, {len(seeds)} seeds, emitted tokens of {len(emitted)} choices"
+        )
+    return SubmitRequest(
         request_id=message.request_id,
-        numbers=u32_from_bytes(message.numbers),
-        seeds=u64_from_bytes(message.seeds),
+        numbers=numbers,
+        seeds=seeds,
         prompt_token_ids=u32_from_bytes(message.prompt_token_ids),
-        emitted=tuple(u32_from_bytes(token_ids) for token_ids in message.emitted_token_ids),
+        emitted=emitted,
         sampling=sampling_from_proto(message.sampling),
         priority=message.priority,
         tenant=message.tenant,
@@ -78,12 +84,6 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         adapter=message.adapter,
         whole_output=message.whole_output,
     )
-    check_equal_lengths(numbers=request.numbers, seeds=request.seeds)
-    if not request.num_choices or len(request.emitted) not in (0, request.num_choices):
-        raise ProtocolViolation(
-            f"submit: {request.num_choices} choices, with emitted tokens of {len(request.emitted)}"
-        )
-    return request
 
 
 def welcome_to_proto(
