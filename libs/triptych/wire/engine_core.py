@@ -65,6 +65,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
     """
     has_deadline = message.HasField("deadline_remaining_ms")
     numbers, seeds = u32_from_bytes(message.numbers), u64_from_bytes(message.seeds)
+    prompt_token_ids = u32_from_bytes(message.prompt_token_ids)
     emitted = tuple(map(u32_from_bytes, message.emitted_token_ids))
     if not 0 < len(numbers) == len(seeds) or len(emitted) not in (0, len(numbers)):
         raise ProtocolViolation(
@@ -74,7 +75,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         request_id=message.request_id,
         numbers=numbers,
         seeds=seeds,
-        prompt_token_ids=u32_from_bytes(message.prompt_token_ids),
+        prompt_token_ids=prompt_token_ids,
         emitted=emitted,
         sampling=sampling_from_proto(message.sampling),
         priority=message.priority,
