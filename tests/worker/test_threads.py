@@ -18,6 +18,7 @@ from services.worker.runner.create import create_runner
 from tests.worker.tiny import tiny_architecture
 from triptych.config.checkpoint import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, LoadConfig, ModelConfig, WorkerConfig
+from triptych_kernels.cpu import build
 from triptych_kernels.cpu.library import forced_isa, isa
 
 NUM_THREADS = 3
@@ -95,10 +96,17 @@ def test_torch_has_its_threads_without_native_kernels(tmp_path: Path) -> None:
         assert threads_of_torch(tmp_path)[0] == NUM_THREADS
 
 
-@pytest.mark.parametrize(("own", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_of_torch_that_wait_do_not_spin(
-    monkeypatch: pytest.MonkeyPatch, own: str | None, policy: str
+@pytest.mark.parametrize(
+    ("own", "is_built", "policy"),
+    [(None, True, "PASSIVE"), ("ACTIVE", True, "ACTIVE"), (None, False, None)],
+)
+def test_threads_of_torch_that_wait_do_not_spin_beside_native_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str | None, is_built: bool, policy: str | None
 ) -> None:
+    digest = tmp_path / "DIGEST"
+    if is_built:
+        digest.write_text("built")
+    monkeypatch.setattr(build, "DIGEST", digest)
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
     monkeypatch.delenv("OMP_WAIT_POLICY")
     if own is not None:
@@ -107,4 +115,4 @@ def test_threads_of_torch_that_wait_do_not_spin(
     monkeypatch.setattr(startup, "read_architecture", lambda directory: tiny_architecture())
     monkeypatch.setattr(create, "create_runner", lambda *_, **__: None)
     startup.load_runner(EngineConfig(worker=WorkerConfig(device="cpu")), lambda phase, progress: None)
-    assert os.environ["OMP_WAIT_POLICY"] == policy
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
