@@ -104,7 +104,8 @@ def _describe(kernel: JITFunction, grid: tuple[int, ...], compiled: Any) -> Laun
         stack_bytes=int(stack_bytes),
         shared_bytes=compiled.metadata.shared,
         widest_access=_widest_access(compiled.asm["ptx"]),
-        hazards=_hazards(compiled.asm["cubin"]),
+        # taking machine code apart costs most of the time here
+        hazards=_hazards(compiled.asm["cubin"]) if "wgmma" in compiled.asm["ptx"] else (),
     )
 
 
