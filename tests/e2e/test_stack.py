@@ -252,7 +252,7 @@ def test_the_http_door_refuses_with_429_and_retry_after(cluster: LocalCluster) -
 
 
 def test_a_thousand_prompts_simply_work(cluster: LocalCluster) -> None:
-    prompts = [[number % 40000 + 17, 5, 9] for number in range(1000)]
+    prompts = [[number + 17] for number in range(1000)]
     with LLM(address=cluster.address) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
@@ -347,7 +347,7 @@ async def test_one_stalled_reader_slows_nobody(cluster: LocalCluster) -> None:
         async def read(number: int) -> None:
             async with GenerationClient(cluster.address) as client:
                 last = None
-                async for event in client.generate([number + 9, 4], {"max_tokens": 64, "ignore_eos": True}):
+                async for event in client.generate([number + 9, 4], {"max_tokens": 24, "ignore_eos": True}):
                     now = time.monotonic()
                     if isinstance(event, DeltaEvent):
                         if last is not None:
