@@ -77,9 +77,16 @@ $(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml constraints.txt tools/setu
 
 ##@ Test and check
 
+# Two processes, each of which takes whole files, so that what a file's tests share is set up once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
-test: $(DEV) native model ## Run the tests; ARGS="tests/rpc -k health"
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k health", ARGS="-n0 --pdb"
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+.PHONY: test-all
+test-all: $(DEV) native model ## Run all tests that need no GPU
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network

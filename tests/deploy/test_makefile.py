@@ -111,6 +111,12 @@ def test_the_embedded_model_is_not_fetched_for_another_one(clone):
     assert "triptych.hub" not in make(clone, "-n", "serve", "MODEL=/my/model").stdout
 
 
+def test_slow_tests_run_where_all_are_asked_for_and_arguments_come_last(clone):
+    quick, every = (make(clone, "-n", name, "ARGS=-n0 -k health").stdout for name in ("test", "test-all"))
+    assert '-m "not gpu and not slow" -n0 -k health' in quick
+    assert '-m "not gpu" -n0 -k health' in every
+
+
 def test_help_names_every_target(clone):
     shown = set(re.findall(r"^  ([a-z-]+) ", make(clone).stdout, re.MULTILINE))
     declared = {

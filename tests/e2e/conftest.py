@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.cores import share_of_cores
 from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
 
@@ -21,6 +22,7 @@ def cluster() -> Iterator[LocalCluster]:
         "scheduler.max_num_waiting": str(MAX_NUM_WAITING),
         "model.dtype": "float32",
         "model.max_model_len": "2048",
+        "worker.num_threads": str(share_of_cores()),
         **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
         **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
         "frontend.http_port": "0",
