@@ -15,7 +15,7 @@ from triptych.v1 import admin_pb2, admin_pb2_grpc
 pytestmark = pytest.mark.model
 
 PROMPT = "The history of the sea begins with"
-SAMPLING = {"max_tokens": 40, "temperature": 0.7, "seed": 11, "ignore_eos": True}
+SAMPLING = {"max_tokens": 24, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 
 
 async def stream(client: GenerationClient, tokens: list[int], begun: asyncio.Event) -> list[int]:

@@ -251,8 +251,9 @@ def test_the_http_door_refuses_with_429_and_retry_after(cluster: LocalCluster) -
     assert all(int(refusal.response.headers["retry-after"]) >= 1 for refusal in refusals)
 
 
-def test_a_thousand_prompts_simply_work(cluster: LocalCluster) -> None:
-    prompts = [[number + 17] for number in range(1000)]
+@pytest.mark.parametrize("num_prompts", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_more_prompts_than_the_queue_holds_simply_work(cluster: LocalCluster, num_prompts: int) -> None:
+    prompts = [[number + 17] for number in range(num_prompts)]
     with LLM(address=cluster.address) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
@@ -319,7 +320,7 @@ async def test_a_worker_killed_mid_stream_costs_no_token(
 ) -> None:
     async def run(number: int, started: asyncio.Event) -> list[int]:
         tokens: list[int] = []
-        sampling = {"max_tokens": 48, "ignore_eos": True, "temperature": 0.7, "seed": number}
+        sampling = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": number}
         async for event in client.generate("The story begins", sampling):
             if isinstance(event, DeltaEvent):
                 tokens += event.token_ids

@@ -277,7 +277,9 @@ def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", request.param)
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (70, 1.5), (3, 0.0), (129, 0.0)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(0, 0.0), (70, 1.5), (3, 0.0), pytest.param(129, 0.0, marks=pytest.mark.slow)]
+)
 def test_parts_leave_no_seam(
     window: int,
     soft_cap: float,
@@ -306,7 +308,7 @@ def test_parts_of_other_caches_leave_no_seam(
     step.assert_attends_like_the_reference()
 
 
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 70])
 def test_a_query_after_many_parts_has_the_same_bits_in_any_batch(
     window: int,
     half_dtype: torch.dtype,
