@@ -81,7 +81,7 @@ $(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml constraints.txt tools/setu
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k health", ARGS="-n0 --pdb"
+test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k signal", ARGS="-n0 --pdb"
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 .PHONY: test-all
