@@ -6,9 +6,9 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
+from triptych.errors import QueueFull
 from triptych.types.outputs import OutputBatch
 
-QUEUE_FULL = "QUEUE_FULL"
 _REMEMBERED_S = 1.0
 """A refusal is taken to hold for so long while the queue stays full: later the queue may take what it has refused."""
 _MOST_REMEMBERED = 1024
@@ -46,7 +46,7 @@ class QueueView:
                 unanswered.pop(number, None)
             for failure in batch.failures:
                 refused = unanswered.pop(failure.number, None)
-                if refused is not None and failure.code == QUEUE_FULL:
+                if refused is not None and failure.code == QueueFull.code:
                     self._remember(refused, failure.retry_after_ms / 1000)
         if batch.num_free_places is not None:
             self._num_free_places = batch.num_free_places
