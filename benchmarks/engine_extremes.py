@@ -1,4 +1,4 @@
-"""What the largest things cost that requests can make of one turn of a loop: how long each holds everybody else up.
+"""Measures the longest turns of a loop that requests can cause: how long each delays all other requests.
 
     python benchmarks/engine_extremes.py [--rounds 5]
 

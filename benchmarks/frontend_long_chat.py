@@ -1,4 +1,4 @@
-"""What long HTTP requests cost other streams: p99 gap between deltas of 8 readers, in turn with and without.
+"""Measures the cost of long HTTP requests to other streams: p99 gap of 8 readers, in turn with and without them.
 
     python benchmarks/frontend_long_chat.py [--rounds 5] [--messages 16384] [--chars 8] [--ids 0]
 

@@ -1,10 +1,10 @@
-"""What a server gives while far more is asked of it than it can do: good answers per second against its capacity.
+"""Measures a server under overload: good answers per second against its capacity.
 
     python benchmarks/overload.py [--rate 200] [--seconds 20] [--rounds 3]
 
 An open loop over HTTP: completions are sent at a fixed rate, whatever became of those before. The worker is simulated,
 with steps of 30 ms; 36 requests of 30 tokens run at once, which is 40 requests per second, and 128 may wait. A refused
-request counts as refused well if it is a 429 with Retry-After; nobody comes back.
+request counts as refused well if it is a 429 with Retry-After. Refused requests are not sent again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILL_S = 6.0
 
 @dataclass
 class Outcomes:
-    """Of the requests that ended while it was measured."""
+    """Counts of the requests that ended while it was measured."""
 
     num_good: int = 0
     num_refused_well: int = 0

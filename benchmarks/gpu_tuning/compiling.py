@@ -29,7 +29,7 @@ _shared_bytes: list[int] = []
 """Of the launches since it was last cleared, in a process that compiles candidates."""
 
 _hazards: list[str] = []
-"""Of the same launches, as `wgmma_hazards` finds them."""
+"""Hazards of the same launches, as `wgmma_hazards` finds them."""
 
 
 class OverwrittenOperand(Exception):

@@ -1,6 +1,6 @@
 """Finds machine code that overwrites an operand of a tensor core product which may still be reading it.
 
-On Hopper a `wgmma` is asynchronous: it reads its left operand from registers for as long as nobody has waited for it.
+On Hopper a `wgmma` is asynchronous: it reads its left operand from registers until something waits for it.
 ptxas before 13.3 may give those registers to other values earlier (Triton issue 9433), which corrupts results now and
 then. So compiled code is read before it is trusted.
 
@@ -155,7 +155,7 @@ def _followers(code: list[Instruction], index: int, offset_to_index: Mapping[int
     operation = instruction.opcode.partition(".")[0]
     target = _TARGET.search(instruction.operands)
     if operation in ("BRX", "JMX", "JMP"):
-        raise ValueError(f"{instruction.offset:#x} {instruction.text}: nobody knows where this leads")
+        raise ValueError(f"{instruction.offset:#x} {instruction.text}: its target is not known")
     if operation in ("BRA", "CALL") and target and int(target.group(1), 16) in offset_to_index:
         yield offset_to_index[int(target.group(1), 16)]
     # a branch may also depend on a predicate among its operands, or on threads that have diverged (BRA.DIV)

@@ -12,7 +12,7 @@ import numpy as np
 
 from triptych.errors import InvalidRequest, ProtocolViolation, QueueFull
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import MAX_SUBMIT_BYTES, SubmitRequest
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import submit_to_proto
 
@@ -20,8 +20,6 @@ MAX_UNCONFIRMED = 32768
 """Choices that the engine has not confirmed: it takes submissions in microseconds, so as many wait only where it has
 stopped reading. Twice the largest n, so that one request never fills it."""
 MAX_UNCONFIRMED_BYTES = 128 << 20
-MAX_SUBMIT_BYTES = 32 << 20
-"""Of one request: half of what a message may hold."""
 _RETRY_AFTER_S = 1.0
 _BATCH_BYTES = 1 << 20  # of one message: far below the limit, and short to (de)serialise
 _BATCH_REQUESTS = 256  # in one message: both ends serve others between two of them

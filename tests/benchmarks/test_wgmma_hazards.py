@@ -108,5 +108,5 @@ def test_each_function_is_read_by_itself() -> None:
 
 
 def test_a_jump_to_an_address_in_a_register_is_refused() -> None:
-    with pytest.raises(ValueError, match="0x10 BRX R4 -0x30: nobody knows where this leads"):
+    with pytest.raises(ValueError, match="0x10 BRX R4 -0x30: its target is not known"):
         hazards(CLOSING, "BRX R4 -0x30")

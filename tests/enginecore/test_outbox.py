@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
+from services.enginecore import outbox as outbox_module
 from services.enginecore.outbox import MAX_PENDING, Outbox
 from triptych.errors import EngineFailure, ProtocolViolation
 from triptych.types.outputs import OutputBatch
@@ -31,6 +33,21 @@ async def test_what_was_put_before_the_end_comes_out_in_order() -> None:
     put(outbox, 4)
     await drain(outbox, got)
     assert got == [1, 2, 3]
+
+
+async def test_batches_that_are_not_read_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 100_000)
+    outbox = Outbox()
+    token_ids = np.zeros(10_000, np.uint32)
+    for batch_id in (1, 2):
+        outbox.put(OutputBatch(batch_id, token_ids=token_ids))
+    outbox.acknowledge(1)  # makes room
+    outbox.put(OutputBatch(3, token_ids=token_ids))
+    assert not outbox.is_overrun
+    outbox.put(OutputBatch(4, token_ids=token_ids))
+    assert outbox.is_overrun
+    with pytest.raises(EngineFailure, match="or 100000 bytes behind"):
+        await drain(outbox, [])
 
 
 async def test_the_reason_of_the_end_follows_what_was_pending() -> None:

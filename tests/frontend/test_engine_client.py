@@ -13,7 +13,9 @@ from services.frontend import engine_client as engine_client_module
 from services.frontend import engine_session as engine_session_module
 from services.frontend import outbox as outbox_module
 from services.frontend.engine_client import EngineClient
+from services.frontend.engine_session import EngineSession
 from services.frontend.outbox import Outbox
+from services.frontend.outputs import Choice
 from tests.helpers.fake_engine import FakeEngine, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
 from triptych.errors import (
@@ -27,7 +29,7 @@ from triptych.errors import (
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest, single_choice
+from triptych.types.submit import SessionTerms, SubmitRequest, single_choice
 from triptych.wire.columns import u32_from_bytes
 
 
@@ -477,3 +479,14 @@ async def test_choices_aborted_before_they_are_sent_end_behind_the_others() -> N
     submit, abort = await written_by(outbox, RecordingCall())
     assert numbers_of(submit) == [1, 2, 3]  # nothing of the second request
     assert u32_from_bytes(abort.abort).tolist() == [2]
+
+
+async def test_streams_that_break_over_one_message_are_futile_whatever_else_arrives() -> None:
+    session = EngineSession(SessionTerms("s", False, 0, 10.0))
+    session.submit(submission(1), [Choice.__new__(Choice)])
+    await written_by(session.outbox, RecordingCall())
+    session.num_futile_streams = 2
+    session.take_in(OutputBatch(1), 0)  # outputs of others; the submission is not confirmed
+    assert session.num_futile_streams == 2
+    session.take_in(OutputBatch(2), 1)
+    assert session.num_futile_streams == 0

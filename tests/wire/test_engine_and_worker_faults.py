@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import grpc
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.enginecore import loop as loop_module
 from services.enginecore import outbox as outbox_module
 from services.enginecore.executor.base import Connected, WorkerLost
 from services.enginecore.executor.grpc_executor import GrpcExecutor
@@ -394,6 +396,41 @@ async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
     await engine.start()
     async with asyncio.timeout(DEADLINE_S):
         await engine.loop.wait_for_room()
+    await engine.stop()
+
+
+async def test_an_engine_that_is_busy_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> None:
+    monkeypatch.setattr(loop_module, "_MAX_INBOX_BYTES", 100_000)
+    engine = EngineStack(make_config(worker_port=1))  # its loop does not run
+    session, _ = engine.loop.open_session()
+    num_submitted = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.2):
+            while True:
+                await engine.loop.wait_for_room()
+                engine.loop.submit(session, make_submit(num_submitted, [1] * 5000, max_tokens=1))
+                num_submitted += 1
+    assert 4 <= num_submitted <= 6  # of 20 kB each
+    await engine.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.loop.wait_for_room()
+    await engine.stop()
+
+
+async def test_a_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -> None:
+    monkeypatch.setattr(loop_module, "_INBOX_S", 0.0)
+    engine = EngineStack(make_config(worker_port=1))
+    taken = []
+    for number in range(3):
+        engine.loop._post(lambda number=number: taken.append(number))
+    engine.loop._wake.clear()
+    engine.loop._drain_inbox()
+    assert taken == [0]
+    assert engine.loop._wake.is_set()  # the next turn comes at once
+    engine.loop._drain_inbox()
+    engine.loop._drain_inbox()
+    assert taken == [0, 1, 2]
+    await engine.start()
     await engine.stop()
 
 

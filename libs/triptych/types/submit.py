@@ -12,6 +12,8 @@ from triptych.types.facts import ModelFacts
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
+MAX_SUBMIT_BYTES = 32 << 20
+"""What one request may take in a message: half of what a message between the tiers may hold."""
 _SCALAR_BYTES = 128  # of all fields of one number each, with their tags
 
 

@@ -9,9 +9,7 @@ from services.enginecore.scheduler.forecast import FirstTokenForecast
 from services.enginecore.scheduler.roster import Roster
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
-
-MAX_CONTENT_BYTES = 32 << 20
-"""Of one request's prompt and sampling parameters: half of what a message between the tiers may hold."""
+from triptych.types.submit import MAX_SUBMIT_BYTES
 
 
 def check_config(config: SchedulerConfig) -> None:
@@ -96,11 +94,11 @@ class Admission:
                 f"{len(choices)} choices are above the limit {self.max_choices}: scheduler.max_num_seqs "
                 f"{config.max_num_seqs} plus scheduler.max_num_waiting {config.max_num_waiting}",
             )
-        if first.content.num_bytes > MAX_CONTENT_BYTES:
+        if first.content.num_bytes > MAX_SUBMIT_BYTES:
             raise InvalidRequest(
                 "sampling",
                 f"prompt and sampling parameters take {first.content.num_bytes} bytes, above the limit "
-                f"{MAX_CONTENT_BYTES}",
+                f"{MAX_SUBMIT_BYTES}",
             )
         if roster.has_id(first.session, first.request_id):
             raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")

@@ -29,7 +29,7 @@ Counted, not timed, so that a journal can be replayed."""
 
 
 _MOST_NEW_BYTES = 8 << 20
-"""Of the new rows of one step, the last of them apart, which takes `MAX_CONTENT_BYTES` and its block ids at most. So a
+"""Of the new rows of one step, the last of them apart, which takes `MAX_SUBMIT_BYTES` and its block ids at most. So a
 step stays far below the 64 MiB of a message, whatever clients send."""
 
 
