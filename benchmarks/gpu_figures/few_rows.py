@@ -14,7 +14,7 @@ from benchmarks.gpu_figures.timing import Call, time_calls
 from triptych_kernels.ops import gated_linear, linear
 
 if TYPE_CHECKING:
-    from triptych_kernels.triton.tuning import Tunable
+    from triptych_kernels.triton.tuning.tunable import Tunable
 
 _SHORT_S = 0.01  # of rounds, for each of the tiles that are compared
 
@@ -22,7 +22,7 @@ _SHORT_S = 0.01  # of rounds, for each of the tiles that are compared
 def few_rows_rows(bench: Bench) -> Iterator[Row]:
     """On a CUDA device."""
     # where there is no such compiler these rows are not asked for
-    from triptych_kernels.triton.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
+    from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
 
     hidden, inner = bench.sizes.hidden_size, bench.sizes.intermediate_size
     down: _Product = linear, LINEAR, hidden, inner

@@ -12,9 +12,9 @@ from benchmarks.gpu_figures.few_rows import few_rows_rows
 from benchmarks.gpu_figures.limits import Bench
 from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.timing import Call
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import fused_moe, gated_linear, linear
 from triptych_kernels.ops.fused_moe import ExpertWeights
+from triptych_kernels.weights.base import HeldWeight
 
 _NUM_EXPERTS, _TOP_K = 8, 2  # Mixtral's
 
@@ -136,8 +136,8 @@ def _measure(bench: Bench, calls: Sequence[Call], weight_bytes: int, operations:
 
 def _group_quantized(bench: Bench, out_features: int, in_features: int) -> HeldWeight:
     # where there is no such kernel its rows say so, and no other does
-    from triptych_kernels.quantized_format import BLOCK_FORMATS
-    from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
+    from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+    from triptych_kernels.weights.formats import BLOCK_FORMATS
 
     weight = GroupQuantizedWeight(
         out_features, in_features, bench.dtype, BLOCK_FORMATS["Q4_0"], device=bench.device
@@ -149,7 +149,7 @@ def _group_quantized(bench: Bench, out_features: int, in_features: int) -> HeldW
 def _channel_quantized(
     element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int
 ) -> HeldWeight:
-    from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+    from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 
     weight = ChannelQuantizedWeight(
         out_features, in_features, bench.dtype, element_dtype, device=bench.device
@@ -161,8 +161,8 @@ def _channel_quantized(
 def _group_quantized_experts(
     bench: Bench, out_features: int, in_features: int, *, gated: bool
 ) -> Sequence[HeldWeight]:
-    from triptych_kernels.quantized_format import BLOCK_FORMATS
-    from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
+    from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+    from triptych_kernels.weights.formats import BLOCK_FORMATS
 
     shape = (_NUM_EXPERTS, out_features, in_features)
     stack = GroupQuantizedExperts(
@@ -174,7 +174,7 @@ def _group_quantized_experts(
 def _channel_quantized_experts(
     element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int, *, gated: bool
 ) -> Sequence[HeldWeight]:
-    from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+    from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 
     shape = (_NUM_EXPERTS, out_features, in_features)
     stack = ChannelQuantizedExperts(*shape, bench.dtype, element_dtype, device=bench.device, gated=gated)

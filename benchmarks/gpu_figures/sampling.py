@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu_figures.limits import Bench
 from benchmarks.gpu_figures.rows import Measured, Row
-from triptych_kernels.columns import PenaltyColumns
+from triptych_kernels.logit_index import PenaltyColumns
 from triptych_kernels.ops import process_logits, sample
 
 _PENALIZED_TOKENS = 512  # distinct ones of a row's prompt and output

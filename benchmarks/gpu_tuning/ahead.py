@@ -16,7 +16,7 @@ from benchmarks.gpu_tuning.cases import create_case
 from benchmarks.gpu_tuning.compiling import compile_candidate, largest_shared_bytes, start_process
 from benchmarks.gpu_tuning.tuner import Refusal
 from benchmarks.gpu_tuning.workload import Case
-from triptych_kernels.triton.tuning import KeyValue
+from triptych_kernels.triton.tuning.tunable import KeyValue
 
 _AHEAD = 4
 """Compilations under way or waiting, for each process: enough that none stands idle while a choice is timed."""

@@ -12,16 +12,10 @@ import torch
 from benchmarks.gpu_tuning import experts, products
 from benchmarks.gpu_tuning.attention import decode_workloads, prefill_workloads
 from benchmarks.gpu_tuning.workload import Case, Workload
-from triptych_kernels.triton import (
-    few_rows,
-    fused_moe,
-    paged_attention_plan,
-    quantized_experts,
-    quantized_linear,
-    w8a8_experts,
-    w8a8_linear,
-)
-from triptych_kernels.triton.tuning import ROW_BUCKETS, KeyValue, Tunable
+from triptych_kernels.triton.attention import plan as paged_attention_plan
+from triptych_kernels.triton.linear import few_rows, quantized_linear, w8a8_linear
+from triptych_kernels.triton.moe import fused_moe, quantized_experts, w8a8_experts
+from triptych_kernels.triton.tuning.tunable import ROW_BUCKETS, KeyValue, Tunable
 
 _TUNABLE_TO_WORKLOADS: dict[Tunable[Any], Callable[..., list[Workload]]] = {
     paged_attention_plan.DECODE: decode_workloads,

@@ -14,14 +14,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+import triptych_kernels.triton.tuning.tunable as tuning
 from benchmarks.gpu_figures.timing import release_memory, time_calls
 from benchmarks.gpu_tuning.ahead import AheadCompiler
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE, all_cases
 from benchmarks.gpu_tuning.stored import open_file, with_outcome, write
 from benchmarks.gpu_tuning.tuner import Outcome, tune
 from benchmarks.gpu_tuning.workload import Case, Workload
-from triptych_kernels.triton import tuning
-from triptych_kernels.triton.tuning import TunedFile
+from triptych_kernels.triton.tuning.tunable import TunedFile
 
 BUDGET_S = 240.0
 _HOPPER = (9, 0)  # whose choices are listed where there is no device

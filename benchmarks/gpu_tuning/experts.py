@@ -10,11 +10,11 @@ from torch import Tensor
 from benchmarks.gpu_tuning.products import fill_channels, fill_groups
 from benchmarks.gpu_tuning.workload import Workload
 from triptych_kernels.ops import fused_moe
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton.expert_stack import ExpertStack
-from triptych_kernels.triton.moe_routing import Routing, route
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.triton.moe.expert_stack import ExpertStack
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.moe.routing import Routing, route
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.weights.formats import QuantizedFormat
 
 _DTYPE = torch.bfloat16
 _MOST_ROWS = 1024

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_tuning.workload import Workload, num_copies
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import gated_linear, linear
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.formats import QuantizedFormat
 
 _DTYPE = torch.bfloat16
 _FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB

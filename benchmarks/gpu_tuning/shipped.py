@@ -23,7 +23,7 @@ from benchmarks.gpu_tuning.compiling import (
     start_process,
 )
 from benchmarks.gpu_tuning.stored import check
-from triptych_kernels.triton.tuning import read_file
+from triptych_kernels.triton.tuning.tunable import read_file
 
 _NUM_SMS = 132  # grids and splits depend on it, and what is compiled hardly
 

@@ -1,4 +1,4 @@
-"""Writes the file of a device, which `triptych_kernels.triton.tuning` reads: one line per choice, whole at any time."""
+"""Writes the file of a device, which `triton.tuning.tunable` reads: one line per choice, whole at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_tuning.tuner import Outcome
 from benchmarks.gpu_tuning.workload import Case
-from triptych_kernels.triton.tuning import Entry, KeyValue, Tunable, TunedFile, as_plain, read_file
+from triptych_kernels.triton.tuning.tunable import Entry, KeyValue, Tunable, TunedFile, as_plain, read_file
 
 
 def open_file(

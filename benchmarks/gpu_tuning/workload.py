@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triptych_kernels.triton.tuning import KeyValue, Tunable
+from triptych_kernels.triton.tuning.tunable import KeyValue, Tunable
 
 UNCACHED_BYTES = 256 << 20  # four times the L2 of an H200
 _MAX_COPIES = 16

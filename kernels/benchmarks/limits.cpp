@@ -1,8 +1,8 @@
 // What one core can do at most: read memory, and multiply in registers. limits.py compiles and times it.
-#include "vec.h"
+#include "simd/vec.h"
 
 #if defined(__AMX_BF16__)
-#include "amx_tile.h"
+#include "linear/amx_tile.h"
 #endif
 
 using namespace triptych;

@@ -17,11 +17,11 @@ from limits import measure_limits
 from torch import Tensor
 
 from triptych_kernels.cpu.library import isa, use_threads
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.cpu.program import Recording, record
-from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedWeight
 from triptych_kernels.ops import linear
-from triptych_kernels.quantized_format import BLOCK_FORMATS, QuantizedFormat
+from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
+from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
 FORMS: dict[str, torch.dtype | QuantizedFormat] = {
     "float32": torch.float32,

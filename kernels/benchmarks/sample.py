@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych_kernels.columns import PenaltyColumns
 from triptych_kernels.cpu.library import isa, use_threads
+from triptych_kernels.logit_index import PenaltyColumns
 from triptych_kernels.ops import process_logits, sample, token_logprobs
 
 SHAPES = ((1, 49_152), (64, 49_152), (1, 128_256), (8, 128_256))

@@ -23,14 +23,14 @@ if not torch.cuda.is_available():
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+import triptych_kernels.triton.tuning.tunable as tuning
 from benchmarks.gpu_tuning import ahead, command, stored
 from benchmarks.gpu_tuning.ahead import AheadCompiler
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE, all_cases, create_case
 from benchmarks.gpu_tuning.tuner import LONG_S, Outcome, Refusal, tune
 from benchmarks.gpu_tuning.workload import Case, Workload, problem_of
 from tests.rooms.test_rooms import GRPC, HTTP, import_without
-from triptych_kernels.triton import tuning
-from triptych_kernels.triton.tuning import Tunable, TunedFile, read_file
+from triptych_kernels.triton.tuning.tunable import Tunable, TunedFile, read_file
 
 ROOT = Path(__file__).parents[2]
 CPU, META = torch.device("cpu"), torch.device("meta")

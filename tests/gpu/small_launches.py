@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from triptych_kernels import ops
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
-from triptych_kernels.dispatch import TRITON_OPS
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton.expert_stack import ExpertStack
-from triptych_kernels.triton.few_rows import GATED_LINEAR, LINEAR, ByTorch, Tiles, multiply_few_rows
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.tuning import Tunable
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.registry import TRITON_OPS
+from triptych_kernels.triton.linear.few_rows import GATED_LINEAR, LINEAR, ByTorch, Tiles, multiply_few_rows
+from triptych_kernels.triton.moe.expert_stack import ExpertStack
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.triton.tuning.tunable import Tunable
+from triptych_kernels.weights.formats import QuantizedFormat
 
 _BLOCK_SIZE, _NUM_BLOCKS, _VOCAB_SIZE = 16, 12, 1031
 _HEADS = 6, 2, 64  # query heads, key heads, head size

@@ -12,16 +12,16 @@ from torch import Tensor
 from tests.gpu import oracles
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels import ops
-from triptych_kernels.columns import PenaltyColumns
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.quantized_format import BLOCK_FORMATS
-from triptych_kernels.triton import few_rows
-from triptych_kernels.triton.expert_stack import ExpertStack
-from triptych_kernels.triton.few_rows import multiply_few_rows
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.logit_index import PenaltyColumns
+from triptych_kernels.triton.linear import few_rows
+from triptych_kernels.triton.linear.few_rows import multiply_few_rows
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.moe.expert_stack import ExpertStack
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.weights.formats import BLOCK_FORMATS
 
 BF16 = torch.bfloat16
 KV_DTYPES = [BF16, torch.int8, torch.float8_e4m3fn]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import triptych_kernels.triton.tuning.tunable as tuning
 from benchmarks.gpu_tuning import command, stored
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
-from triptych_kernels.triton import tuning
-from triptych_kernels.triton.tuning import read_file
+from triptych_kernels.triton.tuning.tunable import read_file
 
 CHOICES = (
     "linear_few_rows(out_features=1024, in_features=2048, dtype=bfloat16, rows=1)",

@@ -18,12 +18,12 @@ from triptych_kernels.cpu.amx import request_permission
 from triptych_kernels.cpu.build import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import amx_refusal, forced_isa, isa, usable_isas, use_threads
-from triptych_kernels.cpu.packed_weight import PackedWeight
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
 from triptych_kernels.ops import embedding, linear
-from triptych_kernels.quantized_format import BLOCK_FORMATS
 from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
 from triptych_kernels.reference.linear import linear as reference_linear
+from triptych_kernels.weights.formats import BLOCK_FORMATS
+from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.weights.quantized import QuantizedWeight
 
 NUM_ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100)
 # (out_features, in_features): less than a tile, half a panel, one and a bit, whole tiles, several panels and a tail

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.ops import fused_moe
+from triptych_kernels.weights.packed import PackedWeight
 
 # bfloat16: silu(gate) * up and the result are rounded, with plain weights every product
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-6, "atol": 2e-2}}

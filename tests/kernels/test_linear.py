@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.ops import embedding, gated_linear, gather_rows, linear
+from triptych_kernels.weights.packed import PackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
 # (out_features, in_features): fewer than a vector, no multiple of one, several panels, a long sum

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_paged_attention import SCALE, TOLERANCE, Step, build_step
-from triptych_kernels import dispatch
+from triptych_kernels import registry as dispatch
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.paged_attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.program import NotRecordable, record

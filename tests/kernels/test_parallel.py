@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from triptych_kernels.cpu.library import isa, use_threads
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.ops import embedding, linear
+from triptych_kernels.weights.packed import PackedWeight
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ if system != "linux":
 
 import importlib, pkgutil
 import triptych_kernels
-for folder in ("cpu", "ops", "torch", "reference"):
+for folder in ("cpu", "ops", "torch", "reference", "weights"):
     package = importlib.import_module(f"triptych_kernels.{folder}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"triptych_kernels.{folder}.{module.name}")

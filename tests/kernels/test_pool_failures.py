@@ -111,9 +111,9 @@ import os, resource, sys
 import torch
 from triptych_kernels.cpu.library import use_threads
 from triptych_kernels.cpu.program import record
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+from triptych_kernels.weights.quantized import QuantizedWeight
 from triptych_kernels.ops import linear
-from triptych_kernels.quantized_format import QuantizedFormat
+from triptych_kernels.weights.formats import QuantizedFormat
 
 UNLIMITED = resource.getrlimit(resource.RLIMIT_AS)
 

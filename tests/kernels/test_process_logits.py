@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.ops import process_logits
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import forced_isa, usable_isas
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.cpu.program import NotRecordable, Recording, record
 from triptych_kernels.ops import embedding, gated_linear, gather_rows, linear, rms_norm
+from triptych_kernels.weights.packed import PackedWeight
 
 MAX_ROWS, HIDDEN, INNER, VOCAB = 20, 24, 40, 50
 

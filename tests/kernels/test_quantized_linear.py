@@ -13,10 +13,10 @@ from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.cpu.program import record
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
 from triptych_kernels.ops import embedding, gated_linear, linear
-from triptych_kernels.quantized_format import BLOCK_FORMATS, QuantizedFormat, common_format
 from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, common_format
+from triptych_kernels.weights.quantized import QuantizedWeight
 
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
 UNIT = {torch.float32: 2**-22, torch.bfloat16: 2**-8}

@@ -80,7 +80,7 @@ BY_NAME = {
     "libs/triptych/__init__.py": "its public names, from triptych.client and triptych.types",
     "libs/triptych/client/cli/__init__.py": "one module per command, from its own package",
     "libs/triptych/client/cli/chat.py": "readline, for its effect on input()",
-    "kernels/triptych_kernels/dispatch.py": "an implementation of an op, from its own package",
+    "kernels/triptych_kernels/registry.py": "an implementation of an op, from its own package",
     "services/worker/attention/flash_attn.py": "a package that need not be installed",
     "services/worker/attention/flashinfer.py": "likewise",
     "services/worker/models/registry.py": "a model family, from its own package",

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from services.worker import host
 from services.worker.runner.host_copy import HostCopy, weight_storages
 from triptych.errors import MemoryShort
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.weights.formats import QuantizedFormat
 
 CPU = torch.device("cpu")
 AFFINE_4 = QuantizedFormat(4, is_affine=True)

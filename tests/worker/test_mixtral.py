@@ -32,7 +32,7 @@ from triptych.errors import ModelError
 from triptych.types.facts import RankFacts
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import forced_isa, isa
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+from triptych_kernels.weights.quantized import QuantizedWeight
 
 PROMPTS = random_prompts(1, 4, 5, 23, 40)
 NUM_NEW = 9

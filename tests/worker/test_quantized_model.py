@@ -24,10 +24,10 @@ from triptych.config.checkpoint import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.config.resolved import ResolvedConfig
 from triptych.hub import resolve_model
-from triptych_kernels.cpu import crossover
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.quantized_weight import NEVER, QuantizedWeight
-from triptych_kernels.quantized_format import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
+from triptych_kernels.weights import crossover
+from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 

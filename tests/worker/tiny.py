@@ -21,7 +21,7 @@ from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan
-from triptych_kernels.held_weight import HeldWeight
+from triptych_kernels.weights.base import HeldWeight
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from services.worker.runner.device.graph_recorder import Replay
-from triptych_kernels import dispatch
+from triptych_kernels import registry as dispatch
 
 _FORBIDDEN = ("item", "_local_scalar_dense", "nonzero")
 _WRITERS = ("write_kv", "rotary_and_write_kv")

@@ -41,7 +41,10 @@ _PLAIN = "plain torch serves, slower, without 4- and 8-bit weights, int8 caches,
 
 AMX_EMULATED = "amx_emulated"
 """For tests, by `forced_isa`: products as on AMX, their tiles in C++, on any processor with AVX-512."""
-_EMULATED_SOURCES = ("linear.cpp", "parallel.cpp", "quantized_linear.cpp", "quantized_weight.cpp")
+_EMULATED_SOURCES = (
+    "parallel.cpp",
+    *(f"linear/{name}.cpp" for name in ("linear", "quantized_linear", "quantized_weight")),
+)
 _EMULATED_FLAGS = (*_AVX512, "-DTRIPTYCH_AMX_EMULATED", "-O1")  # it compiles in half the time
 
 
@@ -72,7 +75,7 @@ def main() -> None:
 
 def _build_all(compiler: str) -> bool:
     """Build a library for each instruction set, unless they are up to date; returns whether they are there."""
-    sources = sorted(SOURCES.glob("*.cpp"))
+    sources = sorted(SOURCES.rglob("*.cpp"))
     digest = _digest(compiler, sources, ISA_FLAGS)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
         return True
@@ -125,7 +128,7 @@ def _build(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Seque
         }
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             commands = [
-                [compiler, *_FLAGS, *libraries[isa], "-c", str(source), "-o", str(target)]
+                [compiler, *_FLAGS, *libraries[isa], f"-I{SOURCES}", "-c", str(source), "-o", str(target)]
                 for (isa, source), target in objects.items()
             ]
             list(compilers.map(_run, commands))  # the list raises what a compiler met
@@ -150,7 +153,8 @@ def _digest(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Sequ
         [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     ).stdout
     content = [version, repr(_FLAGS), repr(libraries)]
-    content += [path.name + path.read_text() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
+    paths = (*sources, *sorted(SOURCES.rglob("*.h")))
+    content += [str(path.relative_to(SOURCES)) + path.read_text() for path in paths]
     return hashlib.sha256("\0".join(content).encode()).hexdigest()
 
 

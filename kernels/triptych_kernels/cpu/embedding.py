@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import DTYPES
-from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.weights.packed import PackedWeight
 
 
 def embedding(token_ids: Tensor, weight: Tensor | PackedWeight, out_dtype: torch.dtype) -> Tensor:

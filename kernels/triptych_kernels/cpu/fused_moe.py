@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
 from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.torch.fused_moe import mix_experts
+from triptych_kernels.weights.packed import PackedWeight
 
 
 def fused_moe(

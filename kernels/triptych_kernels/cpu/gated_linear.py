@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.weights.packed import PackedWeight
 
 
 def gated_linear(x: Tensor, weight: PackedWeight, bias: None, activation: str) -> Tensor:

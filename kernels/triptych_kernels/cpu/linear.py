@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.packed_weight import PackedWeight
+from triptych_kernels.weights.packed import PackedWeight
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: None, out_dtype: torch.dtype) -> Tensor:

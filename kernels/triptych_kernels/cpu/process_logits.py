@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.cpu.launch import Argument, launch
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 
 Columns = TokenColumns | BiasColumns | PenaltyColumns
 

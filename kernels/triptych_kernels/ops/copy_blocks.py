@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
+from triptych_kernels.registry import find_impl
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor, *, impl: str | None = None) -> None:

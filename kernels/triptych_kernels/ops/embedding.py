@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
-from triptych_kernels.held_weight import HeldWeight
+from triptych_kernels.registry import find_impl
+from triptych_kernels.weights.base import HeldWeight
 
 
 def embedding(

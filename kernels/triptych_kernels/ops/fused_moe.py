@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
-from triptych_kernels.held_weight import HeldWeight
+from triptych_kernels.registry import find_impl
+from triptych_kernels.weights.base import HeldWeight
 
 ExpertWeights = Tensor | Sequence[HeldWeight]
 """All experts' weights of one product: stacked, or each held as its device's products want it, of CUDA devices in an

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops.linear import check_linear
+from triptych_kernels.registry import find_impl
+from triptych_kernels.weights.base import HeldWeight
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
 from triptych_kernels.kv_scales import check_kv_scales
+from triptych_kernels.registry import find_impl
 
 
 def paged_attention(

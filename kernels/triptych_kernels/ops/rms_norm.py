@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
+from triptych_kernels.registry import find_impl
 
 
 @overload

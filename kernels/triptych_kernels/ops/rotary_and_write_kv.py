@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
 from triptych_kernels.ops.rotary_embedding import check_rotary
 from triptych_kernels.ops.write_kv import check_write_kv
+from triptych_kernels.registry import find_impl
 
 
 def rotary_and_write_kv(

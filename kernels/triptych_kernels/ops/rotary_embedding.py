@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
+from triptych_kernels.registry import find_impl
 
 
 def rotary_embedding(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triptych_kernels.dispatch import find_impl
 from triptych_kernels.kv_scales import check_kv_scales
+from triptych_kernels.registry import find_impl
 
 
 def write_kv(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 
 
 def process_logits(

@@ -23,9 +23,9 @@ from services.worker.layers.weights import (
 )
 from services.worker.parallel.shares import share
 from triptych.config.resolved import ResolvedConfig
-from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import fused_moe, linear
+from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from services.worker.device import TORCH_DTYPES
 from triptych.config.resolved import ResolvedConfig
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
-from triptych_kernels.held_weight import HeldWeight
-from triptych_kernels.quantized_format import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
+from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
+from triptych_kernels.weights.quantized import QuantizedWeight
 
 WeightFormat = QuantizedFormat | ChannelFormat
 
@@ -29,7 +29,7 @@ class StoredBlocks:
     """A matrix as its file holds it, for weights that keep the blocks."""
 
     type: str
-    """One of `triptych_kernels.quantized_format.BLOCK_FORMATS`."""
+    """One of `triptych_kernels.weights.formats.BLOCK_FORMATS`."""
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
@@ -80,8 +80,8 @@ def create_quantized_weight(
         assert isinstance(format, QuantizedFormat), "choose_quantization refuses the others"
         return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
     # Triton comes with the CUDA builds of torch
-    from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-    from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+    from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+    from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 
     if isinstance(format, ChannelFormat):
         return ChannelQuantizedWeight(
@@ -109,8 +109,8 @@ def create_quantized_experts(
     config: ResolvedConfig,
 ) -> Sequence[HeldWeight]:
     """Storage for one product of a mixture's experts in the form that products on this rank's CUDA device read."""
-    from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-    from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+    from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+    from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 
     dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
     shape = (num_experts, out_features, in_features)

@@ -15,8 +15,8 @@ from services.worker.device import TORCH_DTYPES
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ModelError
-from triptych_kernels.cpu.packed_weight import PackedWeight, can_pack
-from triptych_kernels.held_weight import BlockWeight, Half, HeldWeight
+from triptych_kernels.weights.base import BlockWeight, Half, HeldWeight
+from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 LinearWeight = nn.Parameter | HeldWeight
 """[out_features, in_features] in the form that the device's product wants; the ops take either."""

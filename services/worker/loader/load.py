@@ -24,8 +24,8 @@ from services.worker.models.registry import create_model
 from triptych.config.checkpoint import GGUF_INDEX_FILE, read_architecture
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ModelError
-from triptych_kernels.cpu.crossover import allow_wide_products
-from triptych_kernels.cpu.quantized_weight import QuantizedWeight
+from triptych_kernels.weights.crossover import allow_wide_products
+from triptych_kernels.weights.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from services.worker.sampling.batch import to_device
 from services.worker.sampling.columns import SamplingColumns, TokenHistory
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 
 I64 = NDArray[np.int64]
 

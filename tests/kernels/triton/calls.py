@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.ops import (
     copy_blocks,
     embedding,
@@ -28,13 +28,13 @@ from triptych_kernels.ops import (
     token_logprobs,
     write_kv,
 )
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton.few_rows import GATED_LINEAR, LINEAR, Tiles, multiply_few_rows
-from triptych_kernels.triton.quantize_rows import quantize_rows
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.linear.few_rows import GATED_LINEAR, LINEAR, Tiles, multiply_few_rows
+from triptych_kernels.triton.linear.quantize_rows import quantize_rows
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.weights.formats import QuantizedFormat
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

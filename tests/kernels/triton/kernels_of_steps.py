@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from triton import knobs
 
+import triptych_kernels.triton.tuning.tunable as tuning
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
@@ -34,13 +35,12 @@ from triptych.config.fields import EngineConfig, SchedulerConfig
 from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, RankFacts
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
-from triptych_kernels import dispatch
+from triptych_kernels import registry as dispatch
 from triptych_kernels.cpu.library import forced_isa
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.ops import embedding, silu_and_mul
-from triptych_kernels.triton import tuning
-from triptych_kernels.triton.compile_ahead import NotedLaunch, noted_launches
-from triptych_kernels.triton.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
+from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
+from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
+from triptych_kernels.weights.base import HeldWeight
 
 META = torch.device("meta")
 MAX_LEN = 8192

@@ -77,7 +77,7 @@ def test_every_kernel_is_launched_by_some_call(compiled: dict[str, list[dict[str
 def _kernels() -> set[str]:
     """The functions under `@triton.jit` that no other such function calls or hands on."""
     jitted: dict[str, ast.FunctionDef] = {}
-    for path in KERNELS.glob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(
                 "triton.jit" in ast.unparse(d) for d in node.decorator_list

@@ -16,8 +16,8 @@ from benchmarks.gpu_figures.timing import Timing
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.ops.gated_linear import ACTIVATIONS
-from triptych_kernels.triton import few_rows
-from triptych_kernels.triton.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR, ByTorch, Tiles
+from triptych_kernels.triton.linear import few_rows
+from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR, ByTorch, Tiles
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import fused_moe
-from triptych_kernels.triton.moe_routing import most_tiles, route
+from triptych_kernels.triton.moe.routing import most_tiles, route
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp", "ignore:invalid value encountered"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.triton.poison import poisoned_allocations
-from triptych_kernels.triton.group_sums import sum_input_groups
+from triptych_kernels.triton.linear.group_sums import sum_input_groups
 
 
 @pytest.mark.parametrize(("num_rows", "num_groups"), [(1, 1), (5, 9), (17, 3), (40, 20)])

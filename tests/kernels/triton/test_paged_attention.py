@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import paged_attention
-from triptych_kernels.triton import paged_attention_decode, paged_attention_prefill
-from triptych_kernels.triton.paged_attention import paged_attention as triton_paged_attention
+from triptych_kernels.triton.attention import decode as paged_attention_decode
+from triptych_kernels.triton.attention import prefill as paged_attention_prefill
+from triptych_kernels.triton.attention.paged_attention import paged_attention as triton_paged_attention
 
 # numpy's, of rows of a tile that have no query and are not stored
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

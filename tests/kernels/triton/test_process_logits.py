@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.test_process_logits import ints, random_case
 from tests.kernels.triton.poison import poisoned_allocations
-from triptych_kernels.columns import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.ops import process_logits
 
 Columns = TokenColumns | BiasColumns | PenaltyColumns

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from tests.kernels.triton.poison import poisoned_allocations
-from triptych_kernels.held_weight import HeldWeight
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import fused_moe
-from triptych_kernels.quantized_format import QuantizedFormat
 from triptych_kernels.reference.fused_moe import fused_moe as reference
 from triptych_kernels.torch.fused_moe import choose_experts
-from triptych_kernels.triton import quantized_experts, w8a8_experts
-from triptych_kernels.triton.quantize_rows import quantize_rows
-from triptych_kernels.triton.quantized_blocks import quantize_rows_to_groups
-from triptych_kernels.triton.quantized_experts import BY_INTEGERS, BY_WEIGHTS, GroupQuantizedExperts
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.triton.linear.quantize_rows import quantize_rows
+from triptych_kernels.triton.linear.quantized_blocks import quantize_rows_to_groups
+from triptych_kernels.triton.moe import quantized_experts, w8a8_experts
+from triptych_kernels.triton.moe.quantized_experts import BY_INTEGERS, BY_WEIGHTS, GroupQuantizedExperts
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.formats import QuantizedFormat
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp", "ignore:invalid value encountered"

@@ -22,11 +22,11 @@ from triptych.config.architecture import ModelArchitecture
 from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.quantized_format import ChannelFormat
-from triptych_kernels.triton.quantized_experts import GroupQuantizedExperts
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.w8a8_experts import ChannelQuantizedExperts
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
+from triptych_kernels.weights.formats import ChannelFormat
 
 pytestmark = pytest.mark.skipif(
     not isa() or torch.cuda.is_available(), reason="compares with native kernels, in the interpreter"

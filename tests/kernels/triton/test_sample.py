@@ -14,7 +14,7 @@ from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import sample
 from triptych_kernels.reference.philox import token_word
 from triptych_kernels.reference.sample import gumbel
-from triptych_kernels.triton import philox
+from triptych_kernels.triton.sampling import philox
 
 
 def draw(logits: Tensor, asked: dict[str, Tensor], device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triptych_kernels.triton.sample_scan import LOWEST, key_of
-from triptych_kernels.triton.select import MASS_OF_BEST, bound_of_largest, find_threshold
+from triptych_kernels.triton.sampling.scan import LOWEST, key_of
+from triptych_kernels.triton.sampling.select import MASS_OF_BEST, bound_of_largest, find_threshold
 
 GROUP, TILE_GROUPS, MAX_GATHERED = 8, 32, 32
 TEMPERATURE = 0.8

@@ -12,22 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import triptych_kernels.triton.tuning.tunable as tuning
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
 from tests.kernels.triton.test_paged_attention import build_step
 from triptych_kernels.ops import gated_linear, linear
-from triptych_kernels.quantized_format import QuantizedFormat
-from triptych_kernels.triton import (
-    few_rows,
-    paged_attention_decode,
-    paged_attention_prefill,
-    quantized_linear,
-    tuning,
-    w8a8_linear,
-)
-from triptych_kernels.triton.paged_attention_plan import DECODE, PREFILL, DecodeTiles, PrefillTiles
-from triptych_kernels.triton.quantized_weight import GroupQuantizedWeight
-from triptych_kernels.triton.tuning import Tunable, as_plain, row_bucket
-from triptych_kernels.triton.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.attention import decode as paged_attention_decode
+from triptych_kernels.triton.attention import prefill as paged_attention_prefill
+from triptych_kernels.triton.attention.plan import DECODE, PREFILL, DecodeTiles, PrefillTiles
+from triptych_kernels.triton.linear import few_rows, quantized_linear, w8a8_linear
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
+from triptych_kernels.triton.tuning.tunable import Tunable, as_plain, row_bucket
+from triptych_kernels.weights.formats import QuantizedFormat
 
 NAME = "Some GPU 80GB/x"
 DECODE_KEY = {"head_dim": 64, "kv_dtype": "float16", "block_m": 16}

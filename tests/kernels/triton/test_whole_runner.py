@@ -16,7 +16,7 @@ from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
-from triptych_kernels import dispatch
+from triptych_kernels import registry as dispatch
 from triptych_kernels.cpu.library import forced_isa
 
 pytestmark = pytest.mark.skipif(

@@ -27,8 +27,8 @@ from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.warm_up import warm_up
 from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError
-from triptych_kernels.triton.compile_ahead import NotedLaunch, noted_launches
-from triptych_kernels.triton.few_rows import FEW_ROWS
+from triptych_kernels.triton.linear.few_rows import FEW_ROWS
+from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
 
 log = logging.getLogger(__name__)
 

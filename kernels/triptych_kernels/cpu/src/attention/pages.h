@@ -1,0 +1,107 @@
+// Where the keys and values of a sequence stand, and the scales of those of 8 bits.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention/plan.h"
+
+namespace triptych::attention {
+
+// The keys and values of one sequence and key head, in pages.
+template <typename T>
+struct Pages {
+  const T* first;         // keys of the head in block 0: [block_size, head_dim]
+  const int32_t* blocks;  // of the sequence
+  int64_t stride;         // elements from block to block
+  int64_t values;         // elements from a key to its value
+  int64_t block_size, head_dim;
+
+  // f(first key, number of keys, address of the first) for each page that [begin, end) touches
+  template <typename F>
+  void for_pages(int64_t begin, int64_t end, const F& f) const {
+    int64_t block = begin / block_size, offset = begin - block * block_size;
+    for (int64_t key = begin; key < end; ++block, offset = 0) {
+      const int64_t count = std::min(end - key, block_size - offset);
+      f(key, count, first + blocks[block] * stride + offset * head_dim);
+      key += count;
+    }
+  }
+};
+
+template <typename T>
+Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head, const void* cache, int64_t size) {
+  const int64_t head = args.block_size * size, half = args.num_kv_heads * head;
+  return {static_cast<const T*>(cache) + kv_head * head, args.block_tables + tile.sequence * args.block_table_stride,
+          2 * half, half, args.block_size, size};
+}
+template <typename T>
+Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
+  return pages_of<T>(args, tile, kv_head, args.kv_cache, args.head_dim);
+}
+// A cache whose keys and values are one number each.
+inline Pages<float> scales_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
+  return pages_of<float>(args, tile, kv_head, args.kv_scales, 1);
+}
+
+// Addresses of the keys of a span and of their values; of those that nobody sees, of zeros.
+template <typename T>
+struct SpanRows {
+  const T* keys[kSpan];
+  const T* values[kSpan];
+
+  // Keys [first, end) of the span at `begin` are somebody's; all of the panels they touch are filled in.
+  SpanRows(const Pages<T>& pages, int64_t begin, int64_t first, int64_t end, const T* zeros) {
+    const auto fill = [&](int64_t from, int64_t to) {
+      std::fill(keys + from, keys + to, zeros);
+      std::fill(values + from, values + to, zeros);
+    };
+    fill(first / kPanel * kPanel, first);
+    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const T* from) {
+      for (int64_t i = key - begin; count > 0; ++i, --count, from += pages.head_dim) {
+        keys[i] = from;
+        values[i] = from + pages.values;
+      }
+    });
+    fill(end, (end + kPanel - 1) / kPanel * kPanel);
+  }
+};
+
+// Scales of the keys of a span and of their values; none of a cache that has none.
+template <typename T>
+struct SpanScales {
+  SpanScales(const PagedAttention&, const Tile&, int64_t, int64_t, int64_t, int64_t) {}
+  const float* of_keys(int64_t) const { return nullptr; }
+};
+
+template <>
+struct SpanScales<int8_t> {
+  float keys[kSpan];
+  float values[kSpan];
+
+  // As those of SpanRows; what pads a panel gets 0.
+  SpanScales(const PagedAttention& args, const Tile& tile, int64_t kv_head, int64_t begin, int64_t first, int64_t end) {
+    const Pages<float> pages = scales_of(args, tile, kv_head);
+    const auto fill = [&](int64_t from, int64_t to) {
+      std::fill(keys + from, keys + to, 0.0f);
+      std::fill(values + from, values + to, 0.0f);
+    };
+    fill(first / kPanel * kPanel, first);
+    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const float* from) {
+      const float* from_values = from + pages.values;
+      int64_t to = key - begin;
+      for (; count >= kLanes; count -= kLanes, to += kLanes, from += kLanes, from_values += kLanes) {
+        store(keys + to, load(from));
+        store(values + to, load(from_values));
+      }
+      for (; count > 0; --count, ++to) {
+        keys[to] = *from++;
+        values[to] = *from_values++;
+      }
+    });
+    fill(end, (end + kPanel - 1) / kPanel * kPanel);
+  }
+  const float* of_keys(int64_t first) const { return keys + first; }
+};
+
+}  // namespace triptych::attention

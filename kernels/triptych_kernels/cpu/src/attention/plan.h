@@ -1,0 +1,149 @@
+// How a step of attention is shared out among threads.
+//
+// A tile is some queries of one sequence, with all query heads that share a key head: keys and values are packed once
+// for all of them. A tile that alone would take long is cut into pieces, runs of spans that different threads take.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+
+#include "attention/arithmetic.h"
+#include "kernel.h"
+#include "parallel.h"
+
+namespace triptych::attention {
+
+// A step of attention; rows are its sequences.
+struct PagedAttention {
+  int64_t dtype;                // of query and out
+  int64_t cache_dtype;
+  const void* query;            // [num_tokens, num_heads, head_dim], the last axis dense
+  int64_t query_stride;         // elements from token to token
+  int64_t query_head_stride;
+  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  const float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
+  const int32_t* block_tables;  // [rows, max_blocks]
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [rows + 1]
+  const int32_t* seq_lens;      // [rows]
+  void* out;                    // [num_tokens, num_heads, head_dim], dense
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+  double scale;
+  int64_t window;               // keys that a query sees at most; 0: all
+  double soft_cap;              // 0: none
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }
+  // The first key that the query at `position` sees.
+  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(position - window + 1, 0) : 0; }
+};
+
+constexpr int64_t kTileRows = 96;        // of a tile of several queries: packing is then a tenth of the work
+constexpr int64_t kPackingRows = 8;      // that packing a tile's keys and values is worth
+constexpr int64_t kPiecesPerThread = 4;  // so that none has long to wait for the last
+
+struct Tile {
+  int32_t sequence, first_token, num_queries;
+  int32_t position;               // of the first query
+  int32_t first_span, end_span;
+  int32_t num_pieces;
+  int64_t partials;               // where results of its spans stand, if there are several pieces: floats
+};
+
+struct Piece {
+  int32_t tile, first_span, end_span;
+};
+
+// The keys of a span that the queries of a tile see.
+struct Seen {
+  int64_t first, end;
+  Seen(const PagedAttention& args, const Tile& tile, int64_t span)
+      : first(std::max<int64_t>(args.first_seen(tile.position) - span * kSpan, 0)),
+        end(std::min<int64_t>(tile.position + tile.num_queries - span * kSpan, kSpan)) {}
+  int64_t first_panel() const { return first / kPanel; }
+  int64_t end_panel() const { return (end + kPanel - 1) / kPanel; }
+};
+
+// Tiles of all sequences, the longest work first.
+class Plan {
+ public:
+  Plan(const PagedAttention& args, int64_t num_sequences) {
+    static thread_local Scratch tile_memory, piece_memory, partial_memory, count_memory;
+    const int64_t queries_per_tile = std::max<int64_t>(kTileRows / args.group(), 1);
+    int64_t max_tiles = 0;
+    for (int64_t i = 0; i < num_sequences; ++i) {
+      max_tiles += (args.query_starts[i + 1] - args.query_starts[i] + queries_per_tile - 1) / queries_per_tile;
+    }
+    tiles = static_cast<Tile*>(tile_memory.get(max_tiles * sizeof(Tile)));
+    int64_t work = 0;
+    for (const bool several : {true, false}) {
+      for (int64_t i = 0; i < num_sequences; ++i) {
+        const int64_t start = args.query_starts[i], count = args.query_starts[i + 1] - start;
+        if (count == 0 || (count > 1) != several) continue;
+        for (int64_t query = (count - 1) / queries_per_tile * queries_per_tile; query >= 0; query -= queries_per_tile) {
+          const int64_t queries = std::min(queries_per_tile, count - query);
+          const int64_t position = args.seq_lens[i] - count + query;
+          Tile& tile = tiles[num_tiles++];
+          tile = {static_cast<int32_t>(i), static_cast<int32_t>(start + query), static_cast<int32_t>(queries),
+                  static_cast<int32_t>(position), static_cast<int32_t>(args.first_seen(position) / kSpan),
+                  static_cast<int32_t>((position + queries - 1) / kSpan + 1), 1, 0};
+          work += work_of(args, tile);
+        }
+      }
+    }
+    const int64_t pieces_wanted = kPiecesPerThread * num_threads();
+    const int64_t limit = std::max<int64_t>(work * args.num_kv_heads / pieces_wanted, 1);
+    pieces = static_cast<Piece*>(piece_memory.get((2 * num_tiles + pieces_wanted) * sizeof(Piece)));
+    int64_t num_partials = 0;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      Tile& tile = tiles[i];
+      const int64_t num_spans = tile.end_span - tile.first_span;
+      const int64_t cut = num_threads() == 1 ? 1 : std::min((work_of(args, tile) + limit - 1) / limit, num_spans);
+      const int64_t spans = (num_spans + cut - 1) / cut;
+      tile.num_pieces = static_cast<int32_t>((num_spans + spans - 1) / spans);
+      for (int64_t span = tile.first_span; span < tile.end_span; span += spans) {
+        pieces[num_pieces++] = {static_cast<int32_t>(i), static_cast<int32_t>(span),
+                                static_cast<int32_t>(std::min<int64_t>(span + spans, tile.end_span))};
+      }
+      if (tile.num_pieces == 1) continue;
+      tile.partials = num_partials;
+      num_partials += args.num_kv_heads * num_spans * tile.num_queries * args.group() * row_size(args);
+    }
+    // pages of several heads stand side by side: where there is enough to share out, a thread takes all heads
+    heads_per_item = num_pieces >= pieces_wanted ? args.num_kv_heads : 1;
+    items_per_piece = args.num_kv_heads / heads_per_item;
+    if (num_partials == 0) return;
+    partials = static_cast<float*>(partial_memory.get(num_partials * sizeof(float)));
+    unfinished = static_cast<std::atomic<int32_t>*>(count_memory.get(num_tiles * args.num_kv_heads * sizeof(int32_t)));
+    for (int64_t i = 0; i < num_tiles * args.num_kv_heads; ++i) {
+      new (unfinished + i) std::atomic<int32_t>(tiles[i / args.num_kv_heads].num_pieces);
+    }
+  }
+
+  // What a thread takes at a time: some heads of a piece.
+  int64_t num_items() const { return num_pieces * items_per_piece; }
+  const Piece& piece(int64_t item) const { return pieces[item / items_per_piece]; }
+  int64_t first_head(int64_t item) const { return item % items_per_piece * heads_per_item; }
+  const Tile& tile(const Piece& piece) const { return tiles[piece.tile]; }
+
+  // Floats of one row's result: a Softmax, then the weighted values.
+  static int64_t row_size(const PagedAttention& args) { return args.padded_head_dim() + kPanel; }
+
+  Tile* tiles = nullptr;
+  Piece* pieces = nullptr;
+  float* partials = nullptr;
+  std::atomic<int32_t>* unfinished = nullptr;  // [tiles][num_kv_heads], pieces
+  int64_t num_tiles = 0, num_pieces = 0;
+  int64_t heads_per_item = 1, items_per_piece = 1;
+
+ private:
+  static int64_t work_of(const PagedAttention& args, const Tile& tile) {
+    return (tile.end_span - tile.first_span) * (tile.num_queries * args.group() + kPackingRows);
+  }
+};
+
+}  // namespace triptych::attention

@@ -1,0 +1,70 @@
+// Rotary position embedding of queries and keys; float32 inside, rounded once.
+#include <algorithm>
+
+#include "kernel.h"
+#include "parallel.h"
+#include "simd/vec.h"
+
+namespace triptych {
+namespace {
+
+struct RotaryEmbedding {
+  int64_t dtype;             // of query, key and what they become
+  const void* query;         // [rows, num_heads, head_dim], the last axis dense
+  int64_t query_stride;      // elements from row to row
+  int64_t query_head_stride;
+  const void* key;           // [rows, num_kv_heads, head_dim], likewise
+  int64_t key_stride;
+  int64_t key_head_stride;
+  const int64_t* positions;  // [rows]
+  const float* cos_sin;      // [max_position, head_dim]: head_dim / 2 cosines, then as many sines
+  void* query_out;           // [rows, num_heads, head_dim], dense
+  void* key_out;             // [rows, num_kv_heads, head_dim], dense
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+};
+
+constexpr int64_t kElementsPerIndex = 16 << 10;  // about 2 us
+
+template <typename T>
+void rotate_heads(const T* x, int64_t head_stride, int64_t num_heads, int64_t half, const float* cos, T* out) {
+  const float* sin = cos + half;
+  for (int64_t head = 0; head < num_heads; ++head, x += head_stride, out += 2 * half) {
+    int64_t i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+      const vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(out + i, first * c - second * s);
+      store(out + half + i, second * c + first * s);
+    }
+    for (; i < half; ++i) {
+      const float first = to_float(x[i]), second = to_float(x[half + i]);
+      store_one(out + i, first * cos[i] - second * sin[i]);
+      store_one(out + half + i, second * cos[i] + first * sin[i]);
+    }
+  }
+}
+
+template <typename T>
+void rotate_rows(const RotaryEmbedding& args, int64_t rows) {
+  const int64_t query_size = args.num_heads * args.head_dim, key_size = args.num_kv_heads * args.head_dim;
+  const int64_t rows_per_index = std::max<int64_t>(kElementsPerIndex / (query_size + key_size), 1);
+  parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
+    const int64_t end = std::min((index + 1) * rows_per_index, rows);
+    for (int64_t row = index * rows_per_index; row < end; ++row) {
+      const float* cos = args.cos_sin + args.positions[row] * args.head_dim;
+      rotate_heads(static_cast<const T*>(args.query) + row * args.query_stride, args.query_head_stride, args.num_heads,
+                   args.head_dim / 2, cos, static_cast<T*>(args.query_out) + row * query_size);
+      rotate_heads(static_cast<const T*>(args.key) + row * args.key_stride, args.key_head_stride, args.num_kv_heads,
+                   args.head_dim / 2, cos, static_cast<T*>(args.key_out) + row * key_size);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(rotary_embedding, triptych::RotaryEmbedding) {
+  if (args.dtype == triptych::kFloat32) return triptych::rotate_rows<float>(args, rows);
+  triptych::rotate_rows<triptych::bf16>(args, rows);
+}

@@ -1,0 +1,121 @@
+// This step's keys and values into their slots of the paged cache, rounded to its dtype; into one of 8 bits quantized,
+// each vector with its own scale.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "simd/ivec.h"
+#include "kernel.h"
+#include "parallel.h"
+
+namespace triptych {
+namespace {
+
+struct WriteKv {
+  int64_t dtype;          // of key and value
+  int64_t cache_dtype;
+  const void* key;        // [rows, num_kv_heads, head_dim], the last axis dense
+  int64_t key_stride;     // elements from row to row
+  int64_t key_head_stride;
+  const void* value;      // likewise
+  int64_t value_stride;
+  int64_t value_head_stride;
+  void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
+  const int64_t* slots;   // [rows], block * block_size + offset, or -1: the row is skipped
+  int64_t num_kv_heads;
+  int64_t block_size;
+  int64_t head_dim;
+};
+
+constexpr int64_t kElementsPerIndex = 16 << 10;  // about 2 us
+
+template <typename X, typename T>
+void copy(const X* from, T* to, int64_t size) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
+  for (; i < size; ++i) store_one(to + i, to_float(from[i]));
+}
+
+// The elements of one vector; returns its scale. Divided as it is defined, not multiplied by an inverse: every
+// implementation gives the same bits.
+template <typename X>
+float quantize(const X* from, int8_t* to, int64_t size) {
+  constexpr float kLargest = 127.0f;
+  vec maxima = zero();
+  uint32_t flawed = 0;  // a maximum does not see NaN
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const vec x = load(from + i);
+    maxima = max(maxima, abs(x));
+    flawed |= unordered(x, x);
+  }
+  float maximum = largest(maxima);
+  for (; i < size; ++i) {
+    const float x = std::fabs(to_float(from[i]));
+    maximum = std::max(maximum, x);
+    flawed |= std::isnan(x);
+  }
+  const float scale = maximum / kLargest;
+  if (flawed || std::isinf(maximum) || scale == 0.0f) {
+    std::fill_n(to, size, int8_t{0});
+    return scale == 0.0f && !flawed ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  }
+  for (i = 0; i + kLanes <= size; i += kLanes) {  // a scale that has lost bits near 0 may be too small
+    const vec x = min(max(load(from + i) / splat(scale), splat(-kLargest)), splat(kLargest));
+    store_bytes(to + i, to_ints(x));
+  }
+  for (; i < size; ++i) {
+    const float x = std::clamp(to_float(from[i]) / scale, -kLargest, kLargest);
+    to[i] = static_cast<int8_t>(std::nearbyint(x));
+  }
+  return scale;
+}
+
+// One vector into the cache, `at` elements from its start.
+template <typename X, typename T>
+void write(const WriteKv& args, const X* from, int64_t at) {
+  T* to = static_cast<T*>(args.kv_cache) + at;
+  if constexpr (std::is_same_v<T, int8_t>) {
+    args.kv_scales[at / args.head_dim] = quantize(from, to, args.head_dim);
+  } else {
+    copy(from, to, args.head_dim);
+  }
+}
+
+template <typename X, typename T>
+void write_rows(const WriteKv& args, int64_t rows) {
+  const int64_t head_size = args.block_size * args.head_dim, half = args.num_kv_heads * head_size;
+  const int64_t row_size = 2 * args.num_kv_heads * args.head_dim;
+  const int64_t rows_per_index = std::max<int64_t>(kElementsPerIndex / row_size, 1);
+  parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
+    const int64_t end = std::min((index + 1) * rows_per_index, rows);
+    for (int64_t row = index * rows_per_index; row < end; ++row) {
+      const int64_t slot = args.slots[row];
+      if (slot < 0) continue;
+      const X* key = static_cast<const X*>(args.key) + row * args.key_stride;
+      const X* value = static_cast<const X*>(args.value) + row * args.value_stride;
+      int64_t at = slot / args.block_size * 2 * half + slot % args.block_size * args.head_dim;
+      for (int64_t head = 0; head < args.num_kv_heads; ++head, at += head_size) {
+        write<X, T>(args, key + head * args.key_head_stride, at);
+        write<X, T>(args, value + head * args.value_head_stride, at + half);
+      }
+    }
+  });
+}
+
+template <typename X>
+void write_rows(const WriteKv& args, int64_t rows) {
+  if (args.cache_dtype == kFloat32) return write_rows<X, float>(args, rows);
+  if (args.cache_dtype == kInt8) return write_rows<X, int8_t>(args, rows);
+  write_rows<X, bf16>(args, rows);
+}
+
+}  // namespace
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(write_kv, triptych::WriteKv) {
+  if (args.dtype == triptych::kFloat32) return triptych::write_rows<float>(args, rows);
+  triptych::write_rows<triptych::bf16>(args, rows);
+}

@@ -1,0 +1,138 @@
+// Products of up to 32 rows with one panel of bfloat16 weights, in the tiles of AMX.
+//
+//              weights[0]  weights[1]      [16 pairs of inputs, 16 outputs] each: the two halves of a panel
+//   inputs[0]   sums[0][0]  sums[0][1]     [16 rows, 16 outputs] float32 each
+//   inputs[1]   sums[1][0]  sums[1][1]
+//   [16 rows, 32 inputs] each
+//
+// Four sums for four loads is the most that eight tiles allow, and four chains of sums outlast the latency of a
+// product. A panel is read where it lies: its rows of pairs are twice as long as a tile's. Fewer rows are smaller
+// tiles: nothing is read past them.
+//
+// Each output is one chain of sums over its inputs, 32 at a time in order, whatever the number of rows, so a row's
+// result does not depend on its batch.
+#pragma once
+
+#include "simd/amx.h"
+#include "linear/panel.h"
+
+namespace triptych::amx {
+
+constexpr int64_t kMaxRows = 2 * kTileRows;
+constexpr int64_t kStep = kTileRowBytes / sizeof(bf16);               // inputs
+constexpr int64_t kPairsBytes = kPanel * 2 * sizeof(bf16);            // of one pair of inputs in a panel
+constexpr int64_t kStepBytes = kStep / 2 * kPairsBytes;               // of a panel
+constexpr int64_t kLineBytes = 64;
+// Ahead of the weights in hand, past a panel into the next: so much is under way at 20 GB/s and 200 ns.
+constexpr int64_t kAheadBytes = 2 * kStepBytes;
+static_assert(kPairsBytes == 2 * kTileRowBytes, "half a panel is as wide as a tile");
+
+enum Tile { kSums00, kSums01, kSums10, kSums11, kInputs0, kInputs1, kWeights0, kWeights1 };
+
+// The calling thread has tiles for so many rows while this lives, and leaves none behind.
+class Tiles {
+ public:
+  // rows: 1 to kMaxRows
+  explicit Tiles(int64_t rows) {
+    Config config;
+    const auto set = [&](Tile tile, int64_t tile_rows) {
+      config.rows[tile] = static_cast<uint8_t>(tile_rows);
+      config.row_bytes[tile] = tile_rows ? kTileRowBytes : 0;
+    };
+    const int64_t upper = std::min<int64_t>(rows, kTileRows), lower = rows - upper;
+    for (const Tile tile : {kSums00, kSums01, kInputs0}) set(tile, upper);
+    for (const Tile tile : {kSums10, kSums11, kInputs1}) set(tile, lower);
+    for (const Tile tile : {kWeights0, kWeights1}) set(tile, kTileRows);
+    configure(config);
+  }
+  ~Tiles() { release(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+};
+
+// sums += x . panel, over kStep inputs; Both: there are more than kTileRows rows.
+template <bool Both>
+[[gnu::always_inline]] inline void add_step(const bf16* x, int64_t x_stride, const bf16* panel) {
+  const int64_t stride_bytes = x_stride * sizeof(bf16);
+  load<kWeights0>(panel, kPairsBytes);
+  load<kInputs0>(x, stride_bytes);
+  multiply<kSums00, kInputs0, kWeights0>();
+  load<kWeights1>(panel + kTileRowBytes / sizeof(bf16), kPairsBytes);
+  multiply<kSums01, kInputs0, kWeights1>();
+  if constexpr (Both) {
+    load<kInputs1>(x + kTileRows * x_stride, stride_bytes);
+    multiply<kSums10, kInputs1, kWeights0>();
+    multiply<kSums11, kInputs1, kWeights1>();
+  }
+}
+
+// The last `count` inputs, where they are no whole step, filled up with zeros.
+template <bool Both>
+void add_rest(const bf16* x, int64_t x_stride, const bf16* panel, int64_t rows, int64_t count) {
+  alignas(64) bf16 inputs[kMaxRows][kStep] = {}, weights[kStep / 2][kPanel * 2] = {};
+  for (int64_t row = 0; row < rows; ++row) std::memcpy(inputs[row], x + row * x_stride, count * sizeof(bf16));
+  std::memcpy(weights, panel, count / 2 * kPairsBytes);
+  add_step<Both>(inputs[0], kStep, weights[0]);
+}
+
+// Into all caches, unlike that of tile.h: on Intel the other kind passes the second level by, from where further
+// tiles of rows read the panel.
+[[gnu::always_inline]] inline void prefetch_step(const bf16* panel) {
+  const char* ahead = reinterpret_cast<const char*>(panel) + kAheadBytes;
+#pragma GCC unroll 32
+  for (int64_t line = 0; line < kStepBytes; line += kLineBytes) _mm_prefetch(ahead + line, _MM_HINT_T0);
+}
+
+// A tile of `rows` rows, for which there are Tiles; x, weights, row and panel as in multiply_rows of tile.h.
+template <bool Both>
+void multiply_tile(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, int64_t row, int64_t rows,
+                   int64_t panel) {
+  set_zero<kSums00>();
+  set_zero<kSums01>();
+  if constexpr (Both) {
+    set_zero<kSums10>();
+    set_zero<kSums11>();
+  }
+  const int64_t whole = args.in_features / kStep * kStep;
+  for (int64_t k = 0; k < whole; k += kStep) {
+    add_step<Both>(x + k, x_stride, weights + k * kPanel);
+    prefetch_step(weights + k * kPanel);
+  }
+  if (whole < args.in_features) {
+    add_rest<Both>(x + whole, x_stride, weights + whole * kPanel, rows, args.in_features - whole);
+  }
+  alignas(64) float sums[kMaxRows][kPanel];
+  constexpr int64_t kStride = sizeof sums[0];
+  store<kSums00>(sums[0], kStride);
+  store<kSums01>(sums[0] + kLanes, kStride);
+  if constexpr (Both) {
+    store<kSums10>(sums[kTileRows], kStride);
+    store<kSums11>(sums[kTileRows] + kLanes, kStride);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    finish_row(args, row + i, panel, triptych::load(sums[i]), triptych::load(sums[i] + kLanes));
+  }
+}
+
+// Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them.
+inline void multiply_rows(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, const Block& block,
+                          int64_t first, int64_t end, int64_t tile_rows) {
+  if (first == end) return;
+  const Tiles tiles(tile_rows);
+  const auto multiply = tile_rows > kTileRows ? multiply_tile<true> : multiply_tile<false>;
+  for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel, weights += args.in_features * kPanel) {
+    for (int64_t row = first; row < end; row += tile_rows) {
+      multiply(args, x + row * x_stride, x_stride, weights, row, tile_rows, panel);
+    }
+  }
+}
+
+// Whole tiles of rows, then those that are left, so that tiles are configured twice at most.
+inline void multiply_block(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights,
+                           const Block& block) {
+  const int64_t rest = (block.end_row - block.first_row) % kMaxRows, first_left = block.end_row - rest;
+  multiply_rows(args, x, x_stride, weights, block, block.first_row, first_left, kMaxRows);
+  multiply_rows(args, x, x_stride, weights, block, first_left, block.end_row, rest);
+}
+
+}  // namespace triptych::amx

@@ -1,0 +1,144 @@
+// How weights of linear layers are packed, and how a product walks over them.
+//
+// A panel holds kPanel outputs, two vectors of lanes, and all of their inputs, in the order in which a product
+// reads them:
+//
+//   float32    [panels][in_features][kPanel]
+//   bfloat16   [panels][in_features / 2][kPanel][2]        pairs of inputs, as the dot-product instruction wants
+//
+// Outputs past the last are zero. In a gated weight (gate and up of an MLP) the first vector of each panel holds
+// rows of the gate and the second the same rows of up, so that one tile holds both factors.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernel.h"
+#include "parallel.h"
+#include "simd/vec.h"
+
+namespace triptych {
+
+constexpr int kPanel = 2 * kLanes;
+
+// What is done with a finished tile.
+enum Epilogue : int64_t { kStore = 0, kSiluMul = 1, kGeluTanhMul = 2 };
+
+struct Linear {
+  int64_t dtype;            // of weight and x
+  int64_t out_dtype;
+  const void* x;            // [rows, in_features], rows x_stride elements apart
+  int64_t x_stride;
+  const void* weight;       // panels
+  const float* bias;        // [panels * kPanel] in the order of the panels, or null
+  void* out;                // [rows, out_features], or half of them with a gated epilogue
+  int64_t out_stride;
+  int64_t in_features;
+  int64_t out_features;
+  int64_t epilogue;
+
+  int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
+};
+
+// What one thread takes at a time.
+struct Block {
+  int64_t first_row, end_row, first_panel, end_panel;
+};
+
+// Rows of a block: of as many whole tiles as stay in the second-level cache, at least `min`; each block but the last
+// a multiple of `multiple`.
+struct BlockRows {
+  int64_t tile, min, multiple;
+};
+
+// Rows are walked in blocks that stay in the second-level cache, panels in runs that one thread takes at a time:
+// f(block). Few rows wait for memory, which gives most to long runs; many compute, and share their work out best in
+// single panels.
+template <typename F>
+void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, int64_t panel_bytes, const BlockRows& block_rows,
+                const F& f) {
+  constexpr int64_t kBlockBytes = 256 << 10, kRunBytes = 96 << 10, kFewRows = 16, kRunsPerThread = 4;
+  const int64_t max_block = std::max(kBlockBytes / row_bytes / block_rows.tile * block_rows.tile, block_rows.min);
+  const int64_t num_blocks = (rows + max_block - 1) / max_block;
+  int64_t run = 1;
+  if (rows <= kFewRows) {
+    run = std::clamp<int64_t>(kRunBytes / panel_bytes, 1, std::max<int64_t>(num_panels / (kRunsPerThread * num_threads()), 1));
+  }
+  const int64_t num_runs = (num_panels + run - 1) / run;
+  const auto first_row = [&](int64_t block) {
+    return block == num_blocks ? rows : rows * block / num_blocks / block_rows.multiple * block_rows.multiple;
+  };
+  parallel_for(num_blocks * num_runs, [&](int64_t index) {
+    const int64_t block = index / num_runs, first = index % num_runs * run;
+    f(Block{first_row(block), first_row(block + 1), first, std::min(first + run, num_panels)});
+  });
+}
+
+// Row tiles of nearly equal height, none above `max_rows`: f(first row, number of rows).
+template <typename F>
+void for_row_tiles(int64_t begin, int64_t end, int64_t max_rows, const F& f) {
+  const int64_t rows = end - begin, tiles = (rows + max_rows - 1) / max_rows;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = begin + rows * tile / tiles;
+    f(first, begin + rows * (tile + 1) / tiles - first);
+  }
+}
+
+inline vec silu(vec x) {
+  // x / (1 + e^-x), by the half of it whose exponential cannot overflow
+  const vec power = exp_of_negative(zero() - abs(x));  // e^-|x|
+  const vec one = splat(1.0f);
+  return x * select_negative(x, power, one) / (one + power);
+}
+
+inline vec gelu_tanh(vec x) {
+  // 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+  const vec twice = splat(1.5957691216057308f) * fma(splat(0.044715f) * x * x, x, x);
+  const vec power = exp_of_negative(zero() - abs(twice));
+  const vec one = splat(1.0f);
+  return x * select_negative(twice, power, one) / (one + power);
+}
+
+template <typename O>
+void store_vec(O* out, vec value, int64_t count) {
+  if (count >= kLanes) return store(out, value);
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int64_t i = 0; i < count; ++i) store_one(out + i, lanes[i]);
+}
+
+// Finish one row of a tile: the two vectors of panel `panel`.
+template <typename O>
+void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec second) {
+  if (args.bias) {
+    first = first + load(args.bias + panel * kPanel);
+    second = second + load(args.bias + panel * kPanel + kLanes);
+  }
+  O* out = static_cast<O*>(args.out) + row * args.out_stride;
+  if (args.epilogue == kStore) {
+    out += panel * kPanel;
+    const int64_t left = args.out_features - panel * kPanel;
+    store_vec(out, first, left);
+    if (left > kLanes) store_vec(out + kLanes, second, left - kLanes);
+    return;
+  }
+  const vec gate = args.epilogue == kSiluMul ? silu(first) : gelu_tanh(first);
+  store_vec(out + panel * kLanes, gate * second, args.out_features / 2 - panel * kLanes);
+}
+
+inline void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec second) {
+  if (args.out_dtype == kFloat32) return finish_row<float>(args, row, panel, first, second);
+  finish_row<bf16>(args, row, panel, first, second);
+}
+
+// Panel row of output `row` of one piece of a weight: where its elements go.
+struct Place {
+  int64_t panel, lane;
+};
+// `half`: -1 for a plain weight, 0 for the gate, 1 for up.
+inline Place place_of(int64_t row, int64_t half) {
+  if (half < 0) return {row / kPanel, row % kPanel};
+  return {row / kLanes, half * kLanes + row % kLanes};
+}
+
+}  // namespace triptych

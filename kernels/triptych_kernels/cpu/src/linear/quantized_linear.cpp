@@ -1,0 +1,227 @@
+// Products with packed 4- and 8-bit weights.
+//
+// Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16. The integers of a group
+// multiply exactly; then each output is one chain of float32 sums over its groups in order, whatever the number of
+// rows, so a row's result does not depend on its batch.
+//
+// Many rows may be multiplied in bfloat16 instead: each panel is unpacked once and used for all of them.
+#include <bit>
+
+#include "linear/block.h"
+#include "linear/quantized.h"
+
+namespace triptych {
+namespace {
+
+struct QuantizedLinear {
+  Linear linear;   // dtype is that of x
+  int64_t bits;
+  int64_t affine;
+  int64_t wide_rows;  // so many rows or more are multiplied in bfloat16
+};
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6;      // 24 sums, two weights, two words, a mask and an input in 32 registers
+constexpr int kLoneTileRows = 8;  // one tile that keeps some sums in memory is faster than two
+#else
+constexpr int kTileRows = 2, kLoneTileRows = 2;
+#endif
+constexpr int64_t kAheadBytes = 8192;  // of the weights in hand: they are so small that less is too late
+constexpr int64_t kRowsPerIndex = 8;
+constexpr float kLargestInteger = 32767.0f, kSmallestMagnitude = 1e-30f;
+
+// `values` in the order in which products read them.
+template <int Bits>
+void store_in_pair_order(const int16_t (&values)[kGroup], int16_t* out) {
+  using Vector [[gnu::vector_size(kGroup * sizeof(int16_t))]] = int16_t;
+  Vector vector;
+  std::memcpy(&vector, values, sizeof vector);
+  [&]<int... Place>(std::integer_sequence<int, Place...>) {
+    vector = __builtin_shufflevector(vector, vector, kPairOrder<Bits>.input[Place]...);
+  }(std::make_integer_sequence<int, kGroup>{});
+  std::memcpy(out, &vector, sizeof vector);
+}
+
+template <typename F, typename X>
+void quantize_group(const X* x, Activations& out) {
+  constexpr int kVectors = kGroup / kLanes;
+  vec values[kVectors];
+  ivec bits = splat_int(0);
+  unroll<kVectors>([&](auto i) {
+    values[i] = load(x + i * kLanes);
+    bits = max(bits, bits_of(abs(values[i])));  // magnitudes are ordered as their bits are, NaN above all
+  });
+  const float magnitude = std::bit_cast<float>(largest(bits));
+  const vec inverse = splat(magnitude < kSmallestMagnitude ? 0.0f : kLargestInteger / magnitude);
+  int16_t integers[kGroup];
+  ivec totals = splat_int(0);
+  unroll<kVectors>([&](auto i) {
+    const ivec rounded = to_ints(values[i] * inverse);
+    totals = totals + rounded;
+    store_shorts(integers + i * kLanes, rounded);
+  });
+  const int32_t total = sum(totals);
+  store_in_pair_order<F::kBits>(integers, out.values);
+  out.scale = magnitude / kLargestInteger;
+  out.sum = out.scale * static_cast<float>(total);
+  out.offset = -F::kZero * total;
+}
+
+template <typename F, typename X>
+void round_group(const X* x, bf16* out) {
+  int16_t values[kGroup];
+  for (int i = 0; i < kGroup; i += kLanes) store(reinterpret_cast<bf16*>(values) + i, load(x + i));
+  store_in_pair_order<F::kBits>(values, reinterpret_cast<int16_t*>(out));
+}
+
+// f(first input of a group, number of the group among those of all rows)
+template <typename X, typename F>
+void for_groups(const Linear& args, int64_t rows, const F& f) {
+  const int64_t groups = args.in_features / kGroup;
+  parallel_for((rows + kRowsPerIndex - 1) / kRowsPerIndex, [&](int64_t index) {
+    const int64_t end = std::min((index + 1) * kRowsPerIndex, rows);
+    for (int64_t row = index * kRowsPerIndex; row < end; ++row) {
+      const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
+      for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
+    }
+  });
+}
+
+// out[row][half] = x[row] . panel, over `groups`
+template <typename F, int Rows>
+void multiply(const Activations* x, int64_t groups, const char* panel, vec (&out)[Rows][2]) {
+  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
+  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
+  const Activations* x3 = x + 3 * groups;  // so that an address is one of two pointers and few strides
+  for (const Activations* const end = x + groups; x < end; ++x, ++x3, panel += F::kGroupBytes) {
+    const auto inputs = [&](auto row) -> const Activations& {
+      return row < 3 ? x[row * groups] : x3[(row - 3) * groups];
+    };
+    if constexpr (F::kAffine) {
+      unroll<2>([&](auto half) {
+        const vec minima = load_halves(panel + F::kScaleBytes + half * kLanes * sizeof(uint16_t));
+        unroll<Rows>([&](auto row) { sums[row][half] = fma(splat(inputs(row).sum), minima, sums[row][half]); });
+      });
+    }
+    ivec dots[Rows][2];
+    unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = splat_int(inputs(row).offset); });
+    const char* words = panel + F::kWordsAt;
+#pragma GCC unroll 1  // the code of all tiles together stays small; this long a body gains nothing
+    for (int word = 0; word < F::kWords; ++word) {
+      const char* at = words + word * kPanel * sizeof(uint32_t);
+      prefetch(at + kAheadBytes);
+      prefetch(at + kLanes * sizeof(uint32_t) + kAheadBytes);
+      const ivec first = load_ints(at), second = load_ints(at + kLanes * sizeof(uint32_t));
+      unroll<F::kPairs>([&](auto pair) {
+        const ivec weights[2] = {pair_of<F::kBits, pair>(first), pair_of<F::kBits, pair>(second)};
+        unroll<Rows>([&](auto row) {
+          int32_t two;
+          std::memcpy(&two, inputs(row).values + 2 * (word * F::kPairs + pair), sizeof two);
+          const ivec value = splat_int(two);
+          dots[row][0] = add_dot(dots[row][0], value, weights[0]);
+          dots[row][1] = add_dot(dots[row][1], value, weights[1]);
+        });
+      });
+    }
+    unroll<2>([&](auto half) {
+      const vec scales = load_halves(panel + half * kLanes * sizeof(uint16_t));
+      unroll<Rows>([&](auto row) {
+        sums[row][half] = fma(to_floats(dots[row][half]) * splat(inputs(row).scale), scales, sums[row][half]);
+      });
+    });
+  }
+  unroll<Rows>([&](auto row) {
+    out[row][0] = sums[row][0];
+    out[row][1] = sums[row][1];
+  });
+}
+
+template <typename F, int Rows>
+void multiply_tile(const Linear& args, const Activations* x, int64_t row, int64_t panel) {
+  const int64_t groups = args.in_features / kGroup;
+  vec sums[Rows][2];
+  multiply<F, Rows>(x + row * groups, groups,
+                    static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, sums);
+  for (int i = 0; i < Rows; ++i) finish_row(args, row + i, panel, sums[i][0], sums[i][1]);
+}
+
+// The tile of `rows` rows, by the template made for that number.
+template <typename F, int Rows = kLoneTileRows>
+void multiply_rows(const Linear& args, const Activations* x, int64_t row, int64_t rows, int64_t panel) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return multiply_rows<F, Rows - 1>(args, x, row, rows, panel);
+  }
+  multiply_tile<F, Rows>(args, x, row, panel);
+}
+
+template <typename F>
+void multiply_narrow(const Linear& args, int64_t rows) {
+  static thread_local Scratch scratch;
+  const int64_t row_bytes = args.in_features / kGroup * sizeof(Activations);
+  auto* x = static_cast<Activations*>(scratch.get(rows * row_bytes));
+  if (args.dtype == kFloat32) {
+    for_groups<float>(args, rows, [&](const float* from, int64_t group) { quantize_group<F>(from, x[group]); });
+  } else {
+    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F>(from, x[group]); });
+  }
+  const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
+  for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes, kBlockRows<float>,
+             [&](const Block& block) {
+               for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
+                 for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
+                   multiply_rows<F>(args, x, row, count, panel);
+                 });
+               }
+             });
+}
+
+// A panel of weights as bfloat16, its inputs in kPairOrder.
+template <typename F>
+void unpack_panel(const char* panel, int64_t groups, bf16* out) {
+  for (int64_t group = 0; group < groups; ++group, panel += F::kGroupBytes) {
+    unroll<2>([&](auto half) {
+      const int64_t at = half * kLanes;
+      const vec scales = load_halves(panel + at * sizeof(uint16_t));
+      vec starts = scales * splat(-F::kZero);
+      if constexpr (F::kAffine) starts = starts + load_halves(panel + F::kScaleBytes + at * sizeof(uint16_t));
+      for (int word = 0; word < F::kWords; ++word) {
+        const ivec words = load_ints(panel + F::kWordsAt + (word * kPanel + at) * sizeof(uint32_t));
+        unroll<F::kPairs>([&](auto pair) {
+          const ivec integers = pair_of<F::kBits, pair>(words);
+          store_pairs(out + ((group * kGroup / 2 + word * F::kPairs + pair) * kPanel + at) * 2,
+                      fma(to_floats(integers & splat_int(0xffff)), scales, starts),
+                      fma(to_floats(shift_right<16>(integers)), scales, starts));
+        });
+      }
+    });
+  }
+}
+
+template <typename F>
+void multiply_wide(const Linear& args, int64_t rows) {
+  static thread_local Scratch inputs;
+  auto* x = static_cast<bf16*>(inputs.get(rows * args.in_features * sizeof(bf16)));
+  if (args.dtype == kFloat32) {
+    for_groups<float>(args, rows, [&](const float* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
+  } else {
+    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
+  }
+  const int64_t groups = args.in_features / kGroup;
+  parallel_for(args.num_panels(), [&](int64_t panel) {
+    static thread_local Scratch unpacked;
+    auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
+    unpack_panel<F>(static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, groups, weights);
+    multiply_block<bf16>(args, x, args.in_features, weights, {0, rows, panel, panel + 1});
+  });
+}
+
+}  // namespace
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear) {
+  triptych::with_format(args.bits, args.affine, [&](auto format) {
+    using F = decltype(format);
+    if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);
+    triptych::multiply_narrow<F>(args.linear, rows);
+  });
+}

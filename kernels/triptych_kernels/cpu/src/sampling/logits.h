@@ -1,0 +1,101 @@
+// One row of logits as the sampling kernels read it: in blocks, whose maxima tell which of them matter, and in
+// segments, which threads share.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "parallel.h"
+#include "simd/vec.h"
+
+namespace triptych {
+
+constexpr int64_t kBlock = 64;                        // tokens behind one maximum
+constexpr int64_t kSegmentBlocks = 128;               // 8,192 tokens, 32 KB: about 1 us
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();  // bound of what is more than -inf
+
+struct LogitsRow {
+  const float* logits;  // [size]
+  int64_t size;
+
+  int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
+  int64_t num_segments() const { return (num_blocks() + kSegmentBlocks - 1) / kSegmentBlocks; }
+  int64_t segment_end(int64_t segment) const { return std::min((segment + 1) * kSegmentBlocks, num_blocks()); }
+
+  // [kBlock], -inf past the end of the row; `room` is for such a block.
+  const float* block(int64_t index, float (&room)[kBlock]) const {
+    const float* from = logits + index * kBlock;
+    const int64_t left = size - index * kBlock;
+    if (left >= kBlock) return from;
+    std::fill(std::copy(from, from + left, room), room + kBlock, -kInfinity);
+    return room;
+  }
+};
+
+struct Best {
+  float logit = -kInfinity;
+  int64_t token_id = 0;  // of equals the lowest
+  bool has_nan = false;
+
+  bool is_usable() const { return !has_nan && std::isfinite(logit); }
+};
+
+// The best of one segment; fills its part of `maxima`, [num_blocks] of the row.
+inline Best scan_segment(const LogitsRow& row, int64_t segment, float* maxima) {
+  const int64_t begin = segment * kSegmentBlocks, end = row.segment_end(segment);
+  alignas(64) float room[kBlock];
+  Best best;
+  uint32_t nan_lanes = 0;
+  for (int64_t block = begin; block < end; ++block) {
+    const float* values = row.block(block, room);
+    vec top = load(values);
+    vec second = load(values + kLanes);
+    nan_lanes |= unordered(top, second);
+    for (int64_t i = 2 * kLanes; i < kBlock; i += 2 * kLanes) {
+      const vec a = load(values + i), b = load(values + i + kLanes);
+      nan_lanes |= unordered(a, b);
+      top = max(top, a);
+      second = max(second, b);
+    }
+    maxima[block] = largest(max(top, second));
+  }
+  best.has_nan = nan_lanes != 0;
+  if (best.has_nan) return best;
+  const float* first = std::max_element(maxima + begin, maxima + end);
+  best.logit = *first;
+  const int64_t block = first - maxima;
+  const float* values = row.block(block, room);
+  best.token_id = block * kBlock + (std::find(values, values + kBlock, best.logit) - values);
+  return best;
+}
+
+// Of two, the first of which stands before the second in the row.
+inline Best better(const Best& first, const Best& second) {
+  Best best = second.logit > first.logit ? second : first;
+  best.has_nan = first.has_nan || second.has_nan;
+  return best;
+}
+
+// f(index, loop) for every row, where loop(count, g) calls g(0 .. count - 1) for its segments: threads share many
+// rows by row, few rows by segment.
+template <typename F>
+void for_rows(int64_t rows, const F& f) {
+  // with fewer rows a thread, the last ones would keep one thread busy and the others waiting
+  constexpr int64_t kRowsPerThread = 4;
+  if (rows >= kRowsPerThread * num_threads()) {
+    parallel_for(rows, [&](int64_t index) {
+      f(index, [](int64_t count, const auto& g) {
+        for (int64_t i = 0; i < count; ++i) g(i);
+      });
+    });
+    return;
+  }
+  for (int64_t index = 0; index < rows; ++index) {
+    f(index, [](int64_t count, const auto& g) { parallel_for(count, g); });
+  }
+}
+
+}  // namespace triptych

@@ -1,0 +1,1 @@
+"""Products with plain and quantized weights."""

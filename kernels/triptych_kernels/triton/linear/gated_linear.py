@@ -1,0 +1,19 @@
+"""The first half of a gated MLP: one kernel for few rows where it is measured to beat cuBLAS, else that and a pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from triptych_kernels.triton.elementwise.silu_and_mul import gate_and_mul
+from triptych_kernels.triton.linear.few_rows import gated_linear_tiles, multiply_few_rows
+from triptych_kernels.weights.base import HeldWeight
+
+
+def gated_linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, activation: str) -> Tensor:
+    if isinstance(weight, HeldWeight):
+        return weight.multiply(x, x.dtype, activation)
+    tiles = gated_linear_tiles(x, weight)
+    if tiles is None:
+        return gate_and_mul(functional.linear(x, weight, bias), activation)
+    return multiply_few_rows(x, weight, bias, x.dtype, activation, tiles)

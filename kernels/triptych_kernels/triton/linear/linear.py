@@ -1,0 +1,19 @@
+"""Products with weights in 8 bits or fewer, and of few rows with plain ones where that is measured to beat cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.torch.linear import linear as torch_linear
+from triptych_kernels.triton.linear.few_rows import linear_tiles, multiply_few_rows
+from triptych_kernels.weights.base import HeldWeight
+
+
+def linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, HeldWeight):
+        return weight.multiply(x, out_dtype)
+    tiles = linear_tiles(x, weight)
+    if tiles is None:
+        return torch_linear(x, weight, bias, out_dtype)
+    return multiply_few_rows(x, weight, bias, out_dtype, None, tiles)

@@ -1,0 +1,52 @@
+"""The weights of one product of all experts in tensors that one launch walks over, each expert's a view into them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from triptych_kernels.triton.moe.routing import Routing
+from triptych_kernels.weights.base import HeldWeight
+
+
+class ExpertStack(Sequence[HeldWeight]):
+    """Its members are filled one by one, as they are loaded, and multiplied together.
+
+    The stacks of a mixture's two products are of one class and made alike, so that they want the same tiles.
+    """
+
+    def __init__(self, experts: Sequence[HeldWeight]) -> None:
+        self._experts = tuple(experts)
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._experts[index]
+
+    @abstractmethod
+    def block_m(self, rows_per_expert: float) -> int:
+        """Rows of a tile of the products, as the routing has to make them.
+
+        Args:
+            rows_per_expert: if all have as many.
+        """
+
+    @abstractmethod
+    def gate_up(self, x: Tensor, routing: Routing) -> Tensor:
+        """`silu(gate) * up` of each pair, [num_pairs, intermediate_size] in x's dtype.
+
+        Args:
+            x: [num_tokens, hidden_size], the last axis contiguous.
+        """
+
+    @abstractmethod
+    def down(self, activated: Tensor, routing: Routing, weighted: Tensor) -> None:
+        """Write each pair's result times its probability to `weighted` [num_pairs, hidden_size].
+
+        Args:
+            activated: what `gate_up` returned.
+        """

@@ -1,0 +1,66 @@
+"""Who wins among some tokens: found in float32, decided in float64.
+
+argmax(logit / T + gumbel) is also the first to arrive of exponential clocks whose rates are exp(logit / T):
+argmax(exp(logit / T) / E) with E = -log u, which takes one logarithm less. Tokens that come this close to the best in
+float32, nearly always one, are scored once more in float64, so that no rounding decides and a row's token does not
+depend on how its tokens are split.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triptych_kernels.triton.sampling.philox import exponential, gumbel, words_of_quads
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NO_TOKEN = tl.constexpr(2**31 - 1)
+_CLOSE = tl.constexpr(1.0 - 1e-4)  # ten times the error of a float32 rate and clock
+_COLDEST = tl.constexpr(1e-30)  # its inverse is finite; between logits no such small differences occur
+
+
+@triton.jit
+def load_quads(logits, quads, vocab_size):
+    """[Q, 4] logits of tokens 4 * quad + 0..3, -inf past the end of the row that `logits` points to."""
+    token = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(logits + token, mask=token < vocab_size, other=-float("inf"))
+
+
+@triton.jit
+def rates(x, best, temperature):
+    """exp((x - best) / temperature), 0 for -inf; `best` is finite and no x is more."""
+    return tl.exp2((x - best) * (LOG2_E / tl.maximum(temperature, _COLDEST)))
+
+
+@triton.jit
+def race(logits, x, quads, threshold, temperature, seed, position):
+    """The winner among the tokens whose logits reach `threshold`.
+
+    Args:
+        logits: pointer to the row.
+        x: [Q, 4], its logits at `quads`.
+        quads: [Q] int32.
+        threshold: more than -inf.
+    Returns:
+        score: float64, logit / temperature + gumbel; -inf if no token takes part.
+        token_id: int32, of equal scores the lowest.
+    """
+    token = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    best = tl.max(x)
+    best = tl.where(tl.abs(best) < float("inf"), best, 0.0)
+    rate = tl.where(x >= threshold, rates(x, best, temperature), 0.0)
+    speed = rate / exponential(words_of_quads(seed, position, quads))
+    # of infinite logits, whose row gets no token, none is close
+    close = (speed > 0.0) & (speed < float("inf")) & (speed >= tl.max(speed) * _CLOSE)
+    best_score = tl.full((), -float("inf"), tl.float64)
+    best_id = tl.full((), NO_TOKEN, tl.int32)
+    token_id = tl.min(tl.where(close, token, NO_TOKEN))
+    while token_id < NO_TOKEN:
+        lane = (tl.arange(0, 4) == token_id % 4)[None, :]
+        quad = tl.full((1,), 0, tl.int32) + token_id // 4
+        word = tl.sum(tl.where(lane, words_of_quads(seed, position, quad), 0).to(tl.int64))
+        score = tl.load(logits + token_id).to(tl.float64) / temperature.to(tl.float64) + gumbel(word)
+        best_id = tl.where(score > best_score, token_id, best_id)
+        best_score = tl.maximum(score, best_score)
+        token_id = tl.min(tl.where(close & (token > token_id), token, NO_TOKEN))
+    return best_score, best_id

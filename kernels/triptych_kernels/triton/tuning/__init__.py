@@ -1,0 +1,1 @@
+"""Tiles by measurement, and compilation before they are needed."""

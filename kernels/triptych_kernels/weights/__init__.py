@@ -1,0 +1,1 @@
+"""Weights of linear layers that are not plain tensors."""

@@ -1,0 +1,115 @@
+"""The weight of a linear layer in the order in which the native product reads it; panel.h draws it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import Argument, launch
+from triptych_kernels.cpu.library import DTYPES, isa, load
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.weights.base import Half, HeldWeight
+
+_EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
+HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
+
+
+class PackedWeight(HeldWeight):
+    """In the dtype of its inputs."""
+
+    impl = "cpu"
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+    ) -> None:
+        """Storage for a weight, all zero; it belongs to the instruction set in use.
+
+        Args:
+            out_features: of all projections together.
+            in_features: even for bfloat16.
+            gated: the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+        Raises:
+            ValueError: a dtype or number of inputs that no kernel is made for.
+        """
+        self._check(in_features, dtype)
+        self.out_features = out_features
+        self.in_features = in_features
+        self.dtype = dtype
+        self.gated = gated
+        self.device = torch.device("cpu")
+        lanes = panel_size() // 2 if gated else panel_size()
+        num_panels = -(-(out_features // 2 if gated else out_features) // lanes)
+        self.data = self._allocate(num_panels * panel_size())
+        self.bias = torch.zeros(num_panels * panel_size()) if bias else None
+        """[panels * outputs per panel] float32, in the order of the panels."""
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.dtype,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
+        rows = rows.to(self.dtype).contiguous()
+        launch(
+            "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, HALVES[half]
+        )
+
+    def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
+        assert self.bias is not None, "created without a bias"
+        rows = torch.arange(first_row, first_row + len(values))
+        if half is not None:
+            lanes = panel_size() // 2
+            rows = rows // lanes * panel_size() + HALVES[half] * lanes + rows % lanes
+        self.bias[rows] = values.float()
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        out = self._new_output(x, out_dtype, activation)
+        launch("linear", x, *self._linear_arguments(x, out, activation))
+        return out
+
+    def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
+        launch(
+            "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], True, self.data,
+            token_ids, out, self.in_features,
+        )  # fmt: skip
+        return out
+
+    def _check(self, in_features: int, dtype: torch.dtype) -> None:
+        if not can_pack(in_features, dtype):
+            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
+
+    def _allocate(self, num_outputs: int) -> Tensor:
+        """Zeros for so many outputs, those that fill up the last panel included."""
+        return zeros_in_huge_pages((num_outputs * self.in_features,), self.dtype)
+
+    def _new_output(self, x: Tensor, dtype: torch.dtype, activation: str | None) -> Tensor:
+        assert self.gated == (activation is not None), "a gated weight is packed for the activation"
+        num_outputs = self.out_features if activation is None else self.out_features // 2
+        return torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
+
+    def _linear_arguments(self, x: Tensor, out: Tensor, activation: str | None) -> tuple[Argument, ...]:
+        """`Linear` in panel.h."""
+        return (
+            DTYPES[x.dtype], DTYPES[out.dtype], x, x.stride(0), self.data, self.bias,
+            out, out.shape[1], self.in_features, self.out_features, _EPILOGUES[activation],
+        )  # fmt: skip
+
+
+def can_pack(in_features: int, dtype: torch.dtype) -> bool:
+    """Whether native products exist here for such a weight."""
+    return bool(isa()) and dtype in DTYPES and (dtype == torch.float32 or in_features % 2 == 0)
+
+
+def panel_size() -> int:
+    """Outputs per panel with the instruction set in use."""
+    return int(load(isa()).triptych_panel_size())
