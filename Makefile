@@ -100,7 +100,7 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 ci: verify test ## Everything that must hold before a merge
 
 .PHONY: verify
-verify: verify-lint verify-sizes verify-rooms verify-config verify-types verify-protos ## All checks but the tests
+verify: verify-lint verify-sizes verify-imports verify-config verify-types verify-protos ## All checks but the tests
 
 .PHONY: verify-lint
 verify-lint: $(DEV) ## ruff: rules and format
@@ -111,8 +111,8 @@ verify-lint: $(DEV) ## ruff: rules and format
 verify-types: $(DEV) ## mypy, strict
 	$(BIN)/mypy libs services kernels tools
 
-.PHONY: verify-rooms
-verify-rooms: $(DEV) ## import-linter: who may import whom
+.PHONY: verify-imports
+verify-imports: $(DEV) ## import-linter: who may import whom
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
 
 .PHONY: verify-sizes

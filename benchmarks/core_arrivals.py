@@ -18,7 +18,7 @@ import numpy as np
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.kv import BlockManager
-from services.enginecore.kv.block import BlockTable
+from services.enginecore.kv.block_table import BlockTable
 from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts

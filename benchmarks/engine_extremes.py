@@ -17,7 +17,7 @@ import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Scheduler
-from services.frontend.engine_session import EngineSession
+from services.frontend.engines.session import EngineSession
 from services.frontend.outputs import RequestOutputs
 from triptych.config import SchedulerConfig
 from triptych.text.tokenizer import Tokenizer

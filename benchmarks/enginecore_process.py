@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from services.frontend.engine_client import EngineClient
-from triptych.client.launch import config_from_overrides
-from triptych.client.local import LocalCluster
+from services.frontend.engines.client import EngineClient
 from triptych.config import EngineConfig
+from triptych.launcher.launch import config_from_overrides
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice

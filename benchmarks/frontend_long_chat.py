@@ -20,7 +20,7 @@ from multiprocessing.synchronize import Event
 import numpy as np
 
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import config_from_overrides, launch
+from triptych.launcher.launch import config_from_overrides, launch
 from triptych.types.events import DeltaEvent
 
 NUM_READERS = 8

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal import create_engine
+from services.enginecore.journal.recorder import create_engine
 from triptych.config import EngineConfig, JournalConfig, SchedulerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams

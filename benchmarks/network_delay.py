@@ -28,12 +28,12 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from services.enginecore.executor.base import Connected, Executor, WorkerLost
-from services.enginecore.executor.grpc_executor import GrpcExecutor
 from services.enginecore.loop import EngineLoop
-from services.enginecore.window import MAX_WINDOW
-from services.worker.runner_thread import RunnerThread
-from services.worker.startup import load_runner
+from services.enginecore.workers.base import Connected, Executor, WorkerLost
+from services.enginecore.workers.grpc_executor import GrpcExecutor
+from services.enginecore.workers.steps_in_flight import MAX_WINDOW
+from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.startup import load_runner
 from triptych.config import EngineConfig
 from triptych.config.loader import to_flags
 from triptych.config.shared import shared_config

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from triptych.client.launch import config_from_overrides, launch
+from triptych.launcher.launch import config_from_overrides, launch
 
 STEP_MS = 30.0
 NUM_RUNNING = 36

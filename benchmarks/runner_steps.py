@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.runner.base import Runner
-from services.worker.startup import load_runner
+from services.worker.service.startup import load_runner
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32

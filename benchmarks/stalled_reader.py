@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import launch
 from triptych.config.loader import load_config
+from triptych.launcher.launch import launch
 from triptych.types.events import DeltaEvent
 
 NUM_READERS = 32

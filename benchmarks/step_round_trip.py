@@ -21,14 +21,14 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.worker.app import SWITCH_INTERVAL_S
-from services.worker.door import SERVICE, WorkerDoor
-from services.worker.gate import SessionGate
-from services.worker.info import InfoBoard
 from services.worker.runner.base import CompletedStep
-from services.worker.runner_thread import RunnerThread
-from services.worker.sleep import SleepControl
+from services.worker.service.lease import SessionGate
+from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.servicer import SERVICE, WorkerDoor
+from services.worker.service.sleep import SleepControl
+from services.worker.service.status import InfoBoard
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES

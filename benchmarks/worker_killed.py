@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import config_from_overrides, launch
-from triptych.client.local import LocalCluster
+from triptych.launcher.launch import config_from_overrides, launch
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import TokenLogprobs
 

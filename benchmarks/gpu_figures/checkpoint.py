@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from services.worker.loader import Checkpoint, open_checkpoint
 from services.worker.loader.safetensors import SHARD_INDEX_FILE
-from triptych.config.checkpoint import CONFIG_FILE
+from triptych.checkpoint.config_json import CONFIG_FILE
 
 SHARD_BYTES = 4 << 30
 

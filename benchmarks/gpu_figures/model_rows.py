@@ -28,7 +28,7 @@ from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.serving import DecodingStreams, gaps_between, serve
 from benchmarks.gpu_figures.timing import release_memory
 from services.worker.runner.base import Runner
-from services.worker.runner.device.decode_graph import graph_buckets
+from services.worker.runner.cuda.decode_graph import graph_buckets
 
 _WARM_UP_STEPS = 4  # CUDA graphs are recorded when their size is first needed
 _TRACED_STEPS = 16

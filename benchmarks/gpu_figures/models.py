@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_figures.rows import Sizes
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.runner.base import Runner
-from services.worker.runner.create import create_runner
-from triptych.config.checkpoint import CONFIG_FILE, read_architecture
+from services.worker.runner.startup.create import create_runner
+from triptych.checkpoint.config_json import CONFIG_FILE, read_architecture
 from triptych.config.fields import (
     CacheConfig,
     EngineConfig,

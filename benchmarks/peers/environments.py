@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.host import cpu_flags
+from services.worker.context.host import cpu_flags
 from triptych.hub.cache import cache_home, locked
 from triptych.hub.progress import ProgressLine
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from services.worker.host import cpu_flags, cpu_name, usable_cores
+from services.worker.context.host import cpu_flags, cpu_name, usable_cores
 
 BUSY_LOAD = 0.5
 """A load average above it means that others compute: a peer gave 512 beside a compiler instead of 705 tokens/s."""

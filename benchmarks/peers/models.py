@@ -22,7 +22,7 @@ from benchmarks.peers.environments import (
     peers_home,
 )
 from services.worker.loader.load import open_checkpoint
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.hub.cache import build_directory_once
 from triptych.hub.embedded import fetch_embedded
 from triptych.hub.resolve import EMBEDDED, resolve_model

@@ -7,11 +7,11 @@ import gc
 import logging
 import time
 
-from services.enginecore.door import ADMIN_SERVICE, SERVICE, AdminDoor, EngineCoreDoor
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminDoor, EngineCoreDoor
 from services.enginecore.loop import EngineLoop
 from services.enginecore.metrics import export_status
-from services.enginecore.window import MAX_WINDOW
+from services.enginecore.workers.grpc_executor import GrpcExecutor
+from services.enginecore.workers.steps_in_flight import MAX_WINDOW
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
 from triptych.errors import ConfigError, StaleEpoch

@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from services.enginecore.crashes import CrashInquiry
+from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.pause import Pause
 from services.enginecore.request import Request
+from services.enginecore.restrictions import CrashInquiry
 from services.enginecore.scheduler import Failed, Finished, Scheduler, check_config
-from services.enginecore.session_outputs import SessionOutputs
 from triptych.config import EngineConfig
 from triptych.errors import (
     EngineFailure,

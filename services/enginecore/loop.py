@@ -15,12 +15,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from services.enginecore.executor.base import Connected, Executor, WorkerLost
-from services.enginecore.journal import create_engine
-from services.enginecore.outbox import Outbox
-from services.enginecore.sleep import WorkerSleep
-from services.enginecore.window import WindowControl
-from services.enginecore.worker_link import WorkerLink
+from services.enginecore.frontends.outbox import Outbox
+from services.enginecore.journal.recorder import create_engine
+from services.enginecore.worker_sleep import WorkerSleep
+from services.enginecore.workers.base import Connected, Executor, WorkerLost
+from services.enginecore.workers.connection import WorkerLink
+from services.enginecore.workers.steps_in_flight import WindowControl
 from triptych.config import EngineConfig
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields

@@ -14,11 +14,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from services.frontend.admin_door import ADMIN_SERVICE, AdminDoor
-from services.frontend.engine_client import EngineClient
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
-from services.frontend.grpc_door import EMBEDDING_SERVICE, SERVICE, EmbeddingDoor, GenerationDoor
-from services.frontend.router import Router
+from services.frontend.grpc.admin_servicer import ADMIN_SERVICE, AdminDoor
+from services.frontend.grpc.generation_servicer import (
+    EMBEDDING_SERVICE,
+    SERVICE,
+    EmbeddingDoor,
+    GenerationDoor,
+)
 from triptych.config import EngineConfig
 from triptych.config.fields import FrontendConfig
 from triptych.config.loader import ServiceArguments

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from services.frontend.accounting import RequestRecord
-from services.frontend.engine_client import EngineClient
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed, draw_seed, new_request_id
 from services.frontend.outputs import RequestOutputs
 from services.frontend.prompt_report import PromptReport
-from services.frontend.requests import (
+from services.frontend.requests.parse import (
     RawChat,
     RawRequest,
     check_chat,
@@ -25,8 +26,7 @@ from services.frontend.requests import (
     is_request_id,
     parse,
 )
-from services.frontend.router import Router
-from services.frontend.sampling_fields import find_bad_token_id, why_not_text
+from services.frontend.requests.sampling import find_bad_token_id, why_not_text
 from services.frontend.text_model import TextModel
 from triptych.errors import (
     DeadlineExceeded,

@@ -8,10 +8,10 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from services.frontend.requests import RawChat, prompt_has_too_many_chars
-from services.frontend.sampling_fields import check_defaults
+from services.frontend.requests.parse import RawChat, prompt_has_too_many_chars
+from services.frontend.requests.sampling import check_defaults
 from services.frontend.work_threads import WorkThreads
-from triptych.config.checkpoint import read_generation_defaults
+from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer

@@ -10,13 +10,13 @@ import sys
 import time
 from typing import Any
 
-from services.worker.door import SERVICE, WorkerDoor
-from services.worker.gate import SessionGate
-from services.worker.info import InfoBoard
 from services.worker.runner.base import Runner
-from services.worker.runner_thread import PhaseChange, RunnerThread
-from services.worker.sleep import SleepControl
-from services.worker.watchdog import StepHung, Watchdog
+from services.worker.service.lease import SessionGate
+from services.worker.service.runner_thread import PhaseChange, RunnerThread
+from services.worker.service.servicer import SERVICE, WorkerDoor
+from services.worker.service.sleep import SleepControl
+from services.worker.service.status import InfoBoard
+from services.worker.service.watchdog import StepHung, Watchdog
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
 from triptych.errors import TriptychError
@@ -112,7 +112,7 @@ async def run(arguments: ServiceArguments) -> int:
 
 def _load(arguments: ServiceArguments, on_phase: PhaseChange) -> Runner:
     """Runs on the runner thread, which alone pays for importing torch."""
-    from services.worker.startup import load_runner
+    from services.worker.service.startup import load_runner
 
     return load_runner(arguments.config, on_phase)
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_figures.sections import SECTIONS, all_rows
 from benchmarks.gpu_figures.serving import gaps_between
 from benchmarks.gpu_figures.supervisor import supervise
 from services.worker.loader import open_checkpoint
-from tests.rooms.test_rooms import GRPC, HTTP, import_without
+from tests.imports.test_imports import GRPC, HTTP, import_without
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

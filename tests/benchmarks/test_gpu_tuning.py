@@ -29,7 +29,7 @@ from benchmarks.gpu_tuning.ahead import AheadCompiler
 from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE, all_cases, create_case
 from benchmarks.gpu_tuning.tuner import LONG_S, Outcome, Refusal, tune
 from benchmarks.gpu_tuning.workload import Case, Workload, problem_of
-from tests.rooms.test_rooms import GRPC, HTTP, import_without
+from tests.imports.test_imports import GRPC, HTTP, import_without
 from triptych_kernels.triton.tuning.tunable import Tunable, TunedFile, read_file
 
 ROOT = Path(__file__).parents[2]

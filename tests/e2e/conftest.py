@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.cores import share_of_cores
-from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
+from triptych.launcher.local_cluster import LocalCluster
 
 MAX_NUM_SEQS = 16
 MAX_NUM_WAITING = 64

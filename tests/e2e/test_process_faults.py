@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.processes import DEADLINE_S, Service, free_port, service_process
 from tests.helpers.stack import FakeFrontend
 from tests.helpers.step_relay import Cut, StepRelay

@@ -1,4 +1,4 @@
-"""A stack that records, three processes and a simulated model, and `triptych replay` of what it recorded."""
+"""A stack that records, three processes and a simulated model, and `python -m tools.replay` of what it recorded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from triptych import LLM, SamplingParams
-from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.rpc.channel import NO_PROXY
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 
@@ -63,20 +63,20 @@ def wait_until_running(address: str) -> None:
             time.sleep(0.005)
 
 
-def triptych_replay(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "triptych.client.cli", "replay", *map(str, words)]
+def run_replay(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.replay", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_scheduler_of_another_process_decides_the_same(journal: Path) -> None:
     """Another process has other hashes of strings, and other addresses."""
-    ended = triptych_replay(journal)
+    ended = run_replay(journal)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"{2 * REQUESTS} requests: no divergence (the recording ended: the engine stopped)" in ended.stdout
 
 
 def test_a_worker_of_the_recorded_config_computes_the_same(journal: Path) -> None:
-    ended = triptych_replay(journal, "--against", "worker")
+    ended = run_replay(journal, "--against", "worker")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "no divergence" in ended.stdout
 
@@ -85,7 +85,7 @@ def test_a_worker_that_cannot_start_is_told_with_its_last_words(journal: Path, t
     [file] = journal.glob("*.journal")
     doctored = tmp_path / file.name
     doctored.write_bytes(file.read_bytes().replace(b"embedded", b"/no/such"))
-    ended = triptych_replay(doctored, "--against", "worker")
+    ended = run_replay(doctored, "--against", "worker")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "the worker exited with code 2" in ended.stderr
     assert "/no/such" in ended.stderr

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from tests.e2e.conftest import READY_S
-from triptych.client.cli import main
+from triptych.cli import main
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.local import LocalCluster
 from triptych.config.loader import load_config
 from triptych.errors import DeadlineUnreachable
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason
 from triptych.v1 import admin_pb2, admin_pb2_grpc
@@ -107,7 +107,7 @@ async def test_a_worker_killed_mid_stream_costs_no_token(simulated: LocalCluster
 async def test_serve_sim_says_that_it_is_simulated_and_leaves_in_order() -> None:
     flags = [word for key, text in FREE_PORTS.items() for word in (f"--{key.replace('_', '-')}", text)]
     serve = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "triptych.client.cli", "serve", "--sim", *flags, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "triptych.cli", "serve", "--sim", *flags, stdout=asyncio.subprocess.PIPE
     )
     assert serve.stdout is not None
     try:

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.local import LocalCluster
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 

@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.e2e.conftest import MAX_NUM_SEQS, MAX_NUM_WAITING, READY_S
 from triptych import LLM, SamplingParams
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.local import LocalCluster
 from triptych.errors import InvalidRequest, QueueFull
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
 from triptych.types.outputs import FinishReason
 from triptych.v1 import admin_pb2, admin_pb2_grpc

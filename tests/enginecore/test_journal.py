@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.enginecore import journal_file
-from services.enginecore import replay as replay_module
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal import JournaledEngine, create_engine
+from services.enginecore.journal import file as journal_file
+from services.enginecore.journal.recorder import JournaledEngine, create_engine
 from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
 from tests.helpers.scheduling import make_prompt
 from tests.helpers.stack import make_config
+from tools.replay import __main__ as replay_command
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
@@ -327,7 +327,7 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
     (tmp_path / "nothing").mkdir()
     told = {}
     for name in (*files, "absent", "nothing"):
-        assert replay_module.main([str(tmp_path / name)]) == 2, name
+        assert replay_command.main([str(tmp_path / name)]) == 2, name
         told[name] = capsys.readouterr().err
     assert all("is no step journal" in told[name] for name in ("empty", "text", "zeros", "cut"))
     assert "has version 99, this triptych reads 2" in told["version"]

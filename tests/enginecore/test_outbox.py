@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from services.enginecore import outbox as outbox_module
-from services.enginecore.outbox import MAX_PENDING, Outbox
+from services.enginecore.frontends import outbox as outbox_module
+from services.enginecore.frontends.outbox import MAX_PENDING, Outbox
 from triptych.errors import EngineFailure, ProtocolViolation
 from triptych.types.outputs import OutputBatch
 from triptych.types.submit import EngineWelcome

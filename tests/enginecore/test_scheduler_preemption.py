@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from services.enginecore.plan_difference import is_same
 from services.enginecore.request import Request
-from services.enginecore.scheduler.columns import RowColumns, Slots
 from services.enginecore.scheduler.planner import StepPlanner
+from services.enginecore.scheduler.running_rows import RowColumns, Slots
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -22,6 +21,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
+from tools.replay.plan_difference import is_same
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepResult

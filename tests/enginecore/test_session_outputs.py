@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
 from services.enginecore.scheduler import StepOutput
-from services.enginecore.session_outputs import MAX_STEPS_TOGETHER, SessionOutputs
 from tests.helpers.scheduling import make_request
 from triptych.errors import QueueFull
 from triptych.types.step import LogprobColumns, PromptLogprobs, StepResult

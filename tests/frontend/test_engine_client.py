@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.frontend import engine_client as engine_client_module
-from services.frontend import engine_session as engine_session_module
-from services.frontend import outbox as outbox_module
-from services.frontend.engine_client import EngineClient
-from services.frontend.engine_session import EngineSession
-from services.frontend.outbox import Outbox
+from services.frontend.engines import client as engine_client_module
+from services.frontend.engines import outbox as outbox_module
+from services.frontend.engines import session as engine_session_module
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.outbox import Outbox
+from services.frontend.engines.session import EngineSession
 from services.frontend.outputs import Choice
 from tests.helpers.fake_engine import FakeEngine, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request

@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend import generate as generate_module
 from services.frontend.identity import new_request_id, splitmix64
-from services.frontend.requests import RawChat
+from services.frontend.requests.parse import RawChat
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, TIMINGS, FakeEngine, Reply, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request

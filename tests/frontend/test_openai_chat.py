@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.frontend.requests import RawChat
+from services.frontend.requests.parse import RawChat
 from tests.helpers.fake_generator import MODEL, WORDS
-from tests.helpers.http_door import Door, open_door
+from tests.helpers.http_api import Door, open_door
 
 ALL = "0" + "".join(WORDS)
 USER: Any = [{"role": "user", "content": "hi"}]

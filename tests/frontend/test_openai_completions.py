@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.helpers.fake_generator import MODEL, WORDS
-from tests.helpers.http_door import Door, open_door
+from tests.helpers.http_api import Door, open_door
 from triptych.types.sampling import OutputKind
 
 ALL = "0" + "".join(WORDS)

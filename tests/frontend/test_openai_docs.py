@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
-from tests.helpers.http_door import Door, open_door
+from tests.helpers.http_api import Door, open_door
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from services.frontend.openai.echo import EchoLogprobs
 from tests.helpers.fake_generator import MODEL
-from tests.helpers.http_door import Door, open_door
+from tests.helpers.http_api import Door, open_door
 from triptych.types.events import PromptLogprobsEvent
 from triptych.types.step import PromptLogprobs
 

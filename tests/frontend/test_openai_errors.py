@@ -16,7 +16,7 @@ from services.frontend.openai.guard import MAX_BODY_BYTES
 from services.frontend.openai.schema import MAX_PROMPTS
 from tests.helpers.fake_engine import eventually
 from tests.helpers.fake_generator import MAX_MODEL_LEN, MODEL, VOCAB_SIZE
-from tests.helpers.http_door import Door, open_door
+from tests.helpers.http_api import Door, open_door
 from triptych.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
-from tests.helpers.http_door import open_door
+from tests.helpers.http_api import open_door
 from triptych.types.submit import SubmitRequest
 
 TOKENIZER = byte_tokenizer()

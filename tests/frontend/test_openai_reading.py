@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.frontend.openai import reading
 from services.frontend.openai.reading import loads_in_parts
-from tests.helpers.http_door import open_door
+from tests.helpers.http_api import open_door
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from services.frontend.openai.server import HttpServer
-from services.frontend.requests import RawRequest
+from services.frontend.requests.parse import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
-from tests.helpers.http_door import DEADLINE_S, Door, open_door
+from tests.helpers.http_api import DEADLINE_S, Door, open_door
 from triptych.errors import ConfigError, GenerationLost
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event
 

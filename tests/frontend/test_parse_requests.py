@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.frontend.requests import RawChat, RawRequest, fit_to_context, parse
-from services.frontend.sampling_fields import check_defaults
+from services.frontend.requests.parse import RawChat, RawRequest, fit_to_context, parse
+from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
 from triptych.types.sampling import OutputKind, SamplingParams

@@ -20,12 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.worker.device import resolve_config
-from services.worker.runner.create import create_runner
-from services.worker.runner.sleepable_runner import SleepableRunner
+from services.worker.context.device import resolve_config
+from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
 

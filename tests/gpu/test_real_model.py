@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.runner.base import StepRunner
-from services.worker.runner.create import create_runner
+from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
 

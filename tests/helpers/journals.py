@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal import JournaledEngine, create_engine
-from services.enginecore.replay import Replay, replay
+from services.enginecore.journal.recorder import JournaledEngine, create_engine
 from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
+from tools.replay.engine import Replay, replay
 from triptych.config import JournalConfig
 from triptych.types.journal import JournalEvent
 from triptych.types.sampling import SamplingParams

@@ -15,18 +15,18 @@ import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.enginecore.door import ADMIN_SERVICE, AdminDoor, EngineCoreDoor
-from services.enginecore.door import SERVICE as ENGINE_SERVICE
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.frontends.servicer import ADMIN_SERVICE, AdminDoor, EngineCoreDoor
+from services.enginecore.frontends.servicer import SERVICE as ENGINE_SERVICE
 from services.enginecore.loop import EngineLoop
-from services.enginecore.window import MAX_WINDOW
-from services.worker.door import SERVICE as WORKER_SERVICE
-from services.worker.door import WorkerDoor
-from services.worker.gate import SessionGate
-from services.worker.info import InfoBoard
+from services.enginecore.workers.grpc_executor import GrpcExecutor
+from services.enginecore.workers.steps_in_flight import MAX_WINDOW
 from services.worker.runner.base import CompletedStep
-from services.worker.runner_thread import RunnerThread
-from services.worker.sleep import SleepControl
+from services.worker.service.lease import SessionGate
+from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.servicer import SERVICE as WORKER_SERVICE
+from services.worker.service.servicer import WorkerDoor
+from services.worker.service.sleep import SleepControl
+from services.worker.service.status import InfoBoard
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
 from triptych.config.shared import shared_config

@@ -13,17 +13,17 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import LlamaConfig
 
-from tests.hub.gguf_files import (
+from tests.checkpoint.gguf_files import (
     byte_level_vocabulary,
     llama3_rope_factors,
     random_weights,
     sentencepiece_vocabulary,
     write_gguf,
 )
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
+from triptych.checkpoint.gguf.index import GgufIndex
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
-from triptych.hub.gguf_index import GgufIndex
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.gguf_files import write_gguf
+from tests.checkpoint.gguf_files import write_gguf
 from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import embedded, resolve_model
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.runner.base import Runner
-from services.worker.runner.create import create_runner
+from services.worker.runner.startup.create import create_runner
 from tests.helpers.cores import share_of_cores
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
 from tests.oracle.prompts import oracle_prompts
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.loader import load_config
 from triptych.hub import resolve_model
 from triptych.text.chat_template import ChatTemplate

@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from tests.hub.gguf_files import sentencepiece_vocabulary, tokenizer_metadata
+from tests.checkpoint.gguf_files import sentencepiece_vocabulary, tokenizer_metadata
+from triptych.checkpoint.gguf.tokenizer import build_tokenizer
 from triptych.hub import resolve_model
-from triptych.hub.gguf_tokenizer import build_tokenizer
 from triptych.text.tokenizer import Tokenizer
 
 PIECES = [

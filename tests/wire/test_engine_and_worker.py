@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     EngineStack,

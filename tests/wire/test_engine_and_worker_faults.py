@@ -15,10 +15,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.enginecore import loop as loop_module
-from services.enginecore import outbox as outbox_module
-from services.enginecore.executor.base import Connected, WorkerLost
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.frontends import outbox as outbox_module
 from services.enginecore.loop import EngineLoop
+from services.enginecore.workers.base import Connected, WorkerLost
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     DEADLINE_S,

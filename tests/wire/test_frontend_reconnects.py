@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from services.enginecore import outbox as engine_outbox_module
-from services.frontend.engine_client import EngineClient
+from services.enginecore.frontends import outbox as engine_outbox_module
+from services.frontend.engines.client import EngineClient
 from tests.helpers.cut_proxy import CutProxy
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (

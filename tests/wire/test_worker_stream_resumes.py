@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     DEADLINE_S,
@@ -255,7 +255,7 @@ class Weather:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_foul_weather_in_both_directions_changes_no_token(seed, monkeypatch) -> None:
-    monkeypatch.setattr("services.enginecore.worker_link._SILENCE_S", 0.2)
+    monkeypatch.setattr("services.enginecore.workers.connection._SILENCE_S", 0.2)
     async with relayed_stack() as (worker, relay, _, frontend):
         weather = Weather(seed), Weather(-seed - 1)
         relay.down, relay.up = weather

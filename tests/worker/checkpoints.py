@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.loader import load_model, open_checkpoint
 from services.worker.models.base import CausalLM
-from services.worker.runner.create import create_runner
-from services.worker.runner.sleepable_runner import SleepableRunner
+from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.startup.create import create_runner
 from tests.worker.tiny import tiny_config
-from triptych.config.architecture import ModelArchitecture
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 
 SIZES = {

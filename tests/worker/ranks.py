@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.create import create_runner
+from services.worker.runner.startup.create import create_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import (
     CacheConfig,
     EngineConfig,

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.attention.paged import PagedAttention
 from services.worker.models.base import CausalLM
-from triptych.config.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import ModelArchitecture
 
 BLOCK_SIZE = 4
 

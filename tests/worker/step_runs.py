@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.context.rank_group import RankGroup
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan, tiny_facts
-from triptych.config.rank_group import RankGroup
-from triptych.config.resolved import ResolvedConfig
 from triptych.types.step import StepPlan, StepResult
 
 CPU = torch.device("cpu")

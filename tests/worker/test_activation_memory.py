@@ -11,8 +11,8 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.layers.embedding import LogitsHead
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.tiny import tiny_architecture, tiny_config
 
 BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 70, 6, 32
@@ -60,7 +60,7 @@ def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() ->
 
 
 def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.runner.activation_memory.MAX_SCORED_AT_ONCE", 23)
+    monkeypatch.setattr("services.worker.runner.startup.activation_memory.MAX_SCORED_AT_ONCE", 23)
     num_rows: list[int] = []
     honest = LogitsHead.forward
 

@@ -24,9 +24,9 @@ from services.worker.attention.flashinfer import FlashInferAttention
 from services.worker.attention.paged import PagedAttention
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.attention_packages import Call, Calls, attend_pages, install
 from tests.worker.deferred import DeferredLink
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config, tiny_facts

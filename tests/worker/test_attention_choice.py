@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.attention.choice import (
+from services.worker.context.attention_choice import (
     FLASH_ATTN,
     FLASH_ATTN_3,
     FLASHINFER,
@@ -15,7 +15,7 @@ from services.worker.attention.choice import (
     choose_attention_backend,
     installed_packages,
 )
-from services.worker.resolution import choose_batch_invariance, resolve_for_device
+from services.worker.context.resolve import choose_batch_invariance, resolve_for_device
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled

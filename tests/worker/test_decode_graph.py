@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.device.decode_graph import CudaGraphBackend, graph_buckets
-from services.worker.runner.device.forward import DeviceEagerBackend, DeviceForward
-from services.worker.runner.device.graph_recorder import Cut, Replay
-from services.worker.runner.device.inputs import DeviceInputs
+from services.worker.runner.cuda.decode_graph import CudaGraphBackend, graph_buckets
+from services.worker.runner.cuda.forward import DeviceEagerBackend, DeviceForward
+from services.worker.runner.cuda.graph_recorder import Cut, Replay
+from services.worker.runner.cuda.inputs import DeviceInputs
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.attention.choice import AttentionSite
-from services.worker.device import (
+from services.worker.context.attention_choice import AttentionSite
+from services.worker.context.device import (
     choose_device,
     leave_cores_to_kernels,
     missing_kernels,
@@ -18,14 +18,14 @@ from services.worker.device import (
     use_device,
     use_threads,
 )
-from services.worker.resolution import (
+from services.worker.context.resolve import (
     choose_batch_invariance,
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
     resolve_for_device,
 )
-from services.worker.startup import load_runner
+from services.worker.service.startup import load_runner
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.device import resolve_config
-from services.worker.runner import create
-from services.worker.runner.create import create_runner
+from services.worker.context.device import resolve_config
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.startup import create
+from services.worker.runner.startup.create import create_runner
 from tests.worker.test_threads import CHECKPOINT
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, LoadConfig, WorkerConfig
 from triptych.types.facts import Phase, SleepLevel
 

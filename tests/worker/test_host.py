@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker import host
+from services.worker.context import host
 
 GIB = 1 << 30
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.worker import host
-from services.worker.runner.host_copy import HostCopy, weight_storages
+from services.worker.context import host
+from services.worker.runner.sleep.host_copy import HostCopy, weight_storages
 from triptych.errors import MemoryShort
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from services.worker.runner import create
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.runner.startup import create
 from tests.worker.tiny import tiny_architecture
 from triptych.config.fields import EngineConfig
-from triptych.config.resolved import ResolvedConfig
 
 
 @pytest.mark.parametrize(

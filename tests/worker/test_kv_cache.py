@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.config.fields import CacheConfig
 from triptych.errors import ConfigError

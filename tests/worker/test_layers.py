@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
 from services.worker.layers.weights import find_weight_targets, load_weights
 from tests.worker.tiny import dense, tiny_config
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError, ModelError
 from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import forced_isa, isa

@@ -15,7 +15,7 @@ from services.worker.models.llama import LlamaForCausalLM
 from services.worker.models.registry import create_model
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
-from triptych.config.architecture import ModelArchitecture, RopeParameters
+from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import RankFacts
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.device import resolve_config
-from services.worker.runner.create import create_runner
-from services.worker.runner.sleepable_runner import SleepableRunner
+from services.worker.context.device import resolve_config
+from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.startup.create import create_runner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import (
     CacheConfig,
     EngineConfig,

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
 from services.worker.loader.random import RandomCheckpoint
-from tests.hub.gguf_files import byte_level_vocabulary, write_gguf
+from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
 

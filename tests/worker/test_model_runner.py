@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.runner.warm_up import warm_up
+from services.worker.runner.startup.warm_up import warm_up
 from tests.worker.tiny import (
     EchoModel,
     new_row,

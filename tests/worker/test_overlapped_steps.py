@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from services.worker.context.rank_group import OneRank
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.model_runner import ModelRunner
@@ -25,7 +26,6 @@ from tests.worker.tiny import (
     tiny_architecture,
     tiny_config,
 )
-from triptych.config.rank_group import OneRank
 from triptych.types.sampling import SamplingParams
 
 CPU = torch.device("cpu")

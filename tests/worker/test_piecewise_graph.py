@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from services.worker.attention.paged import PagedAttention
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.models.base import CausalLM
-from services.worker.runner.device.piecewise_graph import (
+from services.worker.runner.cuda.piecewise_graph import (
     LEAST_GRAPH_TOKENS,
     MOST_GRAPH_TOKENS,
     PiecewiseGraphBackend,
@@ -27,7 +28,6 @@ from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError
 
 

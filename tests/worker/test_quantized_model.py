@@ -11,18 +11,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import choose_format
 from services.worker.layers.weights import held_weights
 from services.worker.loader import load_model, open_checkpoint
-from services.worker.runner.create import create_runner
+from services.worker.runner.startup.create import create_runner
+from tests.checkpoint.gguf_files import write_gguf
 from tests.helpers.in_process import InProcessEngine
-from tests.hub.gguf_files import write_gguf
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import GREEDY, dense, tiny_config
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from triptych.config.resolved import ResolvedConfig
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights import crossover

@@ -9,7 +9,7 @@ import torch
 
 from services.worker.layers.rotary import RotaryEmbedding, cos_sin_table, inverse_frequencies
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.config.architecture import RopeParameters
+from triptych.checkpoint.architecture import RopeParameters
 from triptych.errors import FeatureDisabled
 
 KINDS = [

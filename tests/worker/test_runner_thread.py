@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner_thread import RunnerThread
+from services.worker.service.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
 from triptych.errors import ConfigError, EngineFailure, MemoryShort, ProtocolViolation
 from triptych.types.step import StepPlan, StepResult

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.worker.sampling.batch import SamplingBuffers
-from services.worker.sampling.columns import SamplingColumns, TokenHistory
+from services.worker.sampling.params import SamplingColumns, TokenHistory
 from services.worker.sampling.sampler import (
     NOT_FINITE,
     NOTHING_ALLOWED,

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.gate import Entry, SessionGate
-from services.worker.hello import EngineHello
-from services.worker.info import InfoBoard
 from services.worker.runner.base import CompletedStep
-from services.worker.runner_thread import RunnerThread
-from services.worker.session import DrainNotice
+from services.worker.service.hello import EngineHello
+from services.worker.service.lease import Entry, SessionGate
+from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.session import DrainNotice
+from services.worker.service.status import InfoBoard
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
@@ -270,7 +270,7 @@ async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_com
 
 
 async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
-    monkeypatch.setattr("services.worker.gate._GRACE_S", 0.0)
+    monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
     async with ready_gate(resume_ttl_s=0.01) as (gate, _, board):
         first = gate.open(HELLO)
         gate.leave(first)

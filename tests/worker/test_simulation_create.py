@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.service.startup import load_runner
 from services.worker.simulation.create import create_simulated_runner
 from services.worker.simulation.vocabulary import read_word_ids
-from services.worker.startup import load_runner
 from tests.worker.simulated import EOS, VOCAB_SIZE, write_model
 from tests.worker.tiny import new_row, step_plan
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulationConfig
@@ -139,7 +139,7 @@ def test_eos_of_a_model_that_has_none_is_refused(tmp_path):
 def test_torch_is_not_imported(model):
     program = (
         "import sys\n"
-        "from services.worker.startup import load_runner\n"
+        "from services.worker.service.startup import load_runner\n"
         "from triptych.config import EngineConfig, ModelConfig, SimulationConfig\n"
         f"config = EngineConfig(model=ModelConfig(model={str(model)!r}), simulation=SimulationConfig(enabled=True))\n"
         "load_runner(config, lambda phase, progress: None)\n"

@@ -12,15 +12,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.device import resolve_config
+from services.worker.context.device import resolve_config
 from services.worker.layers import weights
-from services.worker.runner import create, forward, sleepable_runner
-from services.worker.runner.create import create_runner
-from services.worker.runner.sleepable_runner import SleepableRunner
+from services.worker.runner.cpu import eager
+from services.worker.runner.sleep import sleepable_runner
+from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.startup import create
+from services.worker.runner.startup.create import create_runner
 from tests.worker.checkpoints import SIZES, save_checkpoint
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import MemoryShort, ModelError
 from triptych.types.facts import Phase, SleepLevel
@@ -64,7 +66,7 @@ def make_runner(
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and blocks in memory that torch allocates, as on a CUDA device; HostCopy takes them from there."""
     monkeypatch.setattr(weights, "can_pack", lambda in_features, dtype: False)
-    monkeypatch.setattr(forward, "isa", lambda: "")
+    monkeypatch.setattr(eager, "isa", lambda: "")
 
 
 def as_on_a_device(runner: SleepableRunner) -> SleepableRunner:

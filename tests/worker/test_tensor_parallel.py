@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.context.rank_group import OneRank
 from services.worker.layers.linear import RowLinear
 from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.weights import load_weights
 from services.worker.models.registry import create_model
 from services.worker.parallel.agreement import check_agreement
 from services.worker.parallel.rendezvous import meet
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config.fields import ParallelConfig
-from triptych.config.rank_group import OneRank
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
 from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa

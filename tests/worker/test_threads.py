@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker import startup
-from services.worker.device import resolve_config, use_threads
-from services.worker.runner import create
-from services.worker.runner.create import create_runner
+from services.worker.context.device import resolve_config, use_threads
+from services.worker.runner.startup import create
+from services.worker.runner.startup.create import create_runner
+from services.worker.service import startup
 from tests.worker.tiny import tiny_architecture
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import CacheConfig, EngineConfig, LoadConfig, ModelConfig, WorkerConfig
 from triptych_kernels.cpu import build
 from triptych_kernels.cpu.library import forced_isa, isa

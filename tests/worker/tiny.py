@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.attention.base import AttentionBatch, KvCache
-from services.worker.device import resolve_config
-from services.worker.runner.kv_cache import allocate_kv_cache
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.context.device import resolve_config
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.runner.model_runner import ModelRunner
-from triptych.config.architecture import ModelArchitecture, RopeParameters
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
+from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from services.worker.runner.device.graph_recorder import Replay
+from services.worker.runner.cuda.graph_recorder import Replay
 from triptych_kernels import registry as dispatch
 
 _FORBIDDEN = ("item", "_local_scalar_dense", "nonzero")

@@ -12,8 +12,8 @@ import time
 from protocol import Load, LoadedEngine, Ran, serve
 
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import config_from_overrides, launch
 from triptych.client.request import RequestOptions
+from triptych.launcher.launch import config_from_overrides, launch
 from triptych.types.events import DeltaEvent
 from triptych.types.sampling import OutputKind
 

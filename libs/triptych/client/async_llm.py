@@ -11,17 +11,17 @@ from typing import Any
 
 from triptych.client.collect import stream_outputs
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import (
+from triptych.client.request import Prompt, RequestOptions
+from triptych.config.fields import EngineConfig
+from triptych.errors import EngineUnavailable
+from triptych.launcher.launch import (
     CONNECT_TIMEOUT_S,
     READY_TIMEOUT_S,
     launch,
     request_model,
     stack_config,
 )
-from triptych.client.local import LocalCluster
-from triptych.client.request import Prompt, RequestOptions
-from triptych.config.fields import EngineConfig
-from triptych.errors import EngineUnavailable
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import OutputKind, SamplingParams
 

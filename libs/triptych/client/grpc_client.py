@@ -24,13 +24,13 @@ from triptych.client.request import (
 )
 from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, ModelNotFound, TriptychError
 from triptych.rpc.channel import open_channel
+from triptych.rpc.health import GENERATION_SERVICE
 from triptych.rpc.status import from_rpc_error
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 from triptych.types.sampling import SamplingParams
 from triptych.v1 import generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import event_from_proto
 
-GENERATION_SERVICE: str = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 """The health name that a frontend turns SERVING once it can take requests."""
 
 _REDIAL_S = 0.1  # between two attempts to watch a server that is not there yet

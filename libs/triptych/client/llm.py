@@ -10,14 +10,6 @@ from typing import Any
 
 from triptych.client.batch import Batch, Job
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import (
-    CONNECT_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    launch,
-    request_model,
-    stack_config,
-)
-from triptych.client.local import LocalCluster
 from triptych.client.loop_thread import LoopThread
 from triptych.client.progress_bar import ProgressBar
 from triptych.client.request import (
@@ -29,6 +21,14 @@ from triptych.client.request import (
 )
 from triptych.config.fields import EngineConfig
 from triptych.errors import InvalidRequest
+from triptych.launcher.launch import (
+    CONNECT_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    launch,
+    request_model,
+    stack_config,
+)
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import SamplingParams
 

@@ -1,6 +1,5 @@
 """One config object, many leaves; what an operator said, never what a machine answered."""
 
-from triptych.config.architecture import ModelArchitecture, RopeParameters
 from triptych.config.fields import (
     CacheConfig,
     EngineConfig,
@@ -15,7 +14,6 @@ from triptych.config.fields import (
     SimulationConfig,
     WorkerConfig,
 )
-from triptych.config.resolved import ResolvedConfig
 
 __all__ = [
     "CacheConfig",
@@ -25,11 +23,8 @@ __all__ = [
     "JournalConfig",
     "LoadConfig",
     "LogConfig",
-    "ModelArchitecture",
     "ModelConfig",
     "ParallelConfig",
-    "ResolvedConfig",
-    "RopeParameters",
     "SchedulerConfig",
     "SimulationConfig",
     "WorkerConfig",

@@ -318,7 +318,7 @@ class SimulationConfig:
     enabled: bool = value(False, "Simulate the model instead of loading it.", WORKER)
     profile: str = value(
         "",
-        "JSON file with the four step-time coefficients, as `triptych fit` writes it from a recorded run; "
+        "JSON file with the four step-time coefficients, as `python -m tools.fit` writes it from a recorded run; "
         "empty: those below.",
         WORKER,
     )
@@ -352,7 +352,7 @@ class SimulationConfig:
 
 @dataclass(frozen=True, slots=True)
 class JournalConfig:
-    """A recording of what the engine core is given and decides, for `triptych replay`."""
+    """A recording of what the engine core is given and decides, for `python -m tools.replay`."""
 
     path: str = value(
         "",

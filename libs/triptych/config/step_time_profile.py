@@ -1,4 +1,4 @@
-"""Step times on file: written by `triptych fit`, read by the simulated worker."""
+"""Step times on file: written by `python -m tools.fit`, read by the simulated worker."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.config.checkpoint import CONFIG_FILE, GENERATION_CONFIG_FILE
+from triptych.checkpoint.config_json import CONFIG_FILE, GENERATION_CONFIG_FILE
+from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
+from triptych.checkpoint.gguf.tokenizer import stop_token_ids, write_tokenizer
 from triptych.errors import ModelError
 from triptych.hub.cache import build_directory_once, cache_home
-from triptych.hub.gguf_index import GgufIndex, GgufTensor
-from triptych.hub.gguf_tokenizer import stop_token_ids, write_tokenizer
 from triptych.hub.progress import ProgressLine
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from triptych.config.checkpoint import CONFIG_FILE
+from triptych.checkpoint.config_json import CONFIG_FILE
 from triptych.errors import ModelError, ModelNotFound
 
 EMBEDDED = "embedded"

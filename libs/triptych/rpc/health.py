@@ -8,6 +8,8 @@ from grpc_health.v1 import health, health_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+GENERATION_SERVICE = "triptych.v1.GenerationService"
+"""The name whose health says whether a frontend takes requests."""
 
 
 class Health(health.aio.HealthServicer):

@@ -23,7 +23,7 @@ class OutputKind(IntEnum):
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    Validated once, in the frontend (`services.frontend.requests`); everyone behind it trusts the values.
+    Validated once, in the frontend (`services.frontend.requests.parse`); everyone behind it trusts the values.
     Sampler order: raw logprobs -> float32 -> allowed ids -> min_tokens and logit_bias -> penalties ->
     greedy, or temperature -> min_p -> top_k, top_p -> sample.
     """

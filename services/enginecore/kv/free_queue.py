@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from services.enginecore.kv.block import NULL_BLOCK
+from services.enginecore.kv.block_table import NULL_BLOCK
 
 _ABSENT = -1
 

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.enginecore.kv.block import BlockTable
+from services.enginecore.kv.block_table import BlockTable
 from services.enginecore.kv.hashing import extend_hashes
 from services.enginecore.kv.pool import BlockPool
 

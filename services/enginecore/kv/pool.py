@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from services.enginecore.kv.block import NULL_BLOCK
+from services.enginecore.kv.block_table import NULL_BLOCK
 from services.enginecore.kv.free_queue import FreeQueue
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.forecast import FirstTokenForecast
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.submit import MAX_SUBMIT_BYTES

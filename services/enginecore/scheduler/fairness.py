@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.columns import Ints, RowColumns
 from services.enginecore.scheduler.heap import Key, LazyHeap
+from services.enginecore.scheduler.running_rows import Ints, RowColumns
 
 OUTPUT_WEIGHT = 2  # of a prompt token's cost; the paper's, and the usual ratio of prices
 _MOST_IDLE = 1024  # tenants remembered per level after their last request, for what they have had

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.draft import LONG_SHARE, most_short
 from services.enginecore.scheduler.pace import EndingPace, StepPace
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.step_builder import LONG_SHARE, most_short
 from triptych.config import SchedulerConfig
 
 _LEAST_STEPS = 16  # measured before anything is predicted

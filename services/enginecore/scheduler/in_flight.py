@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.enginecore.scheduler.columns import Slots
+from services.enginecore.scheduler.running_rows import Slots
 from triptych.errors import ProtocolViolation
 from triptych.types.step import U32, StepResult
 

@@ -18,9 +18,9 @@ from math import inf
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.columns import Ints, Slots
-from services.enginecore.scheduler.draft import LONG_SHARE, StepDraft, most_short, share_budget
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.running_rows import Ints, Slots
+from services.enginecore.scheduler.step_builder import LONG_SHARE, StepDraft, most_short, share_budget
 from triptych.config import SchedulerConfig
 
 _MOST_LOOKED_UP = 8192

@@ -7,7 +7,7 @@ its former row reports late belongs to no row any more, and the next row compute
 from __future__ import annotations
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
 from triptych.errors import ProtocolViolation
 from triptych.types.step import PromptLogprobs, StepResult
 

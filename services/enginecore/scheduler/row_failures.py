@@ -6,7 +6,7 @@ from collections import deque
 
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
 from triptych.errors import EngineFailure, InvalidRequest, TriptychError
 from triptych.types.step import RowError, RowErrorCode
 

@@ -10,16 +10,16 @@ import numpy as np
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.admission import Admission, check_facts
-from services.enginecore.scheduler.columns import Flags, RowColumns, Slots
 from services.enginecore.scheduler.counters import SchedulerCounters
-from services.enginecore.scheduler.draft import StepDraft
 from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
-from services.enginecore.scheduler.output import Failed, Finished, StepOutput
 from services.enginecore.scheduler.planner import StepPlanner
 from services.enginecore.scheduler.prompt_logprobs import prompt_logprobs_of
-from services.enginecore.scheduler.roster import Roster
+from services.enginecore.scheduler.request_states import Roster
 from services.enginecore.scheduler.row_failures import DoubtfulBlocks, error_of
+from services.enginecore.scheduler.running_rows import Flags, RowColumns, Slots
+from services.enginecore.scheduler.step_builder import StepDraft
+from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError

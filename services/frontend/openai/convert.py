@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.frontend.identity import unique_request_id
-from services.frontend.openai.body import unserved_fields
+from services.frontend.openai.request_body import unserved_fields
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
     ChatFields,
@@ -18,7 +18,7 @@ from services.frontend.openai.schema import (
     SamplingBody,
     TokenizeRequest,
 )
-from services.frontend.requests import RawChat, RawRequest, why_not_request_id
+from services.frontend.requests.parse import RawChat, RawRequest, why_not_request_id
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_LOGPROBS, OutputKind
 

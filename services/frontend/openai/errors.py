@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.frontend.openai.body import to_violations
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.openai.objects import to_json
+from services.frontend.openai.request_body import to_violations
 from triptych.errors import (
     EngineUnavailable,
     FeatureDisabled,

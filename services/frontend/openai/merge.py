@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from services.frontend.openai.body import MAX_VIOLATIONS
+from services.frontend.openai.request_body import MAX_VIOLATIONS
 from triptych.errors import InvalidRequest
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import StageTimings, Usage

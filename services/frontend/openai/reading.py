@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from services.frontend.openai.body import Body, to_violations
 from services.frontend.openai.in_flight import ClientGone
+from services.frontend.openai.request_body import Body, to_violations
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import FieldViolation, InvalidRequest
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.openai import answers, convert
-from services.frontend.openai.document import build_document
+from services.frontend.openai.api_document import build_document
 from services.frontend.openai.errors import install_handlers, json_response
 from services.frontend.openai.guard import RequestGuard
 from services.frontend.openai.in_flight import InFlight
@@ -29,7 +29,7 @@ from services.frontend.openai.schema import (
     TokenizeRequest,
 )
 from services.frontend.openai.sse import EventStream, chunks
-from services.frontend.requests import RawChat, RawRequest
+from services.frontend.requests.parse import RawChat, RawRequest
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.events import Event
 

@@ -1,6 +1,6 @@
 """What clients may send: OpenAI's fields, the sampling fields beyond them, and which are not served yet.
 
-Types are checked here, ranges in `services.frontend.requests`. Everything optional may also be null.
+Types are checked here, ranges in `services.frontend.requests.parse`. Everything optional may also be null.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from services.frontend.openai.body import Body, Part, either, ignored, not_served
-from services.frontend.requests import MAX_LABEL_BYTES, MAX_MESSAGES
-from services.frontend.sampling_fields import FLOAT_LIMITS, INTEGER_LIMITS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
+from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_MESSAGES
+from services.frontend.requests.sampling import FLOAT_LIMITS, INTEGER_LIMITS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},

@@ -10,8 +10,8 @@ from services.worker.attention.base import AttentionBackend
 from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
 from services.worker.attention.flashinfer import FlashInferAttention
 from services.worker.attention.paged import PagedAttention
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.parallel.shares import share, share_kv_heads
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ConfigError
 
 log = logging.getLogger(__name__)

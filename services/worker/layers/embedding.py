@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.weights import (
     LinearWeight,
     WeightedLayer,
@@ -14,7 +15,6 @@ from services.worker.layers.weights import (
     linear_target,
 )
 from services.worker.parallel.shares import vocab_lengths
-from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import embedding, linear
 
 

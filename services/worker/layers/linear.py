@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.weights import (
     WeightedLayer,
     WeightTarget,
@@ -20,7 +21,6 @@ from services.worker.layers.weights import (
     unused_target,
 )
 from services.worker.parallel.shares import share, share_kv_heads
-from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import gated_linear, linear
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from services.worker.device import TORCH_DTYPES
+from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import choose_format, create_quantized_experts
 from services.worker.layers.weights import (
     LinearWeight,
@@ -22,7 +23,6 @@ from services.worker.layers.weights import (
     linear_target,
 )
 from services.worker.parallel.shares import share
-from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import fused_moe, linear
 from triptych_kernels.weights.base import HeldWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack

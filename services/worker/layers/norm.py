@@ -6,8 +6,8 @@ from typing import overload
 
 from torch import Tensor
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, parameter_target
-from triptych.config.resolved import ResolvedConfig
 from triptych_kernels.ops import rms_norm
 
 

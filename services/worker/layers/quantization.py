@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.device import TORCH_DTYPES
-from triptych.config.resolved import ResolvedConfig
+from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.resolved import ResolvedConfig
 from triptych_kernels.weights.base import HeldWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight

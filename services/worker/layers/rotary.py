@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from triptych.config.architecture import RopeParameters
-from triptych.config.resolved import ResolvedConfig
+from services.worker.context.resolved import ResolvedConfig
+from triptych.checkpoint.architecture import RopeParameters
 from triptych.errors import FeatureDisabled
 
 ROPE_KINDS = ("default", "linear", "llama3")

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from services.worker.device import TORCH_DTYPES
+from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, HeldWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack

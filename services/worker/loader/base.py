@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from triptych.config.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ModelError
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.worker.loader.base import Checkpoint, MappedFile, StoredTensor
 from services.worker.loader.ggml_blocks import dequantize, stored_size, supported_types
+from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
 from triptych.errors import ModelError
-from triptych.hub.gguf_index import GgufIndex, GgufTensor
 
 
 class GgufCheckpoint(Checkpoint):

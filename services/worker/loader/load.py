@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from services.worker.device import TORCH_DTYPES
+from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks, keeps_blocks
 from services.worker.layers.weights import held_weights
 from services.worker.loader.base import Checkpoint
@@ -21,8 +22,7 @@ from services.worker.loader.random import RandomCheckpoint
 from services.worker.loader.safetensors import SafetensorsCheckpoint
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
-from triptych.config.checkpoint import GGUF_INDEX_FILE, read_architecture
-from triptych.config.resolved import ResolvedConfig
+from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
 from triptych.errors import ModelError
 from triptych_kernels.weights.crossover import allow_wide_products
 from triptych_kernels.weights.quantized import QuantizedWeight

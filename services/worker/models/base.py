@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks
-from triptych.config.resolved import ResolvedConfig
 
 
 class CausalLM(Protocol):

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
@@ -18,7 +19,6 @@ from services.worker.layers.norm import RMSNorm
 from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.rotary import RotaryEmbedding
 from services.worker.layers.weights import load_weights
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import FeatureDisabled
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.moe import ExpertNames, SparseMoE
 from services.worker.models.llama import LlamaForCausalLM
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import ModelError
 
 

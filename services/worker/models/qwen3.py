@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.models.llama import LlamaAttention, LlamaForCausalLM
-from triptych.config.resolved import ResolvedConfig
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.models.base import CausalLM
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import FeatureDisabled
 
 ENTRY_POINT_GROUP = "triptych.models"

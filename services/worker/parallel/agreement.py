@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from triptych.config.resolved import ResolvedConfig
+from services.worker.context.resolved import ResolvedConfig
 from triptych.config.shared import shared_config
 from triptych.errors import HandshakeMismatch
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from triptych.config.rank_group import RankGroup
-from triptych.config.resolved import ResolvedConfig
+from services.worker.context.rank_group import RankGroup
+from services.worker.context.resolved import ResolvedConfig
 
 
 def connect(config: ResolvedConfig) -> RankGroup:

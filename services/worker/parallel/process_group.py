@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn import functional
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.parallel.rendezvous import meet
-from triptych.config.resolved import ResolvedConfig
 from triptych.errors import RankUnavailable
 
 log = logging.getLogger(__name__)

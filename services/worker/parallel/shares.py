@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.config.resolved import ResolvedConfig
+from services.worker.context.resolved import ResolvedConfig
 from triptych.errors import ConfigError
 
 _VOCAB_ALIGNMENT = 16  # rows of a share: products on GPUs store their outputs in pieces of 16 bytes and more

@@ -16,20 +16,20 @@ import torch
 from services.worker.attention.base import AttentionBackend, KvCache
 from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
+from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.device.create import create_device_backend, create_graph_recorder
-from services.worker.runner.device.last_tokens import LastTokens
-from services.worker.runner.device.link import DeviceLink
-from services.worker.runner.device.piecewise_graph import LEAST_GRAPH_TOKENS
-from services.worker.runner.device.steps import DeviceSteps
-from services.worker.runner.forward import create_forward_backend
+from services.worker.runner.cpu.eager import create_forward_backend
+from services.worker.runner.cuda.create import create_device_backend, create_graph_recorder
+from services.worker.runner.cuda.last_tokens import LastTokens
+from services.worker.runner.cuda.piecewise_graph import LEAST_GRAPH_TOKENS
+from services.worker.runner.cuda.steps_in_flight import DeviceSteps
+from services.worker.runner.cuda.streams import DeviceLink
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.sampler import Sampler
-from triptych.config.rank_group import OneRank, RankGroup
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32

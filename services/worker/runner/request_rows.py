@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.columns import SamplingColumns, TokenHistory
+from services.worker.sampling.params import SamplingColumns, TokenHistory
 from triptych.errors import ProtocolViolation
 from triptych.types.step import U32, NewRow, RowError, StepPlan
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.columns import SamplingColumns, TokenHistory
+from services.worker.sampling.params import SamplingColumns, TokenHistory
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.sampling.batch import gather_sampling, to_device
-from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
-from services.worker.sampling.processing import LogitChanges, gather_changes
+from services.worker.sampling.logits_processing import LogitChanges, gather_changes
+from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
 from triptych.types.step import LogprobColumns, RowFault
 from triptych_kernels import ops
 

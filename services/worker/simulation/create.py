@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from services.worker.resolution import resolve_for_device
-from services.worker.runner.facts import worker_facts
-from services.worker.runner.kv_plan import plan_kv_cache
+from services.worker.context.resolve import resolve_for_device
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.runner.startup.facts import worker_facts
+from services.worker.runner.startup.kv_plan import plan_kv_cache
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
 from services.worker.simulation.runner import SimulatedRunner
 from services.worker.simulation.vocabulary import I64, hash_word_ids, read_word_ids
-from triptych.config import EngineConfig, ModelArchitecture, ResolvedConfig, SimulationConfig
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import EngineConfig, SimulationConfig
 from triptych.config.step_time_profile import read_step_time_profile
 from triptych.errors import ConfigError
 from triptych.types.facts import Phase

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.runner.prompt_targets import ScoredRow
-from services.worker.sampling.columns import NO_LOGPROBS, SamplingColumns, TokenHistory
+from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowFault, RowPromptLogprobs
 

@@ -21,18 +21,18 @@ from triton import knobs
 
 import triptych_kernels.triton.tuning.tunable as tuning
 from services.worker.attention.paged import PagedAttention
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
-from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.device import compile_ahead
+from services.worker.runner.cuda import compile_ahead
+from services.worker.runner.startup.activation_memory import measure_activations
 from tests.kernels.triton.hopper import believe_in_hopper
 from tests.worker.deferred import DeferredLink
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
-from triptych.config.checkpoint import read_architecture
+from triptych.checkpoint.config_json import read_architecture
 from triptych.config.fields import EngineConfig, SchedulerConfig
-from triptych.config.resolved import ResolvedConfig
 from triptych.types.facts import KvShape, RankFacts
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
 from triptych_kernels import registry as dispatch

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers import moe, weights
 from services.worker.layers.linear import GatedLinear
 from services.worker.layers.moe import ExpertNames, SparseMoE
@@ -18,8 +19,7 @@ from services.worker.loader import load_model
 from services.worker.loader.random import RandomCheckpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config
-from triptych.config.architecture import ModelArchitecture
-from triptych.config.resolved import ResolvedConfig
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.worker.parallel.process_group import ProcessGroup
-from services.worker.runner.device.graph_recorder import CudaGraphRecorder
+from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_config

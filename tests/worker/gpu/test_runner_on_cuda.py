@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from services.worker.attention.paged import PagedAttention
-from services.worker.runner.activation_memory import measure_activations
-from services.worker.runner.device.graph_recorder import CudaGraphRecorder, Cut
-from services.worker.runner.sleepable_runner import SleepableRunner
+from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, Cut
+from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.startup.activation_memory import measure_activations
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan

@@ -1,0 +1,67 @@
+"""gguf_index.json: where each tensor stands in a .gguf file, so that loading parses no GGUF metadata."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from triptych.checkpoint.config_json import GGUF_INDEX_FILE
+from triptych.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor, under its Hugging Face name."""
+
+    name: str
+    """`model.layers.0.self_attn.q_proj.weight`"""
+    gguf_name: str
+    """`blk.0.attn_q.weight`"""
+    type: str
+    """GGML type: F32, Q4_1, …; kept even where nobody can read it, for the loader to refuse by name."""
+    shape: tuple[int, ...]
+    """As in Hugging Face: [rows, columns], columns being the axis that blocks run along."""
+    offset: int
+    """In bytes from the start of the file."""
+    size: int
+    """In bytes."""
+    permuted_heads: int = 0
+    """> 0: a query or key projection of that many heads, whose rows GGUF's llama keeps in another order,
+    for its own form of rotary embedding; the loader undoes it. 0: as in Hugging Face."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufIndex:
+    """All tensors of one file."""
+
+    file: str
+    """Path of the .gguf file: absolute, or relative to the index's directory."""
+    file_size: int
+    """In bytes."""
+    mtime_ns: int | None
+    """Time of the file's last change; None where its content is known by checksum."""
+    tensors: tuple[GgufTensor, ...]
+
+    def write(self, directory: Path) -> None:
+        """Write `directory/gguf_index.json`."""
+        (directory / GGUF_INDEX_FILE).write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> GgufIndex:
+        """Read `directory/gguf_index.json`.
+
+        Raises:
+            ModelError: it is missing or not what `write` writes.
+        """
+        path = directory / GGUF_INDEX_FILE
+        try:
+            values = json.loads(path.read_text())
+            tensors = [
+                GgufTensor(**entry | {"shape": tuple(entry["shape"])}) for entry in values.pop("tensors")
+            ]
+            return cls(tensors=tuple(tensors), **values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{path}: cannot be read: {error!r}; delete {directory} to convert anew"
+            ) from error

@@ -1,0 +1,90 @@
+"""The `triptych` command. One module per subcommand, loaded only when it is the one asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from triptych.errors import ConfigError, EngineUnavailable, TriptychError
+
+_COMMAND_TO_HELP = {
+    "serve": "serve a model on this machine: all three services, gRPC and OpenAI-compatible HTTP",
+    "chat": "talk to a served model in the terminal",
+    "complete": "continue one prompt and leave",
+    "demo": "start a stack, answer one prompt token by token, stop",
+    "bench": "measure throughput and latency of a stack",
+    "admin": "look into an engine and steer it: status, pause, drain, sleep",
+    "env": "print what this machine and installation have, for bug reports",
+    "health": "ask a service whether it is alive or ready; for probes",
+}
+"""A subcommand's module has `add_arguments(parser)`, `run(arguments) -> exit code` and, as its docstring,
+the description."""
+
+_EPILOG = """\
+first steps:
+  triptych serve                      serve the embedded model (SmolLM2-135M-Instruct)
+  triptych serve PATH_OR_HUB_ID       serve another one
+  triptych chat                       talk to it, from a second terminal
+  triptych demo --prompt "Why is the sky blue?"
+
+`triptych COMMAND --help` tells more. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; errors that are not bugs become one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _build_parser(words[0] if words else "").parse_args(words)
+    try:
+        exit_code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return exit_code
+    except TriptychError as error:
+        print(f"triptych {arguments.command}: {error}{_advice(error, arguments)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130  # as a shell reports death by SIGINT
+    except BrokenPipeError:  # `triptych … | head`: whoever read us is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _advice(error: TriptychError, arguments: argparse.Namespace) -> str:
+    if isinstance(error, EngineUnavailable) and getattr(arguments, "address", None):
+        return "; start one with `triptych serve`, or name another with --address"
+    return ""
+
+
+def _build_parser(command: str) -> argparse.ArgumentParser:
+    """The parser with only `command`'s own arguments filled in."""
+    parser = argparse.ArgumentParser(
+        prog="triptych",
+        description="Serve large language models as three gRPC services: frontend, engine core, worker.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and leave")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in _COMMAND_TO_HELP.items():
+        subparser = commands.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        if name == command:
+            module = importlib.import_module(f"triptych.cli.{name}")
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+class _PrintVersion(argparse.Action):
+    """Looks the version up when asked: that takes longer than all the rest of `--help`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        import triptych
+
+        print(f"triptych {triptych.__version__}")
+        parser.exit()

@@ -1,0 +1,45 @@
+"""What the commands that start a stack of their own share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from triptych.errors import ConfigError
+from triptych.launcher.launch import QUIET, config_from_overrides, launch
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Key to text of the config flags that were given (`add_config_flags` names them with a dot)."""
+    return {key: text for key, text in vars(arguments).items() if "." in key}
+
+
+@contextmanager
+def address_of_stack(
+    arguments: argparse.Namespace, preferred: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """`--address`, or the address of a stack that lives as long as the block.
+
+    Args:
+        preferred: for options that the user has left alone; see `config_from_overrides`.
+
+    Raises:
+        ConfigError: config flags for a stack that is not ours.
+    """
+    options = given_options(arguments)
+    address: str | None = getattr(arguments, "address", None)
+    if address is None:
+        cluster = launch(
+            config_from_overrides(options, file=arguments.config, preferred={**QUIET, **(preferred or {})})
+        )
+        try:
+            yield cluster.address
+        finally:
+            cluster.stop()
+    elif options or arguments.config:
+        names = ", ".join(options) or "config"
+        raise ConfigError(f"{names}: the stack at --address {address} has its own options")
+    else:
+        yield address

@@ -1,9 +1,0 @@
-"""`python -m triptych.client.cli`: the `triptych` command where its script is not on the path."""
-
-from __future__ import annotations
-
-import sys
-
-from triptych.client.cli import main
-
-sys.exit(main())

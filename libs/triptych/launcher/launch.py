@@ -1,0 +1,154 @@
+"""From what a user says to a local stack that is ready: config, model, free ports, progress."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from triptych.config.fields import EngineConfig
+from triptych.config.loader import Option, iter_options, load_config
+from triptych.errors import ConfigError
+from triptych.hub import resolve_model
+from triptych.hub.progress import ProgressLine
+from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.readiness import Progress
+from triptych.types.facts import Phase
+
+READY_TIMEOUT_S = 600.0
+"""For a stack of our own: a large model may come from a slow disk."""
+CONNECT_TIMEOUT_S = 30.0
+"""For a stack that somebody else has started: it is up, or coming up."""
+
+_write_lock = threading.Lock()
+
+
+# A program's stderr is its own; what goes wrong still shows.
+QUIET = {"log.level": "warning"}
+
+
+def config_from_overrides(
+    overrides: Mapping[str, Any], *, file: Path | None = None, preferred: Mapping[str, str] = QUIET
+) -> EngineConfig:
+    """The config of a stack that a program starts for itself.
+
+    Args:
+        overrides: keys (`scheduler.max_num_seqs`) or bare names (`max_num_seqs`) to values. Where several
+            sections have a name, the one of `model` is meant: `dtype` is `model.dtype`.
+        file: yaml, as in `load_config`; environment variables count too, below the overrides.
+        preferred: key to value, for options that nobody has set to anything but their default.
+
+    Raises:
+        ConfigError: an unknown or ambiguous name, or a bad value; names it.
+    """
+    flags = {_find_option(name).key: value for name, value in overrides.items()}
+    config = load_config(file=file, flags=flags)
+    for key, value in preferred.items():
+        option = _find_option(key)
+        leaf = getattr(config, option.leaf)
+        is_said = key in flags or option.env in os.environ or getattr(leaf, option.name) != option.default
+        if not is_said:
+            config = replace(config, **{option.leaf: replace(leaf, **{option.name: value})})
+    return with_free_ports(config)
+
+
+def stack_config(model: str | None, address: str | None, overrides: dict[str, Any]) -> EngineConfig | None:
+    """The config of a stack to start, or None where there is one to connect to."""
+    if address is None:
+        if model is not None:
+            overrides = {"model.model": model, **overrides}
+        return config_from_overrides(overrides)
+    if overrides:
+        raise ConfigError(
+            f"{', '.join(overrides)}: options of a stack that is started here; "
+            f"the one at address={address!r} has its own"
+        )
+    return None
+
+
+def request_model(model: str | None, address: str | None) -> str:
+    """What requests say of the model: nothing, where it is the only one."""
+    return model or "" if address is not None else ""
+
+
+def with_free_ports(config: EngineConfig) -> EngineConfig:
+    """The same, every port a free one, so that any number of stacks fit on a machine."""
+    leaves = {
+        leaf: replace(
+            getattr(config, leaf),
+            **{f.name: 0 for f in fields(getattr(config, leaf)) if f.name.endswith("port")},
+        )
+        for leaf in ("frontend", "engine", "worker")
+    }
+    return replace(config, **leaves)
+
+
+def launch(
+    config: EngineConfig,
+    *,
+    on_log_line: Callable[[str], None] | None = None,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+    show_progress: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> LocalCluster:
+    """Fetch the model if need be, start the three services and wait until they serve.
+
+    Interrupted or failed, it leaves nothing behind.
+
+    Args:
+        on_log_line: called with what the services print; None: it goes to stderr.
+        show_progress: tell on stderr how far it is.
+        check: called again and again meanwhile; what it raises ends the start.
+
+    Raises:
+        ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
+    """
+    # Here and not in the services: its progress needs the terminal, and its errors need no quoting.
+    resolve_model(config.model.model, progress=show_progress)
+    cluster = LocalCluster(config, on_log_line=on_log_line or write_log_line)
+    latest = Progress(Phase.STARTING)
+
+    def note(progress: Progress) -> None:
+        nonlocal latest
+        latest = progress
+        check()
+
+    try:
+        with ProgressLine(f"getting {config.model.model} ready", lambda: str(latest), enabled=show_progress):
+            cluster.start()
+            cluster.wait_ready(ready_timeout_s, note)
+    except BaseException:
+        cluster.stop(grace_s=2.0)
+        raise
+    return cluster
+
+
+def write_log_line(line: str) -> None:
+    """Pass a service's line on to stderr, whole, and not on top of a progress line."""
+    erase = "\r\033[K" if sys.stderr.isatty() else ""
+    with _write_lock:
+        sys.stderr.write(f"{erase}{line}\n")
+        sys.stderr.flush()
+
+
+def _find_option(name: str) -> Option:
+    options = {option.key: option for option in iter_options()}
+    if name in options:
+        return options[name]
+    found = [option for option in options.values() if option.name == name]
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1:
+        of_model = [option for option in found if option.leaf == "model"]
+        if of_model:
+            return of_model[0]
+        keys = " or ".join(repr(option.key) for option in found)
+        raise ConfigError(f"{name}: ambiguous, several sections have it; say {keys}")
+    names = [*options, *(option.name for option in options.values())]
+    close = difflib.get_close_matches(name, names, n=1)
+    raise ConfigError(f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else ""))

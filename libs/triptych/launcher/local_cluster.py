@@ -1,0 +1,299 @@
+"""A whole stack on this machine: the three services as supervised child processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TypeAlias
+
+from triptych.config.fields import EngineConfig
+from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
+from triptych.errors import ConfigError, EngineUnavailable
+from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
+from triptych.launcher.readiness import Progress, ReadinessProbe
+from triptych.observe.logging import message_of
+from triptych.types.facts import Phase
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+RESTART_PERIOD_S = 60.0
+"""A service that dies more than MAX_RESTARTS times within this time takes the cluster down."""
+
+_FIRST_BACKOFF_S = 0.1  # doubles with each death within the period: 0.1 ... 1.6 s, 3.1 s in all
+_POLL_S = 0.02  # while something is expected to happen
+_WATCH_S = 0.1  # while everything runs
+_FAILED_GRACE_S = 5.0  # the others' time to leave when one has failed: their work is lost anyhow
+_STOP_MARGIN_S = 5.0  # on top of the longest drain
+_SHOWN_LINES = 10
+
+SERVICE_MODULES = {
+    "worker": "services.worker",
+    "enginecore": "services.enginecore",
+    "frontend": "services.frontend",
+}
+"""Name to module, in the order of starting; each needs the address of the one before it."""
+_LEAF = {"worker": "worker", "enginecore": "engine", "frontend": "frontend"}
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class _Service:
+    """One supervised service. Owned by the supervisor thread."""
+
+    name: str
+    module: str
+    process: ServiceProcess | None = None
+    is_bound: bool = False
+    ports: dict[str, int] = field(default_factory=dict)
+    """As first bound; a restart takes the same."""
+    start_at: float = 0.0
+    death_times: deque[float] = field(default_factory=deque)
+
+
+class LocalCluster:
+    """Worker, engine core and frontend, in this order, each with the address of the one before it.
+
+    A supervisor thread starts them, watches them and starts again the one that died, on the ports that it
+    had. All of them get SIGTERM from the kernel should this process die. Fixed or free (0) ports alike.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_log_line: Callable[[str], None] = lambda line: None,
+        modules: Mapping[str, str] = SERVICE_MODULES,
+    ) -> None:
+        """
+        Args:
+            config: what all three services get, as flags.
+            on_log_line: called with every line that a service prints, on a thread of its own.
+            modules: what to run for each service.
+        """
+        self._config = config
+        self._on_log_line = on_log_line
+        self._services = tuple(_Service(name, module) for name, module in modules.items())
+        self._env = _child_environment()
+        self._thread = threading.Thread(target=self._supervise, name="triptych-cluster", daemon=True)
+        self._stop_requested = threading.Event()
+        self._kill_requested = False  # no Event: a signal handler must not wait for its lock
+        self._all_bound = threading.Event()
+        self._ended = threading.Event()
+        self._grace_s = max(config.frontend.drain_s, config.engine.drain_s) + _STOP_MARGIN_S
+        self.failure: Exception | None = None
+        """Why the supervisor gave up; the services are gone then."""
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The config with the ports and addresses that are known by now."""
+        config = self._config
+        for service in self._services:
+            leaf = _LEAF[service.name]
+            config = replace(config, **{leaf: replace(getattr(config, leaf), **service.ports)})
+        return replace(
+            config,
+            engine=replace(
+                config.engine, worker_address=dial_address(config.worker.host, config.worker.port)
+            ),
+            frontend=replace(
+                config.frontend, engine_addresses=dial_address(config.engine.host, config.engine.port)
+            ),
+        )
+
+    @property
+    def address(self) -> str:
+        """The frontend's public gRPC door, host:port; valid once bound."""
+        frontend = self.config.frontend
+        return dial_address(frontend.host, frontend.port)
+
+    @property
+    def http_address(self) -> str:
+        """The frontend's HTTP door, host:port; valid once bound."""
+        frontend = self.config.frontend
+        return dial_address(frontend.host, frontend.http_port)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the services that have been started, by name."""
+        return {s.name: s.process.pid for s in self._services if s.process is not None}
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what made the supervisor give up, if it did; EngineUnavailable if it was stopped."""
+        if self._ended.is_set():
+            raise self.failure or EngineUnavailable("the local cluster has been stopped")
+
+    def wait_bound(self, timeout_s: float, on_progress: OnProgress = lambda progress: None) -> None:
+        """Return once every service has bound its ports; `on_progress` is called again and again until then.
+
+        Raises:
+            ConfigError: a service refused its config or found a port taken.
+            EngineUnavailable: a service cannot be kept alive, or is not there after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._all_bound.wait(_POLL_S):
+            self.check()
+            on_progress(Progress(Phase.STARTING))
+            if time.monotonic() > deadline:
+                waited_for = ", ".join(s.name for s in self._services if not s.is_bound)
+                raise EngineUnavailable(
+                    f"not started after {timeout_s:g} s: {waited_for}{self._last_lines()}"
+                )
+
+    def wait_ready(self, timeout_s: float, on_progress: OnProgress = lambda progress: None) -> None:
+        """Return once the frontend takes requests; `on_progress` is called again and again until then.
+
+        Raises:
+            ConfigError, EngineUnavailable: as `wait_bound`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.wait_bound(timeout_s, on_progress)
+        config = self.config
+        with ReadinessProbe(self.address, config.engine.worker_address) as probe:
+            while not probe.is_ready():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise EngineUnavailable(
+                        f"not ready after {timeout_s:g} s: {probe.progress()}{self._last_lines()}"
+                    )
+                on_progress(probe.progress())
+
+    def wait(self) -> None:
+        """Return when `stop` has been called and done; raises what made the supervisor give up."""
+        while not self._ended.wait(1.0):
+            pass
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Let the services drain and leave: frontend, then engine core, then worker; kill what is left.
+
+        Args:
+            grace_s: time for all three together; None: the longest `drain_s` and a little more.
+        """
+        if grace_s is not None:
+            self._grace_s = grace_s
+        self._stop_requested.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def kill(self) -> None:
+        """Cut a stop short: end all services now. Returns at once; safe in a signal handler."""
+        self._kill_requested = True
+
+    def _supervise(self) -> None:
+        grace_s: float | None = None
+        try:
+            while not self._kill_requested and not self._stop_requested.wait(
+                _WATCH_S if self._all_bound.is_set() else _POLL_S
+            ):
+                for upstream, service in zip((None, *self._services[:-1]), self._services, strict=True):
+                    self._advance(service, upstream)
+                if all(service.is_bound for service in self._services):
+                    self._all_bound.set()
+        except Exception as error:  # a bug of ours included: whoever waits shall hear of it
+            self.failure = error
+            grace_s = _FAILED_GRACE_S
+        finally:
+            self._end_all(self._grace_s if grace_s is None else grace_s)
+            self._ended.set()
+
+    def _advance(self, service: _Service, upstream: _Service | None) -> None:
+        """Start it, note its ports, or deal with its death: whatever is due."""
+        if service.process is None:
+            if (upstream is None or upstream.ports) and time.monotonic() >= service.start_at:
+                service.process = ServiceProcess(
+                    service.module, to_flags(self.config), self._env, self._on_log_line
+                )
+            return
+        if (exit := service.process.poll()) is not None:
+            self._handle_death(service, service.process, exit)
+        elif not service.is_bound and (ports := service.process.read_ports()) is not None:
+            service.ports, service.is_bound = ports, True
+
+    def _handle_death(self, service: _Service, process: ServiceProcess, exit: Exit) -> None:
+        what = f"{service.name} (process {process.pid}) {exit}"
+        if exit.code == USAGE_EXIT_CODE:  # it would say the same again
+            said = [line for line in process.tail if line.strip()]
+            words = message_of(said[-1]).removeprefix(f"{service.module}: ") if said else what
+            raise ConfigError(f"{service.name}: {words}")
+        now = time.monotonic()
+        deaths = service.death_times
+        deaths.append(now)
+        while deaths[0] < now - RESTART_PERIOD_S:
+            deaths.popleft()
+        if len(deaths) > MAX_RESTARTS:
+            raise EngineUnavailable(
+                f"{what}; it died {len(deaths)} times within {RESTART_PERIOD_S:g} s{_quote(process)}"
+            )
+        backoff_s = _FIRST_BACKOFF_S * 2 ** (len(deaths) - 1)
+        log.warning(
+            "%s; starting it again in %.1f s (%d of %d within %g s)%s",
+            what, backoff_s, len(deaths), MAX_RESTARTS, RESTART_PERIOD_S, _quote(process),
+        )  # fmt: skip
+        service.process, service.is_bound, service.start_at = None, False, now + backoff_s
+
+    def _end_all(self, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        running = [(s.name, s.process) for s in reversed(self._services) if s.process is not None]
+        for _, process in running:
+            process.terminate()
+            while process.poll() is None and time.monotonic() < deadline and not self._kill_requested:
+                time.sleep(_POLL_S)
+        for name, process in running:
+            if process.poll() is None:
+                log.warning("%s (process %d) did not leave in time and is killed", name, process.pid)
+                process.kill()
+        for _, process in running:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+
+    def _last_lines(self) -> str:
+        for service in self._services:
+            if not service.is_bound and service.process is not None:
+                return _quote(service.process)
+        return ""
+
+
+def dial_address(host: str, port: int) -> str:
+    """Where to reach a server of this machine that was told to bind `host`."""
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1" if host != "::" else "::1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _quote(process: ServiceProcess) -> str:
+    lines = [line for line in process.tail if line.strip()][-_SHOWN_LINES:]
+    return (
+        "".join(["; its last lines:", *(f"\n    {line}" for line in lines)]) if lines else "; it said nothing"
+    )
+
+
+def _child_environment() -> dict[str, str]:
+    """Ours without the options: the flags say it all, and a default among them must stay one."""
+    dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV}
+    kept = {name: text for name, text in os.environ.items() if name not in dropped}
+    # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.
+    return {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept}

@@ -1,0 +1,109 @@
+"""One service as a child process: its ports, its last words, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_LINES = 50
+_JOIN_S = 1.0  # a grandchild may hold the pipe open; its lines are not waited for longer
+USAGE_EXIT_CODE = 2
+"""A service that cannot use its config or bind its ports exits with this and says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended."""
+
+    code: int
+    """Negative: the signal that killed it."""
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        try:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"was killed by signal {-self.code}"
+
+
+class ServiceProcess:
+    """A child in a session of its own, so that Ctrl-C reaches only its parent, which stops it in order.
+
+    Owned by the thread that created it; the child dies with that thread. `tail` may be read by others.
+    """
+
+    def __init__(
+        self, module: str, flags: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
+    ) -> None:
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        """Its last lines on stdout and stderr, for saying why it died."""
+        self._on_line = on_line
+        self._directory = tempfile.TemporaryDirectory(prefix="triptych-")
+        ready_file = Path(self._directory.name) / "ready.json"
+        self._ready_file: Path | None = ready_file
+        self._popen = subprocess.Popen(
+            # -P: a directory called `services` where the user happens to stand is not ours
+            [sys.executable, "-P", "-m", "triptych.launcher.child", str(os.getpid()), module,
+             *flags, f"--ready-file={ready_file}"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=env, start_new_session=True,
+        )  # fmt: skip
+        self.pid = self._popen.pid
+        self._reader = threading.Thread(target=self._read_lines, name=f"log-{module}", daemon=True)
+        self._reader.start()
+
+    def read_ports(self) -> dict[str, int] | None:
+        """What it wrote into its ready file: port, metrics_port and such. None: not bound yet.
+
+        The file and its directory are gone once read.
+        """
+        if self._ready_file is None or not self._ready_file.exists():
+            return None
+        ports = json.loads(self._ready_file.read_text())
+        self._drop_ready_file()
+        return {name: int(port) for name, port in ports.items() if name.endswith("port")}
+
+    def poll(self) -> Exit | None:
+        """How it ended, or None while it runs. What it left running in its session ends with it."""
+        if self._popen.returncode is None:
+            # Not reaped yet: its pid still names the group, so no stranger can be hit.
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+            self._reader.join(_JOIN_S)
+            self._drop_ready_file()
+        return Exit(self._popen.returncode)
+
+    def terminate(self) -> None:
+        """Ask it to drain and leave."""
+        if self._popen.returncode is None:
+            self._popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, with all that it started; `poll` tells when it is over."""
+        if self._popen.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _drop_ready_file(self) -> None:
+        self._ready_file = None
+        self._directory.cleanup()
+
+    def _read_lines(self) -> None:
+        stdout = self._popen.stdout
+        assert stdout is not None
+        with stdout:
+            for raw in stdout:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                self.tail.append(line)
+                self._on_line(line)

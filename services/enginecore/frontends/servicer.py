@@ -1,0 +1,230 @@
+"""The engine core's gRPC doors: frontends' streams, facts, and the operator's counters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from services.enginecore.frontends.sessions import FrontendSession, FrontendSessions
+from services.enginecore.loop import EngineLoop
+from triptych.errors import (
+    EngineUnavailable,
+    FeatureDisabled,
+    HandshakeMismatch,
+    InvalidRequest,
+    ProtocolViolation,
+)
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
+from triptych.types.facts import SleepLevel
+from triptych.types.outputs import OutputBatch
+from triptych.types.submit import SessionTerms
+from triptych.v1 import admin_pb2, admin_pb2_grpc
+from triptych.wire.admin import pause_mode_from_proto, sleep_level, status_to_proto
+from triptych.wire.columns import u32_from_bytes
+from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
+from triptych.wire.worker import PROTOCOL_VERSION, worker_facts_to_proto
+
+log = logging.getLogger(__name__)
+
+SERVICE = engine_core_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_ABORTS_TOGETHER = 256  # taken in by the loop at once
+_HELLO_TIMEOUT_S = 10.0
+_DEFAULT_INTERVAL_MS = 1000
+_MIN_INTERVAL_MS = 100
+
+
+class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
+    """Serves `triptych.internal.v1.EngineCoreService`."""
+
+    def __init__(self, loop: EngineLoop, *, resume_ttl_s: float) -> None:
+        """`resume_ttl_s`: for how long a frontend's session outlives its stream."""
+        self._loop = loop
+        self._sessions = FrontendSessions(loop, resume_ttl_s)
+
+    def close(self) -> None:
+        """End every session, each stream after what it has been given. The last call."""
+        self._sessions.end_all()
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
+        hello = await _read_hello(request_iterator)
+        self._sessions.abandon(hello.abandoned_session)
+        resumed = self._sessions.resume(hello.resume_session, hello.last_batch_seen)
+        session = resumed or self._sessions.open(hello.frontend_id, hello.boot_id)
+        stream = session.stream
+        messages = session.outbox.messages()
+        terms: SessionTerms | None = SessionTerms(
+            session.name, resumed is not None, session.messages_received, self._sessions.resume_ttl_s
+        )
+        reader = asyncio.create_task(
+            self._read(request_iterator, session, stream), name=f"read-{session.frontend_id}"
+        )
+        try:
+            async for message in messages:
+                if isinstance(message, OutputBatch):
+                    outputs = outputs_to_proto(message, session.messages_received)
+                    yield engine_core_pb2.ConnectResponse(outputs=outputs)
+                else:  # first of all
+                    yield engine_core_pb2.ConnectResponse(welcome=welcome_to_proto(message, terms))
+                    terms = None
+            if session.stream != stream:
+                raise ProtocolViolation("this stream is not its session's any more")
+        finally:
+            reader.cancel()
+            self._sessions.lose(session, stream)
+
+    async def GetEngineInfo(
+        self, request: engine_core_pb2.GetEngineInfoRequest, context: grpc.aio.ServicerContext
+    ) -> engine_core_pb2.GetEngineInfoResponse:
+        welcome, facts = self._loop.welcome, self._loop.facts
+        if not welcome.ready or facts is None:
+            raise EngineUnavailable(f"engine {welcome.engine_id}: {welcome.why_not_ready}")
+        return engine_core_pb2.GetEngineInfoResponse(
+            engine_id=welcome.engine_id, epoch=welcome.epoch, facts=worker_facts_to_proto(facts)
+        )
+
+    async def _read(
+        self,
+        requests: AsyncIterator[engine_core_pb2.ConnectRequest],
+        session: FrontendSession,
+        stream: int,
+    ) -> None:
+        """Post what comes while this is the session's stream; what goes wrong with it ends the session.
+
+        To gRPC, a peer that vanishes and one that closes its half look alike: the goodbye tells them apart.
+        """
+        try:
+            async for request in requests:
+                if session.stream != stream:  # what came late here comes once more on the next stream
+                    return
+                self._take(request, session)
+                await self._loop.wait_for_room()
+        except Exception as error:
+            session.outbox.close(error)
+            self._sessions.end(session, f"ended by an error: {error}")
+        else:
+            self._sessions.lose(session, stream)
+
+    def _take(self, request: engine_core_pb2.ConnectRequest, session: FrontendSession) -> None:
+        match request.WhichOneof("message"):
+            case "submit":
+                for message in request.submit.requests:
+                    try:
+                        submit = submit_from_proto(message)
+                    except FeatureDisabled as error:  # of this request; anything else is a broken stream
+                        self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
+                    else:
+                        self._loop.submit(session.number, submit)
+                session.messages_received += 1
+            case "abort":
+                numbers = u32_from_bytes(request.abort).tolist()
+                for first in range(0, len(numbers), _ABORTS_TOGETHER):
+                    self._loop.abort(session.number, numbers[first : first + _ABORTS_TOGETHER])
+                session.messages_received += 1
+            case "last_batch_seen":
+                session.outbox.acknowledge(request.last_batch_seen)
+            case "goodbye":
+                self._sessions.end(session, "left")
+            case other:
+                raise ProtocolViolation(f"expected a submit, an abort or a goodbye, got {other}")
+
+
+class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
+    """Serves `triptych.v1.AdminService`; frontends forward to it."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(status=self._status())
+
+    async def WatchStatus(
+        self, request: admin_pb2.WatchStatusRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.WatchStatusResponse]:
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+        if interval_ms < _MIN_INTERVAL_MS:
+            raise InvalidRequest("interval_ms", f"{interval_ms} is below the limit {_MIN_INTERVAL_MS}")
+        while True:
+            yield admin_pb2.WatchStatusResponse(status=self._status())
+            await asyncio.sleep(interval_ms / 1000)
+
+    async def ResetPrefixCache(
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        return admin_pb2.ResetPrefixCacheResponse(num_blocks=self._loop.reset_prefix_cache())
+
+    async def Pause(
+        self, request: admin_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.PauseResponse:
+        await self._loop.pause(pause_mode_from_proto(request.mode))
+        return admin_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ResumeResponse:
+        await self._loop.resume()
+        return admin_pb2.ResumeResponse()
+
+    async def Sleep(
+        self, request: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.SleepResponse:
+        level = sleep_level(request.level if request.HasField("level") else SleepLevel.WEIGHTS_ON_HOST.value)
+        released_bytes = await self._loop.sleep(level, pause_mode_from_proto(request.mode))
+        return admin_pb2.SleepResponse(released_bytes=released_bytes)
+
+    async def Wake(
+        self, request: admin_pb2.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.WakeResponse:
+        await self._loop.wake()
+        return admin_pb2.WakeResponse()
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.DrainResponse:
+        await self._loop.drain()
+        return admin_pb2.DrainResponse()
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.LoadAdapterResponse:
+        raise _not_built("LoadAdapter")
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.UnloadAdapterResponse:
+        raise _not_built("UnloadAdapter")
+
+    def _status(self) -> admin_pb2.EngineStatus:
+        model = self._loop.welcome.model
+        return status_to_proto(self._loop.status(), model.name if model else "")
+
+
+async def _read_hello(
+    requests: AsyncIterator[engine_core_pb2.ConnectRequest],
+) -> engine_core_pb2.ConnectHello:
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise ProtocolViolation(f"no hello within {_HELLO_TIMEOUT_S:g} s") from None
+    if first is None or first.WhichOneof("message") != "hello":
+        raise ProtocolViolation("the first message must be a hello")
+    hello = first.hello
+    if not hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol:
+        raise HandshakeMismatch(
+            f"protocol: frontend speaks {hello.min_protocol}..{hello.max_protocol}, engine {PROTOCOL_VERSION}"
+        )
+    return hello
+
+
+def _not_built(method: str) -> FeatureDisabled:
+    return FeatureDisabled(f"AdminService.{method}", "this version does not serve it yet")

@@ -1,0 +1,135 @@
+"""How an operator's sleep of the worker goes, as the engine sees it.
+
+asked ── what the pause lets finish has ──► begun ── the worker answers ──► asleep ── Wake ──► the worker is back
+  └─────────── Resume ──► called off          └─── refused, or lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from services.enginecore.engine import EngineCore
+from services.enginecore.workers.base import Executor
+from services.enginecore.workers.connection import WorkerLink
+from triptych.errors import EngineUnavailable, FeatureDisabled, TriptychError
+from triptych.observe.logging import with_fields
+from triptych.types.facts import PauseMode, SleepLevel
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.01  # of a call of Wake that waits for the loop
+
+
+@dataclass(slots=True, eq=False)
+class Sleep:
+    """One sleep."""
+
+    level: SleepLevel
+    stays_paused: bool
+    """There is a pause beside the one that lets requests settle: it outlasts the sleep."""
+    has_begun: bool = False
+    """The worker has been told; there is no way back but Wake."""
+    released_bytes: asyncio.Future[int] = field(default_factory=asyncio.Future)
+    """Done when the worker sleeps; or holds why it does not."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody has woken the worker."""
+
+    def fail(self, error: TriptychError) -> None:
+        """It came to nothing."""
+        self.released_bytes.set_exception(error)
+        self.released_bytes.exception()  # whoever asked may have left
+
+
+class WorkerSleep:
+    """Owned by the engine loop; one sleep at a time."""
+
+    def __init__(self, engine: EngineCore, executor: Executor, link: WorkerLink) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._link = link
+        self._sleep: Sleep | None = None
+        """From an operator's call until the worker is back."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """As far as is known: a worker that dies meanwhile wakes, and is met by the next Wake."""
+        return self._link.is_worker_asleep if self._sleep is None else self._sleep.released_bytes.done()
+
+    @property
+    def is_due(self) -> bool:
+        """The worker is to be told now: no step is in flight, and none will be planned."""
+        return self._sleep is not None and not self._sleep.has_begun and not self._engine.is_settling
+
+    def ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:
+        """Let requests settle as in a pause; the sleep is due after that. Asked again it is the same sleep.
+
+        Raises:
+            EngineUnavailable: there is no worker.
+            FeatureDisabled: it is to sleep already, at another level.
+        """
+        if self._sleep is None:
+            if not self._link.has_session:
+                raise EngineUnavailable("there is no worker to put to sleep, or it sleeps already")
+            self._sleep = Sleep(level, stays_paused=self._engine.is_paused)
+            self._engine.pause(mode)
+        if self._sleep.level is not level:
+            raise FeatureDisabled(
+                "Sleep", f"the worker sleeps at level {self._sleep.level.value}; wake it first"
+            )
+        return self._sleep
+
+    def stay_paused(self) -> None:
+        """A pause has been asked for beside it."""
+        if self._sleep is not None:
+            self._sleep.stays_paused = True
+
+    def call_off(self) -> None:
+        """The engine is resumed: a sleep that has not begun does not begin."""
+        if self._sleep is not None and not self._sleep.has_begun:
+            self._sleep.fail(EngineUnavailable("the engine was resumed before the worker slept"))
+            self._sleep = None
+
+    async def fall_asleep(self) -> Sleep | None:
+        """Tell the worker, which ends its session; None: it stays awake, or is lost, and whoever asked knows why."""
+        sleep = self._sleep
+        assert sleep is not None, "it is due"
+        sleep.has_begun = True
+        try:
+            released_bytes = await self._executor.sleep(sleep.level)
+        except TriptychError as error:
+            log.warning("the worker does not sleep: %s", error)
+            self._sleep = None
+            sleep.fail(error)
+            return None
+        finally:
+            if not sleep.stays_paused:
+                self._engine.resume()  # nobody plans without a worker
+        self._link.end_session()
+        sleep.released_bytes.set_result(released_bytes)
+        waiting = self._engine.num_requests
+        log.info("the worker sleeps", extra=with_fields(level=sleep.level.value, requests=waiting))
+        return sleep
+
+    async def wake(self) -> None:
+        """Wake the worker, whoever put it to sleep; returns when it can compute for us.
+
+        Raises:
+            FeatureDisabled: it does not sleep yet.
+            MemoryShort: it has no room now, and sleeps on.
+            TriptychError: it cannot be reached, or not be woken; says why.
+        """
+        sleep = self._sleep
+        if sleep is not None and not sleep.released_bytes.done():
+            why = "the worker does not sleep yet; Resume calls a sleep off that has not begun"
+            raise FeatureDisabled("Wake", why)
+        await self._executor.wake()
+        if sleep is not None:
+            sleep.is_over.set()
+            while self._sleep is sleep:
+                await asyncio.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """The worker is back."""
+        self._sleep = None

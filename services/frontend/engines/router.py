@@ -1,0 +1,152 @@
+"""Which engine takes a request: by model name, then by least load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection, Sequence
+
+from services.frontend.engines.client import EngineClient
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
+from triptych.types.facts import ModelFacts
+from triptych.types.submit import EngineWelcome
+
+
+class Router:
+    """The engines of this frontend."""
+
+    def __init__(self) -> None:
+        self.engines: Sequence[EngineClient] = ()
+        """Set once by the app."""
+        self.changed = asyncio.Event()
+        """Set by `on_change`; whoever waits for it clears it."""
+
+    def on_change(self) -> None:
+        """An engine's readiness or facts may have changed."""
+        self.changed.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return any(engine.is_ready for engine in self.engines)
+
+    @property
+    def why_not_ready(self) -> str:
+        """Each engine with its reason."""
+        reasons = [f"{engine.name}: {engine.why_not_ready}" for engine in self.engines if not engine.is_ready]
+        return "no engine is ready (" + "; ".join(reasons) + ")"
+
+    @property
+    def models(self) -> list[ModelFacts]:
+        """The models of the ready engines, each name once."""
+        by_name: dict[str, ModelFacts] = {}
+        for engine in self.engines:
+            if engine.is_ready and engine.welcome is not None and engine.welcome.model is not None:
+                by_name.setdefault(engine.welcome.model.name, engine.welcome.model)
+        return list(by_name.values())
+
+    def find(self, model: str, path: str = "model") -> EngineWelcome:
+        """The facts to check a request for `model` against; empty: the only model.
+
+        Args:
+            path: of the model's name in the client's words.
+
+        Raises:
+            EngineUnavailable: no engine is ready; says why.
+            ModelNotFound: none of the ready engines serves it; names those served.
+            InvalidRequest: no name is given although there are several.
+        """
+        models = self.models
+        if not models:
+            raise EngineUnavailable(self.why_not_ready)
+        names = ", ".join(sorted(facts.name for facts in models))
+        if not model and len(models) > 1:
+            raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
+        model = model or models[0].name
+        if model not in [facts.name for facts in models]:
+            raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
+        return self._welcome_of(self._least_loaded([e for e in self.engines if _serves(e, model)]))
+
+    def check_room(self, model: str, priority: int, tenant: str) -> None:
+        """Refuse a request that every engine is known to refuse, before anything is done for it.
+
+        Args:
+            model: As for `find`; one that is not served is left to that.
+
+        Raises:
+            QueueFull: The queues are full; says when to come back.
+        """
+        engines = self._serving(model)
+        retry_after_s = None
+        for engine in engines:
+            refusal_s = engine.refuses(priority, tenant)
+            if refusal_s is None:
+                return
+            retry_after_s = refusal_s if retry_after_s is None else min(retry_after_s, refusal_s)
+        if retry_after_s is not None:
+            names = ", ".join(engine.name for engine in engines)
+            raise QueueFull(f"the queue of {names} is full", retry_after_s)
+
+    def max_choices(self, model: str) -> int:
+        """Return how many choices may be running and waiting for a model together, on all its ready engines."""
+        return sum(self._welcome_of(engine).max_choices for engine in self._serving(model))
+
+    def choose(self, wanted: EngineWelcome, *, tried: Collection[EngineClient] = ()) -> EngineClient:
+        """Return the least loaded ready engine with the facts that a request was checked against.
+
+        Args:
+            tried: Engines that have refused the request.
+
+        Raises:
+            EngineUnavailable: There is none.
+        """
+        alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
+        if not alike:
+            raise EngineUnavailable(self.why_not_ready)
+        return self._least_loaded(alike)
+
+    def has_others(self, wanted: EngineWelcome, tried: Collection[EngineClient]) -> bool:
+        """Return whether `choose` would find another engine."""
+        return any(e.is_ready and e not in tried and _has_facts(e, wanted) for e in self.engines)
+
+    def by_id(self, engine_id: str) -> EngineClient:
+        """The engine of this name, ready or not; empty: the only one.
+
+        Raises:
+            InvalidRequest: no such engine, or several and no name; names them.
+        """
+        names = ", ".join(engine.name for engine in self.engines)
+        if not engine_id and len(self.engines) == 1:
+            return self.engines[0]
+        for engine in self.engines:
+            if engine_id and engine.name == engine_id:
+                return engine
+        raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
+
+    def _serving(self, model: str) -> list[EngineClient]:
+        """Return the ready engines that serve a model; empty: any."""
+        return [
+            engine for engine in self.engines if engine.is_ready and (not model or _serves(engine, model))
+        ]
+
+    @staticmethod
+    def _least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
+        return min(engines, key=lambda engine: (engine.num_in_flight, random.random()))
+
+    @staticmethod
+    def _welcome_of(engine: EngineClient) -> EngineWelcome:
+        assert engine.welcome is not None, "a ready engine has been welcomed"
+        return engine.welcome
+
+
+def _serves(engine: EngineClient, model: str) -> bool:
+    if not engine.is_ready or engine.welcome is None or engine.welcome.model is None:
+        return False
+    return engine.welcome.model.name == model
+
+
+def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
+    welcome = engine.welcome
+    if welcome is None:
+        return False
+    theirs = welcome.model, welcome.has_priorities, welcome.max_choices
+    return theirs == (wanted.model, wanted.has_priorities, wanted.max_choices)

@@ -1,0 +1,196 @@
+"""A session with one engine, over all its streams: who waits for which outputs, and what has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.frontend.engines.outbox import Outbox
+from services.frontend.engines.queue_view import QueueView
+from services.frontend.logprobs import BatchLogprobs
+from triptych.errors import FieldViolation, ProtocolViolation, TriptychError
+from triptych.rpc.status import error_from_code
+from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
+from triptych.types.step import PromptLogprobs
+from triptych.types.submit import SessionTerms, SubmitRequest
+
+MAX_NUMBER = (1 << 32) - 1
+# The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
+ACKNOWLEDGE_EVERY = 64
+
+
+class OutputSink(Protocol):
+    """Who takes the outputs of one submitted request. Called on the loop; must neither block nor await."""
+
+    def on_admitted(self) -> None:
+        """The engine has it."""
+
+    def on_tokens(
+        self,
+        token_ids: list[int],
+        logprobs: BatchLogprobs | None,
+        first_row: int,
+        finish: FinishedRequest | None,
+    ) -> None:
+        """New tokens, and the good end if this is it. `first_row` is the first token's row in `logprobs`."""
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Log-probabilities of the next part of the prompt; before the first token, or with it."""
+
+    def on_error(self, error: Exception) -> None:
+        """The bad end. Nothing follows."""
+
+    def on_engine_lost(self, why: str) -> None:
+        """The end of the session with the engine. Nothing follows."""
+
+
+class EngineSession:
+    """Owned by the engine client. Every output batch takes effect here once, however often it is sent."""
+
+    def __init__(self, terms: SessionTerms) -> None:
+        self.name = terms.name
+        self.resume_ttl_s = terms.resume_ttl_s
+        self.outbox = Outbox(self._on_unsendable)
+        self.last_batch_seen = 0
+        self.num_futile_streams = 0
+        """Streams that broke by their own content, with no batch in between."""
+        self.is_torn = False
+        """A batch has taken effect in part, by a bug: nobody can go on from there."""
+        self.queue = QueueView()
+        self._sinks: dict[int, OutputSink] = {}
+        self._next_number = 1
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._sinks)
+
+    def has_numbers(self, count: int) -> bool:
+        """Return whether so many numbers are left."""
+        return self._next_number + count - 1 <= MAX_NUMBER
+
+    def take_numbers(self, count: int) -> range:
+        """Return numbers that no choice of this session has had."""
+        first, self._next_number = self._next_number, self._next_number + count
+        return range(first, first + count)
+
+    def submit(self, request: SubmitRequest, sinks: Sequence[OutputSink]) -> None:
+        """Hand over one request. `sinks`: [num_choices] for the outputs of each."""
+        numbers = request.numbers.tolist()
+        self._sinks.update(zip(numbers, sinks, strict=True))
+        self.queue.note_submitted(numbers, request.priority, request.tenant)
+        self.outbox.submit(request)
+
+    def stop(self, number: int, sink: OutputSink) -> None:
+        """See `EngineClient.stop`."""
+        if self._sinks.get(number) is sink:
+            self.outbox.abort(number)
+
+    def abort(self, number: int, sink: OutputSink) -> None:
+        """See `EngineClient.abort`."""
+        if self._sinks.get(number) is sink:  # else it has ended, or the number is of an earlier session
+            del self._sinks[number]
+            self.queue.note_aborted(number)
+            self.outbox.abort(number)
+
+    def end(self, why: str) -> None:
+        """No output will come any more: every request ends."""
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_engine_lost(why)
+
+    def take_in(self, batch: OutputBatch, messages_received: int) -> None:
+        """Hand out one batch, unless it has been here before.
+
+        Args:
+            messages_received: as in `SessionTerms`, when the batch was sent.
+
+        Raises:
+            ProtocolViolation: it is not the next one; it has not taken effect.
+        """
+        self.outbox.confirm(messages_received)
+        if batch.batch_id <= self.last_batch_seen:
+            return
+        if batch.batch_id != self.last_batch_seen + 1:
+            raise ProtocolViolation(
+                f"the engine sent output batch {batch.batch_id} after {self.last_batch_seen}"
+            )
+        self.last_batch_seen = batch.batch_id
+        if not self.outbox.has_unconfirmed:  # else the next message may be what breaks the streams
+            self.num_futile_streams = 0
+        if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.prompt_logprobs:  # these may be megabytes
+            self.outbox.acknowledge(batch.batch_id)
+        self.is_torn = True
+        self._dispatch(batch)
+        self.is_torn = False
+
+    def _dispatch(self, batch: OutputBatch) -> None:
+        """Hand each request its share; one dictionary look-up per request."""
+        self.queue.note_batch(batch)
+        sinks = self._sinks
+        for number in batch.admitted.tolist():
+            if (sink := sinks.get(number)) is not None:
+                sink.on_admitted()
+        for entry in batch.prompt_logprobs:
+            if (sink := sinks.get(entry.number)) is not None:
+                try:
+                    sink.on_prompt_logprobs(entry.logprobs)
+                except Exception as error:
+                    self.abort(entry.number, sink)
+                    sink.on_error(error)
+        finishes = {finish.number: finish for finish in batch.finished}
+        if len(batch.numbers):
+            self._dispatch_tokens(batch, finishes)
+        for number, finish in finishes.items():  # those that end without a new token
+            if (sink := sinks.pop(number, None)) is not None:
+                self._deliver(number, sink, [], None, 0, finish)
+        for failure in batch.failures:
+            if (sink := sinks.pop(failure.number, None)) is not None:
+                sink.on_error(_to_error(failure))
+
+    def _dispatch_tokens(self, batch: OutputBatch, finishes: dict[int, FinishedRequest]) -> None:
+        """Also takes out of `finishes` those whose last tokens these are.
+
+        A batch of several steps has a request's tokens in several places.
+        """
+        token_ids: list[int] = batch.token_ids.tolist()
+        numbers: list[int] = batch.numbers.tolist()
+        counts: list[int] = batch.token_counts.tolist() or [1] * len(numbers)
+        logprobs = BatchLogprobs(batch.logprobs) if batch.logprobs is not None else None
+        last_place = {number: place for place, number in enumerate(numbers)} if finishes else {}
+        sinks = self._sinks
+        start = 0
+        for place, (number, count) in enumerate(zip(numbers, counts, strict=True)):
+            finish = finishes.pop(number, None) if last_place.get(number) == place else None
+            sink = sinks.get(number) if finish is None else sinks.pop(number, None)
+            if sink is not None:  # else it was aborted here, and the engine did not know yet
+                self._deliver(number, sink, token_ids[start : start + count], logprobs, start, finish)
+            start += count
+
+    def _deliver(
+        self,
+        number: int,
+        sink: OutputSink,
+        token_ids: list[int],
+        logprobs: BatchLogprobs | None,
+        first_row: int,
+        finish: FinishedRequest | None,
+    ) -> None:
+        """One request's tokens; what goes wrong with them ends this request alone."""
+        try:
+            sink.on_tokens(token_ids, logprobs, first_row, finish)
+        except Exception as error:
+            self.abort(number, sink)
+            sink.on_error(error)
+
+    def _on_unsendable(self, numbers: Sequence[int], error: Exception) -> None:
+        for number in numbers:
+            self.queue.note_aborted(number)
+            if (sink := self._sinks.pop(number, None)) is not None:
+                sink.on_error(error)
+
+
+def _to_error(failure: RequestFailure) -> TriptychError:
+    description = failure.message.removeprefix(f"{failure.field}: ")
+    violations = [FieldViolation(failure.field, description)] if failure.field else []
+    return error_from_code(failure.code, failure.message, violations, failure.retry_after_ms / 1000)

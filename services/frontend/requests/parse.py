@@ -1,0 +1,373 @@
+"""Raw requests, as any door hands them in, and their parsing into valid ones: every violation at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.frontend.requests.sampling import check_sampling, find_bad_token_id, to_array, why_not_text
+from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.step import U32
+from triptych.types.submit import EngineWelcome
+
+COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out; a chat gets all that is left
+MAX_DEADLINE_S = 1e9
+MAX_REQUEST_ID_BYTES = 128
+MAX_MESSAGES = 16384  # of one conversation
+MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
+_MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
+_LONG_VARIABLE = 1 << 13  # stands for the size of a list or an object, which is not looked into
+_I32 = (-(1 << 31), (1 << 31) - 1)
+_TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "self")
+
+
+@dataclass(frozen=True, slots=True)
+class RawChat:
+    """A conversation as the client wrote it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Each with `role` and `content` (text) at least."""
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Extra variables for the chat template."""
+    size: int = field(init=False)
+    """How much work it is to check and to render, in characters of a message."""
+
+    def __post_init__(self) -> None:
+        num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
+        variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
+        object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRequest:
+    """One request to generate, unchecked. The same from every door."""
+
+    door: str
+    """grpc or http; for logs and metrics."""
+    prompt: str | Sequence[int] | RawChat | None
+    """None: the client gave none."""
+    request_id: str = ""
+    """Empty: one is drawn."""
+    model: str = ""
+    """Empty: the one served."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the client gave, by name; absent or None is unset."""
+    output_kind: OutputKind = OutputKind.DELTA
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    truncate_prompt_tokens: int | None = None
+    adapter: str = ""
+    echo: bool = False
+    deadline_s: float | None = None
+    """Time left for all of it."""
+    sampling_prefix: str = ""
+    """Stands before the name of a sampling field in the client's own words: `sampling.` in gRPC."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
+    "logprobs": "top_logprobs"}."""
+    violations: tuple[FieldViolation, ...] = ()
+    """What the door found wrong by itself; reported together with the rest."""
+    unserved: tuple[str, ...] = ()
+    """Paths of fields that the client set and nobody has built; refused by name."""
+
+    @property
+    def size(self) -> int:
+        """How much work it is to check: characters, token ids, entries of lists."""
+        size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
+        if isinstance(self.prompt, RawChat):
+            return size + self.prompt.size
+        return size if self.prompt is None else size + len(self.prompt)
+
+    def path(self, name: str) -> str:
+        """The path of a field of this class as the client wrote it."""
+        return self.paths.get(name, name)
+
+    def sampling_path(self, name: str) -> str:
+        """The same for a field of `SamplingParams`."""
+        return self.paths.get(name, self.sampling_prefix + name)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that only the length of its prompt can still refuse."""
+
+    raw: RawRequest
+    prompt: str | U32 | RawChat
+    """Token ids are truncated already."""
+    sampling: SamplingParams
+    """`max_tokens` is None where the client gave none."""
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """For a client that gave none; None: all that the context leaves."""
+        return None if isinstance(self.prompt, RawChat) else COMPLETION_MAX_TOKENS
+
+
+def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float]) -> ValidRequest:
+    """Check everything that can be checked without the tokenizer.
+
+    Args:
+        engine: a ready engine's welcome; its model gives the limits.
+        defaults: sampling fields from the checkpoint, for those that the client left out; checked.
+
+    Raises:
+        InvalidRequest: with every violation found.
+        FeatureDisabled: nothing is wrong, but fields are set that nobody has built; names them all.
+    """
+    assert engine.model is not None, "an engine that was never ready is never chosen"
+    vocab_size, max_model_len = engine.model.vocab_size, engine.model.max_model_len
+    checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.sampling_path)
+    values = {"max_tokens": None, **defaults, **checked.values}
+    sampling = SamplingParams(**values, output_kind=raw.output_kind)
+    violations = [
+        *raw.violations,
+        *_check_prompt(raw, vocab_size, max_model_len),
+        *_check_envelope(raw, engine),
+        *checked.violations,
+        *_check_together(raw, sampling, engine),
+    ]
+    overflow = _overflow_of_token_ids(raw, max_model_len)
+    if violations:
+        raise InvalidRequest([*violations, *(overflow.violations if overflow is not None else ())])
+    if overflow is not None:
+        raise overflow
+    unserved = [*raw.unserved, *checked.unserved, *([raw.path("adapter")] if raw.adapter else [])]
+    if unserved:
+        raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
+    assert raw.prompt is not None
+    if isinstance(raw.prompt, (str, RawChat)):
+        return ValidRequest(raw, raw.prompt, sampling)
+    return ValidRequest(raw, to_array(raw.prompt[-_num_kept(raw, raw.prompt) :]), sampling)
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a request may be called so: 1 to 128 printable ASCII characters."""
+    return 0 < len(text) <= MAX_REQUEST_ID_BYTES and text.isascii() and text.isprintable()
+
+
+def why_not_request_id(text: str) -> str | None:
+    """Return what is wrong with a request id, or None if nothing is."""
+    if is_request_id(text):
+        return None
+    return f"{text!r:.{MAX_REQUEST_ID_BYTES}} is not printable ASCII, at most {MAX_REQUEST_ID_BYTES} bytes"
+
+
+def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """The sampling parameters with `max_tokens` filled in, now that the prompt's length is known.
+
+    What the client asked for is never cut down; what it left open is.
+
+    Raises:
+        InvalidRequest: prompt and output do not fit; names both numbers and the limit.
+    """
+    raw, sampling = request.raw, request.sampling
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(raw.path("prompt"), "the prompt has no tokens; at least 1 is needed")
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise _prompt_too_long(raw, num_prompt_tokens, max_model_len)
+    max_tokens = sampling.max_tokens
+    if max_tokens is None:
+        max_tokens = min(request.default_max_tokens or room, room)
+    elif max_tokens > room:
+        raise _exceeds_context(
+            raw.sampling_path("max_tokens"),
+            num_prompt_tokens,
+            max_tokens,
+            max_model_len,
+            f"reduce the prompt, or ask for at most {room} tokens",
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            raw.sampling_path("min_tokens"), f"{sampling.min_tokens} exceeds max_tokens, here {max_tokens}"
+        )
+    return replace(sampling, max_tokens=max_tokens)
+
+
+def why_too_many_messages(num_messages: int) -> str | None:
+    """Return what is wrong with the length of a conversation, or None if nothing is."""
+    if num_messages <= MAX_MESSAGES:
+        return None
+    return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
+
+
+def prompt_has_too_many_chars(
+    path: str, num_chars: int, max_model_len: int, max_chars_per_token: int
+) -> ContextLengthExceeded:
+    """Return the refusal of a text that is too long, whatever its tokens are."""
+    error = ContextLengthExceeded(
+        path,
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
+        f"characters, which are more tokens than that: its longest token has {max_chars_per_token}; reduce the prompt, "
+        "or set truncate_prompt_tokens.",
+    )
+    error.metadata = {"field": path, "limit": str(max_model_len), "num_chars": str(num_chars)}
+    return error
+
+
+def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolation]:
+    """What is wrong with a conversation, whatever the template makes of it.
+
+    Args:
+        path, kwargs_path: of its messages and its template variables, in the client's words.
+    """
+    violations = []
+    if not chat.messages:
+        violations.append(FieldViolation(path, "the conversation is empty; at least 1 message is needed"))
+    if (why := why_too_many_messages(len(chat.messages))) is not None:
+        return [FieldViolation(path, why)]
+    for index, message in enumerate(chat.messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            violations.append(
+                FieldViolation(f"{path}[{index}].role", f"{role!r} is not a role; it is a word")
+            )
+        if (why := why_not_text(content)) is not None:
+            violations.append(FieldViolation(f"{path}[{index}].content", why))
+    for name in chat.template_kwargs:
+        if name in _TEMPLATE_ARGUMENTS or not name.isidentifier():
+            violations.append(
+                FieldViolation(f"{kwargs_path}.{name}", "is not a name that a template variable may have")
+            )
+    return violations
+
+
+def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[FieldViolation]:
+    prompt, path = raw.prompt, raw.path("prompt")
+    if prompt is None:
+        return [FieldViolation(path, "no prompt is given; give text, token ids or messages")]
+    if isinstance(prompt, RawChat):
+        violations = check_chat(prompt, path, raw.path("template_kwargs"))
+        if raw.echo:
+            violations.append(FieldViolation(raw.path("echo"), "has no meaning in a chat; leave it out"))
+        return violations
+    if len(prompt) == 0:
+        return [FieldViolation(path, "the prompt is empty; at least 1 token is needed")]
+    if isinstance(prompt, str):
+        why = why_not_text(prompt)
+        return [] if why is None else [FieldViolation(path, why)]
+    num_kept = _num_kept(raw, prompt)
+    if num_kept >= max_model_len:
+        return []  # refused for its length; looking at each of millions of ids would take long
+    bad = find_bad_token_id(prompt[-num_kept:], vocab_size)
+    if bad is not None:
+        return [FieldViolation(f"{path}[{len(prompt) - num_kept + bad[0]}]", bad[1])]
+    return []
+
+
+def _num_kept(raw: RawRequest, token_ids: Sequence[int]) -> int:
+    """Return how many ids of a prompt are left after truncation."""
+    limit = raw.truncate_prompt_tokens
+    return len(token_ids) if not isinstance(limit, int) or limit < 1 else min(limit, len(token_ids))
+
+
+def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLengthExceeded | None:
+    """Return the refusal of a prompt of token ids that leaves no room for output, or None if it leaves some."""
+    if raw.prompt is None or isinstance(raw.prompt, (str, RawChat)):
+        return None
+    num_kept = _num_kept(raw, raw.prompt)
+    return _prompt_too_long(raw, num_kept, max_model_len) if num_kept >= max_model_len else None
+
+
+def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolation]:
+    """Everything beside prompt and sampling."""
+    found: list[tuple[str, str]] = []
+    if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
+        found.append(("request_id", why))
+    for name, text in (("tenant", raw.tenant), ("cache_salt", raw.cache_salt)):
+        if (why := why_not_text(text)) is not None:
+            found.append((name, why))
+        elif (num_bytes := len(text.encode())) > MAX_LABEL_BYTES:
+            found.append((name, f"{num_bytes} bytes are above the limit {MAX_LABEL_BYTES}"))
+    if type(raw.priority) is not int or not _I32[0] <= raw.priority <= _I32[1]:
+        found.append(("priority", f"{raw.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
+    elif raw.priority and not engine.has_priorities:
+        found.append(("priority", f"{raw.priority} is refused: the engine runs scheduler.policy=fcfs; use 0"))
+    truncate = raw.truncate_prompt_tokens
+    if truncate is not None and (type(truncate) is not int or truncate < 1):
+        found.append(("truncate_prompt_tokens", f"{truncate!r} is below the limit 1"))
+    deadline_s = raw.deadline_s
+    if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is refused, too
+        limit = f"above 0 and at most {MAX_DEADLINE_S:g} seconds"
+        found.append(("deadline_s", f"{deadline_s:g} is refused; a deadline is {limit}"))
+    return [FieldViolation(raw.path(name), description) for name, description in found]
+
+
+def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWelcome) -> list[FieldViolation]:
+    """Fields that are good by themselves, but not with each other."""
+    found: list[tuple[str, str]] = []
+    if sampling.min_tokens and sampling.allowed_token_ids:
+        assert engine.model is not None, "an engine that was never ready is never chosen"
+        masked = {*engine.model.eos_token_ids, *sampling.stop_token_ids}
+        if masked.issuperset(sampling.allowed_token_ids):
+            why = (
+                "names only tokens that end the output, and min_tokens "
+                f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
+            )
+            found.append((raw.sampling_path("allowed_token_ids"), why))
+    if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
+        why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
+        found.append((raw.sampling_path("max_tokens"), why))
+    if sampling.n > engine.max_choices:
+        why = f"{sampling.n} choices are above the limit {engine.max_choices}: so many run and wait together at most"
+        found.append((raw.sampling_path("n"), why))
+    if sampling.n > 1 and sampling.is_greedy:
+        found.append(
+            (
+                raw.sampling_path("n"),
+                f"{sampling.n} choices of greedy sampling (temperature {sampling.temperature:g}) would all be "
+                "equal; the limit is 1, or raise temperature",
+            )
+        )
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        found.append(
+            (
+                raw.sampling_path("min_tokens"),
+                f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}",
+            )
+        )
+    if not sampling.detokenize:
+        if sampling.stop:
+            found.append((raw.sampling_path("stop"), "is looked for in the text, but detokenize is false"))
+        if raw.echo:
+            found.append((raw.path("echo"), "repeats the prompt's text, but detokenize is false"))
+    return [FieldViolation(path, description) for path, description in found]
+
+
+def _prompt_too_long(raw: RawRequest, num_prompt_tokens: int, max_model_len: int) -> ContextLengthExceeded:
+    remedy = f"reduce the prompt to at most {max_model_len - 1} tokens, or set truncate_prompt_tokens"
+    return _exceeds_context(raw.path("prompt"), num_prompt_tokens, 1, max_model_len, remedy)
+
+
+def _exceeds_context(
+    path: str, num_prompt_tokens: int, max_tokens: int, max_model_len: int, remedy: str
+) -> ContextLengthExceeded:
+    """The wording is OpenAI's: clients recognize `maximum context length`, shorten the conversation and retry."""
+    num_tokens = num_prompt_tokens + max_tokens
+    error = ContextLengthExceeded(
+        path,
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {num_tokens} tokens "
+        f"({num_prompt_tokens} in the prompt, {max_tokens} in the completion); {remedy}.",
+    )
+    error.metadata = {
+        "field": path,
+        "value": str(num_tokens),
+        "limit": str(max_model_len),
+        "num_prompt_tokens": str(num_prompt_tokens),
+        "max_tokens": str(max_tokens),
+    }
+    return error
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), str)
+
+
+def _size_of_variable(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return 1 if value is None or isinstance(value, (bool, int, float)) else _LONG_VARIABLE

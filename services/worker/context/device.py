@@ -1,0 +1,172 @@
+"""Choosing the device and the threads, and what torch says of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from services.worker.context import host
+from services.worker.context.attention_choice import installed_packages
+from services.worker.context.resolve import resolve_for_device
+from services.worker.context.resolved import ResolvedConfig
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.config.fields import EngineConfig
+from triptych.errors import ConfigError
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.library import use_threads as use_native_threads
+
+log = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
+_NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Extensions that multiply bfloat16: two of x86, and that of ARM."""
+
+_KERNEL_FLAGS = ("avx2", "fma", "f16c")  # the least that native kernels are built for
+
+
+def resolve_config(
+    engine: EngineConfig, architecture: ModelArchitecture, *, root: Path = host.ROOT
+) -> ResolvedConfig:
+    """Join the operator's config, the checkpoint's architecture and this machine's facts.
+
+    Raises:
+        ConfigError: a device that is not there, or a max_model_len above the model's own.
+        FeatureDisabled: a value that this build knows and does not serve.
+    """
+    device = choose_device(engine.worker.device, engine.parallel.local_rank)
+    native_bfloat16 = has_native_bfloat16(device, root)
+    return resolve_for_device(
+        engine,
+        architecture,
+        device=str(device),
+        native_bfloat16=native_bfloat16,
+        native_kernels=bool(isa()),
+        native_float8=has_native_float8(device),
+        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        attention_packages=installed_packages(),
+    )
+
+
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """The device that `worker.device` means on this machine: `cpu` or `cuda:<local_rank>`.
+
+    Raises:
+        ConfigError: `cuda` where torch sees no such device.
+    """
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "cpu" or (requested == "auto" and num_devices == 0):
+        return torch.device("cpu")
+    if num_devices == 0:
+        raise ConfigError(
+            f"worker.device: cuda, but torch {torch.__version__} sees no CUDA device; install a CUDA "
+            "build of torch and a driver, or set worker.device to cpu"
+        )
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"parallel.local_rank: {local_rank}, but torch sees {num_devices} CUDA device(s), numbered from 0"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
+    """Whether the device multiplies bfloat16 itself, rather than converting at every product."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; older ones emulate
+    return not _NATIVE_BFLOAT16.isdisjoint(host.cpu_flags(root))
+
+
+def has_native_float8(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit floats itself: Ada, Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def missing_kernels(root: Path = host.ROOT) -> str:
+    """Return why this machine's CPU has no native kernels in use, and what helps; empty: they are in use."""
+    if isa():
+        return ""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"there are none for {platform.system()} on {platform.machine()}"
+    missing = [flag for flag in _KERNEL_FLAGS if flag not in host.cpu_flags(root)]
+    if missing:
+        return f"this processor has no {', '.join(missing)}, which they need"
+    return "they are not built; `python -m triptych_kernels.cpu.build` builds them where there is g++"
+
+
+def use_threads(requested: int) -> int:
+    """Give native kernels and torch the model's CPU threads, process-wide, and return how many each has.
+
+    Args:
+        requested: 0: the physical cores that we may use, since a second thread per core only fights for the same
+            vector unit.
+    """
+    num_threads = requested or host.usable_cores()
+    use_native_threads(num_threads)
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def leave_cores_to_kernels() -> None:
+    """Let torch do its small remainder of a step on the thread that calls it; native kernels keep their threads."""
+    torch.set_num_threads(1)
+
+
+def use_device(device: torch.device) -> None:
+    """Make the device the calling thread's own, and set torch up for it; before anything is allocated on it.
+
+    Segments that grow in place keep memory from being cut up by steps of many sizes. Settings that the operator gave
+    torch's allocator in the environment are left alone. Products that cuBLAS cuts into parts are added up in float32:
+    torch would let it add them up in 16 bits.
+    """
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        _set_allocator()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.cuda.set_device(device)
+
+
+def _set_allocator() -> None:
+    """Let segments grow in place, by functions of torch that are private and may be gone in another version."""
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
+        torch.cuda.memory, "_set_allocator_settings", None
+    )
+    try:
+        if set_settings is None:
+            raise RuntimeError(f"torch {torch.__version__} has no function for it")
+        set_settings(_ALLOCATOR_SETTINGS)
+    except RuntimeError as error:
+        log.warning(
+            "torch's allocator cannot be set to %s (%s), so memory may be cut up by steps of many sizes; set %s "
+            "in the environment",
+            _ALLOCATOR_SETTINGS,
+            error,
+            _ALLOCATOR_VARIABLES[0],
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes on `device` that this process can still take."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return host.free_memory()
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes on `device` that this process has taken."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return host.resident_memory()
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's name, for people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else host.cpu_name()

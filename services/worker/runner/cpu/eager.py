@@ -1,0 +1,60 @@
+"""Which way a model is run by the thread that launches it, and the plainest one; another is a file and a line here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from services.worker.attention.base import KvCache
+from services.worker.models.base import CausalLM
+from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.cpu.recorded import RecordedBackend
+from services.worker.runner.input_batch import InputBuffers, StepSizes
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.program import NotRecordable
+from triptych_kernels.ops import gather_rows
+
+log = logging.getLogger(__name__)
+
+
+class EagerBackend:
+    """Calls the model, operation by operation."""
+
+    computes_with_torch = True
+
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._inputs = inputs
+        self._device = kv_caches[0].device
+        native = self._device.type == "cpu" and isa()
+        self.description = f"{isa()} eager" if native else "torch"
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        batch = self._inputs.batch(sizes, self._device)
+        hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
+        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
+        logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
+        return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()
+
+
+def create_forward_backend(
+    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
+) -> ForwardBackend:
+    """The backend for a device that the thread calling it waits for.
+
+    Args:
+        inputs: where every step that it will compute stands.
+        enforce_eager: call the model operation by operation, whatever could be faster.
+    """
+    if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
+        try:
+            return RecordedBackend(model, kv_caches, inputs)
+        except NotRecordable as reason:
+            log.warning(
+                "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
+            )
+    return EagerBackend(model, kv_caches, inputs)

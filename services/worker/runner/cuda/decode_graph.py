@@ -1,0 +1,143 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, by buckets of batch sizes.
+
+    rows of a step    1  2  3  5  9   17 …
+    bucket            1  2  4  8  16  24 …    the rows that are missing are padding, which reads the null block
+
+A bucket is run operation by operation, which compiles what is not compiled yet, and is recorded after that: at start,
+of padding alone and the largest first, since the smaller ones then fit into its memory; or behind the first step that
+needs it (`worker.graph_capture`). All graphs share one pool of memory: what a step leaves in it is read before the next
+one is launched, or copied out. Steps with longer rows run operation by operation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.cuda.forward import DeviceForward
+from services.worker.runner.cuda.graph_recorder import GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from services.worker.runner.input_batch import InputBuffers, StepSizes
+
+
+class CudaGraphBackend:
+    """A `ForwardBackend`; decodes whose rows all sample are replayed, other steps go to another."""
+
+    computes_with_torch = False
+
+    def __init__(
+        self,
+        forward: DeviceForward,
+        inputs: DeviceInputs,
+        *,
+        host: InputBuffers,
+        others: ForwardBackend,
+        recorder: GraphRecorder,
+        device: torch.device,
+        max_seq_len: int,
+        vocab_size: int,
+    ) -> None:
+        """
+        Args:
+            inputs: copies what stands in `host`.
+            others: computes the steps that are no decodes.
+            max_seq_len: no row is longer, in any step.
+        """
+        self.description = "triton graphs"
+        self._forward = forward
+        self._inputs = inputs
+        self._host = host
+        self._others = others
+        self._recorder = recorder
+        self._max_seq_len = max_seq_len
+        self._sizes = graph_buckets(inputs.max_num_seqs)
+        self._buckets: dict[int, _Bucket] = {}
+        largest = _decodes(inputs.max_num_seqs)
+        self._columns = torch.zeros(inputs.columns_bytes(largest), dtype=torch.uint8, device=device)
+        self._tables = torch.zeros(inputs.max_num_seqs, inputs.max_blocks, dtype=torch.int32, device=device)
+        # Outputs stand outside the pool, or each bucket would keep logits of its own there: 2 GiB of 256 x 128k and
+        # smaller. The copy moves 0.26 GB then.
+        self._logits = torch.zeros(inputs.max_num_seqs, vocab_size, device=device)
+        self._token_ids = torch.zeros(inputs.max_num_seqs, dtype=torch.int64, device=device)
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        num_rows = sizes.num_rows
+        if not num_rows == sizes.num_tokens == sizes.num_sampling:
+            return self._others.forward(sizes)
+        bucket = self._run(sizes, self._sizes[bisect_left(self._sizes, num_rows)])
+        slots = bucket.batch.sampling_slots[:num_rows]
+        return StepOutput(self._logits[:num_rows], self._token_ids[:num_rows], slots)
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return [
+            *(partial(self._capture, size) for size in reversed(self._sizes)),
+            *self._others.graph_captures(),
+        ]
+
+    def _capture(self, size: int) -> None:
+        self._run(StepSizes.of_nothing(), size)
+
+    def _run(self, sizes: StepSizes, size: int) -> _Bucket:
+        """Compute a gathered decode, padded to `size` rows; record it if that has not been done."""
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
+        self._host.pad_rows(sizes, size)
+        columns, tables = self._inputs.upload(_decodes(size), sizes.max_blocks)
+        self._columns[: columns.numel()].copy_(columns)
+        self._tables[:size, : sizes.max_blocks].copy_(tables)
+        if bucket.replay is not None:
+            bucket.replay()
+        else:
+            self._launch(bucket)
+            if bucket.may_record:
+                self._record(bucket)
+        return bucket
+
+    def _static_batch(self, size: int) -> DeviceBatch:
+        """Where a step of `size` rows always stands."""
+        columns = self._columns[: self._inputs.columns_bytes(_decodes(size))]
+        lengths = StepLengths((1,) * size, (self._max_seq_len,) * size)
+        return self._inputs.batch(columns, self._tables[:size], _decodes(size), lengths)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        output = self._forward(bucket.batch)
+        self._logits[: bucket.size].copy_(output.logits)
+        self._token_ids[: bucket.size].copy_(output.token_ids)
+
+    def _record(self, bucket: _Bucket) -> None:
+        replays = record_if_it_fits(
+            self._recorder, lambda _: self._launch(bucket), what=f"decodes of {bucket.size} rows"
+        )
+        if replays is None:
+            bucket.may_record = False
+        else:
+            (bucket.replay,) = replays
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """One batch size."""
+
+    size: int
+    batch: DeviceBatch
+    """Static: views of the backend's own memory."""
+    replay: Replay | None = None
+    may_record: bool = True
+    """False: there was no memory for it."""
+
+
+def graph_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes that are recorded, ascending up to `max_num_seqs`: padding is dear for few rows, graphs for many."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def _decodes(num_rows: int) -> StepShape:
+    """Of a step whose rows compute one token each and all sample."""
+    return StepShape(num_rows, num_rows, num_rows)

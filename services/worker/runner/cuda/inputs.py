@@ -1,0 +1,191 @@
+"""A step's inputs on an asynchronous device: one block of memory, packed on the host and copied at once.
+
+    token_ids | positions | slot_mapping | is_awaited | … | sampling positions | block_tables
+
+Columns are as long as the step, so a decode of few rows sends little. Where all of them stand but the block tables,
+which are as wide as the longest row and come last, follows from the step's shape alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.runner.cuda.streams import DeviceLink
+from services.worker.runner.input_batch import InputBatch, InputBuffers
+from services.worker.sampling.batch import SamplingBatch
+
+_ALIGNMENT = (
+    256  # bytes; the allocator's own, so that kernels compiled for aligned pointers serve every column
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How long a step's columns are."""
+
+    num_tokens: int
+    num_rows: int
+    num_sampling: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLengths:
+    """Of each row, as the host knows it; see `AttentionBatch`."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """An `InputBatch` some of whose ids only the device knows, see `LastTokens`."""
+
+    inputs: InputBatch
+    is_awaited: Tensor
+    """[num_tokens] bool."""
+    token_slots: Tensor
+    """[num_tokens] int64."""
+    sampling_slots: Tensor
+    """[num_sampling] int64."""
+
+
+class _Length(Enum):
+    TOKENS = auto()
+    ROWS = auto()
+    ROW_BOUNDS = auto()
+    """One more than rows."""
+    SAMPLES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A column in a block, in bytes."""
+
+    start: int
+    end: int
+
+
+class DeviceInputs:
+    """Copies steps from the `InputBuffers` to the device."""
+
+    def __init__(self, inputs: InputBuffers, link: DeviceLink) -> None:
+        feedback, sampling = inputs.feedback, inputs.sampling.columns
+        assert feedback is not None, "an asynchronous device keeps the tokens it samples"
+        self._link = link
+        self._attention = inputs.attention
+        columns = (  # in the order of `batch`
+            (inputs.token_ids, _Length.TOKENS),
+            (inputs.positions, _Length.TOKENS),
+            (inputs.slot_mapping, _Length.TOKENS),
+            (feedback.is_awaited, _Length.TOKENS),
+            (feedback.token_slots, _Length.TOKENS),
+            (inputs.query_starts, _Length.ROW_BOUNDS),
+            (inputs.seq_lens, _Length.ROWS),
+            (inputs.sampling_tokens, _Length.SAMPLES),
+            (feedback.sampling_slots, _Length.SAMPLES),
+            (sampling.temperature, _Length.SAMPLES),
+            (sampling.top_k, _Length.SAMPLES),
+            (sampling.top_p, _Length.SAMPLES),
+            (sampling.min_p, _Length.SAMPLES),
+            (sampling.seeds, _Length.SAMPLES),
+            (sampling.positions, _Length.SAMPLES),
+        )
+        self._dtypes = tuple(tensor.dtype for tensor, _ in columns)
+        self._kinds = tuple((length, tensor.itemsize) for tensor, length in columns)
+        self._sources = tuple(tensor.view(torch.uint8).numpy() for tensor, _ in columns)
+        self._block_tables: NDArray[np.int32] = inputs.block_tables.numpy()
+        self.max_num_seqs, self.max_blocks = self._block_tables.shape
+        self.max_num_tokens = inputs.token_ids.numel()
+        longest = StepShape(self.max_num_tokens, self.max_num_seqs, self.max_num_seqs)
+        link.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
+
+    def columns_bytes(self, shape: StepShape) -> int:
+        """How much of a block stands before its block tables."""
+        return _align(_places(self._kinds, shape)[-1].end)
+
+    def token_bytes(self, num_tokens: int) -> int:
+        """How much of a block the columns of tokens take, which come first."""
+        places = _places(self._kinds, StepShape(num_tokens, 1, 1))
+        return next(
+            place.start
+            for (length, _), place in zip(self._kinds, places, strict=True)
+            if length is not _Length.TOKENS
+        )
+
+    def upload(self, shape: StepShape, max_blocks: int) -> tuple[Tensor, Tensor]:
+        """The gathered step on the device; the buffers may be gathered into again at once.
+
+        Returns:
+            The columns, [columns_bytes] uint8, and the block tables, [num_rows, max_blocks] int32.
+        """
+        block = self._link.host_block()
+        for source, place in zip(self._sources, _places(self._kinds, shape), strict=True):
+            block[place.start : place.end] = source[: place.end - place.start]
+        size = self.columns_bytes(shape)
+        end = size + shape.num_rows * max_blocks * self._block_tables.itemsize
+        tables = block[size:end].view(np.int32).reshape(shape.num_rows, max_blocks)
+        tables[:] = self._block_tables[: shape.num_rows, :max_blocks]
+        uploaded = self._link.upload(end)
+        return uploaded[:size], uploaded[size:].view(torch.int32).view(shape.num_rows, max_blocks)
+
+    def batch(
+        self, columns: Tensor, block_tables: Tensor, shape: StepShape, lengths: StepLengths
+    ) -> DeviceBatch:
+        """Views of columns that stand as `upload` lays them out, wherever they have been copied since."""
+        (
+            token_ids,
+            positions,
+            slot_mapping,
+            is_awaited,
+            token_slots,
+            query_starts,
+            seq_lens,
+            sampling_tokens,
+            sampling_slots,
+            *sampling,
+        ) = (
+            columns[place.start : place.end].view(dtype)
+            for place, dtype in zip(_places(self._kinds, shape), self._dtypes, strict=True)
+        )
+        attention = AttentionBatch(
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            backend=self._attention,
+            max_query_len=max(lengths.query_lens),
+            max_seq_len=max(lengths.seq_lens),
+            query_lens_list=lengths.query_lens,
+            seq_lens_list=lengths.seq_lens,
+        )
+        inputs = InputBatch(token_ids, positions, attention, sampling_tokens, SamplingBatch(*sampling))
+        return DeviceBatch(inputs, is_awaited, token_slots, sampling_slots)
+
+
+@lru_cache(maxsize=512)  # decodes repeat their shapes, steps with prompts rarely do
+def _places(kinds: tuple[tuple[_Length, int], ...], shape: StepShape) -> tuple[_Place, ...]:
+    """Where columns of these lengths and bytes per entry stand."""
+    counts = {
+        _Length.TOKENS: shape.num_tokens,
+        _Length.ROWS: shape.num_rows,
+        _Length.ROW_BOUNDS: shape.num_rows + 1,
+        _Length.SAMPLES: shape.num_sampling,
+    }
+    places, end = [], 0
+    for length, itemsize in kinds:
+        start = _align(end)
+        end = start + counts[length] * itemsize
+        places.append(_Place(start, end))
+    return tuple(places)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

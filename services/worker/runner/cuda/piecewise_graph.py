@@ -1,0 +1,263 @@
+"""Steps with prompts as CUDA graphs of what lies between their attention, by buckets of token counts.
+
+    replay [embed … write keys] | attend | replay [project … write keys] | attend | … | replay [project … norm] | sample
+
+A graph stands for launches whose shapes never change. With its tokens padded, that holds for all of a step but
+attention, whose grid follows from its rows, and sampling: these two are launched as they are. In a small model such a
+step is bounded by the host's time to launch, not by the device's. Buckets are recorded when those of decodes are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
+from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.cuda.forward import DeviceForward
+from services.worker.runner.cuda.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
+from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from services.worker.runner.input_batch import InputBuffers, StepSizes
+from triptych.checkpoint.architecture import ModelArchitecture
+
+LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 512, 2048
+"""Between these lies the longest step that is recorded, unless no step is that long; see `graph_token_limit`."""
+
+_LAUNCH_NS = 220_000
+"""What the host takes to launch one layer, 11 kernels of some 20 us; reckoned, not measured."""
+_DEVICE_MACS_PER_NS = 300_000
+"""Multiply-adds of a device of 600 TFLOP/s."""
+
+
+def graph_token_limit(architecture: ModelArchitecture) -> int:
+    """Return how many tokens a step may have to be recorded.
+
+    Longer ones keep the device busy for longer than their launches take the host, and padding them would cost more
+    than it saves.
+    """
+    heads = architecture.num_heads + architecture.num_kv_heads
+    mlp = 3 * architecture.intermediate_size * max(architecture.num_experts_per_tok, 1)
+    macs_per_token = architecture.hidden_size * (
+        2 * heads * architecture.head_dim + mlp
+    )  # of a layer's products
+    limit = _LAUNCH_NS * _DEVICE_MACS_PER_NS // macs_per_token
+    return max(LEAST_GRAPH_TOKENS, min(limit, MOST_GRAPH_TOKENS))
+
+
+class PiecewiseGraphBackend:
+    """A `ForwardBackend`; steps of more tokens than are recorded go to another."""
+
+    computes_with_torch = False
+
+    def __init__(
+        self,
+        forward: DeviceForward,
+        inputs: DeviceInputs,
+        *,
+        host: InputBuffers,
+        others: ForwardBackend,
+        recorder: GraphRecorder,
+        device: torch.device,
+        max_graph_tokens: int,
+    ) -> None:
+        """
+        Args:
+            inputs: copies what stands in `host`.
+            others: computes the steps that are too long.
+            max_graph_tokens: tokens of the longest step that is recorded; see `graph_token_limit`.
+        """
+        self.description = "triton piecewise graphs"
+        self._forward = forward
+        self._inputs = inputs
+        self._host = host
+        self._others = others
+        self._recorder = recorder
+        self._sizes = token_buckets(min(inputs.max_num_tokens, max_graph_tokens))
+        self._buckets: dict[int, _Bucket] = {}
+        self._columns = torch.zeros(
+            inputs.columns_bytes(_of_tokens(self._sizes[-1])), dtype=torch.uint8, device=device
+        )
+        self._seam = _Seam(host.attention, self._sizes[-1])
+        self._hidden: Tensor | None = None
+        """[longest, hidden_size], what each bucket leaves; outside of the pool, or each would keep its own there."""
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        if sizes.num_tokens > self._sizes[-1]:
+            return self._others.forward(sizes)
+        size = self._sizes[bisect_left(self._sizes, sizes.num_tokens)]
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
+        elif not bucket.pieces:
+            return self._others.forward(sizes)  # there was no memory to record it
+        self._host.pad_tokens(sizes, size)
+        shape = StepShape(size, sizes.num_rows, sizes.num_sampling)
+        lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
+        batch = self._upload(shape, sizes.max_blocks, lengths)
+        self._seam.begin(batch.inputs.attention, sizes.num_tokens)
+        if bucket.pieces:
+            self._replay(bucket)
+            return self._forward.sample(self._hidden_of(size), batch)
+        output = self._forward.sample(self._launch(bucket), batch)
+        self._record(bucket)
+        return output
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return [partial(self._capture, size) for size in reversed(self._sizes)]
+
+    def _capture(self, size: int) -> None:
+        """Record the bucket of so many tokens behind a step of padding alone."""
+        bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
+        self._host.pad_tokens(StepSizes.of_nothing(), size)
+        batch = self._upload(_of_tokens(size), 1, StepLengths((size,), (size,)))
+        self._seam.begin(batch.inputs.attention, 0)
+        self._launch(bucket)
+        self._record(bucket)
+
+    def _upload(self, shape: StepShape, max_blocks: int, lengths: StepLengths) -> DeviceBatch:
+        """Copy the gathered step to the device, and its tokens to where they always stand."""
+        columns, tables = self._inputs.upload(shape, max_blocks)
+        num_bytes = self._inputs.token_bytes(shape.num_tokens)
+        self._columns[:num_bytes].copy_(columns[:num_bytes])
+        return self._inputs.batch(columns, tables, shape, lengths)
+
+    def _static_batch(self, size: int) -> DeviceBatch:
+        """Where the tokens of a step always stand. Its rows are nobody's: they are not looked at."""
+        shape = _of_tokens(size)
+        columns = self._columns[: self._inputs.columns_bytes(shape)]
+        tables = torch.zeros(1, 1, dtype=torch.int32, device=columns.device)
+        batch = self._inputs.batch(columns, tables, shape, StepLengths((size,), (size,)))
+        attention = replace(batch.inputs.attention, backend=self._seam)
+        return replace(batch, inputs=replace(batch.inputs, attention=attention))
+
+    def _launch(self, bucket: _Bucket) -> Tensor:
+        """Launch what every token goes through: hidden states [size, hidden_size], where they always stand."""
+        hidden = self._forward.hidden(bucket.batch)
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self._sizes[-1], hidden.shape[1])
+        return self._hidden_of(bucket.size).copy_(hidden)
+
+    def _hidden_of(self, size: int) -> Tensor:
+        assert self._hidden is not None, "the first step of all is not replayed"
+        return self._hidden[:size]
+
+    def _replay(self, bucket: _Bucket) -> None:
+        first, *rest = bucket.pieces
+        first()
+        for call, piece in zip(bucket.calls, rest, strict=True):
+            self._seam.run(call)
+            piece()
+
+    def _record(self, bucket: _Bucket) -> None:
+        def launch(cut: Cut) -> None:
+            bucket.calls.clear()  # a recording may be tried twice
+            with self._seam.recording(cut, bucket.calls):
+                self._launch(bucket)
+
+        pieces = record_if_it_fits(self._recorder, launch, what=f"steps of {bucket.size} tokens")
+        if pieces is not None:
+            bucket.pieces = pieces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Attention of one layer."""
+
+    kv_cache: KvCache
+    scale: float
+    window: int
+
+
+class _Seam:
+    """The `AttentionBackend` that recorded layers see: between two recordings stands what a step really asks.
+
+    Queries and results of all layers pass through the same memory, which no recording owns.
+    """
+
+    in_graphs = True
+
+    def __init__(self, attention: AttentionBackend, max_num_tokens: int) -> None:
+        self.name = attention.name
+        self._attention = attention
+        self._max_num_tokens = max_num_tokens
+        self._batch: AttentionBatch | None = None
+        self._num_tokens = 0
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self._cut: Cut | None = None
+        self._calls: list[_Call] = []
+
+    def begin(self, batch: AttentionBatch, num_tokens: int) -> None:
+        """From now on attend for this step, whose first `num_tokens` tokens are no padding; 0: attend to nothing."""
+        self._batch, self._num_tokens = batch, num_tokens
+
+    @contextmanager
+    def recording(self, cut: Cut, calls: list[_Call]) -> Iterator[None]:
+        """Meanwhile do not attend: cut, and append what is to be run there."""
+        self._cut, self._calls = cut, calls
+        try:
+            yield
+        finally:
+            self._cut = None
+
+    def attend(
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+    ) -> Tensor:
+        if self._memory is None:
+            shape = self._max_num_tokens, *query.shape[1:]
+            # what stands behind a step's tokens is computed on, and thrown away: it should be numbers
+            self._memory = query.new_zeros(shape), query.new_zeros(shape)
+        queries, attended = (memory[: len(query)] for memory in self._memory)
+        queries.copy_(query)
+        call = _Call(kv_cache, scale, window)
+        if self._cut is None:
+            self.run(call)
+        else:
+            self._cut()
+            self._calls.append(call)
+        return attended
+
+    def run(self, call: _Call) -> None:
+        """Attend for one layer of the step that `begin` named."""
+        assert self._memory is not None, "the first step of all is not replayed"
+        assert self._batch is not None, "a step begins before it attends"
+        if not self._num_tokens:
+            return
+        queries, attended = (memory[: self._num_tokens] for memory in self._memory)
+        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.scale, call.window))
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """One count of tokens."""
+
+    size: int
+    batch: DeviceBatch
+    """Static: views of the backend's own memory."""
+    pieces: tuple[Replay, ...] = ()
+    """Empty: not recorded yet, or there was no memory for it."""
+    calls: list[_Call] = field(default_factory=list)
+    """One less: what stands between the pieces."""
+
+
+def token_buckets(max_num_tokens: int) -> tuple[int, ...]:
+    """Counts of tokens that are recorded, ascending up to `max_num_tokens`.
+
+    Few tokens are bound by the weights' bytes, so padding costs them nothing; of many it should stay small.
+    """
+    sizes = {
+        *range(16, 64, 16),
+        *range(64, 256, 32),
+        *range(256, 1024, 64),
+        *range(1024, max_num_tokens, 128),
+    }
+    return tuple(sorted({size for size in sizes if size < max_num_tokens} | {max_num_tokens}))
+
+
+def _of_tokens(num_tokens: int) -> StepShape:
+    return StepShape(num_tokens, 1, 1)

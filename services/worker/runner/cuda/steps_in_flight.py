@@ -1,0 +1,237 @@
+"""Steps in flight on an asynchronous device: launched in order, their tokens taken when they have arrived."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.runner.backend import ForwardBackend
+from services.worker.runner.base import CompletedStep, PendingStep
+from services.worker.runner.cuda.last_tokens import LastTokens
+from services.worker.runner.cuda.streams import DeviceLink, ReadBack
+from services.worker.runner.input_batch import StepSizes
+from services.worker.runner.prompt_logprobs import PromptScorer
+from services.worker.runner.prompt_targets import PromptTargets
+from services.worker.runner.publish import publish
+from services.worker.runner.request_rows import Flags, RequestRows, StepRows
+from services.worker.sampling.sampler import ChosenTokens, Sampler
+from triptych.types.step import U32, RowError, StepResult, StepTimings, empty_u32
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class DeviceSteps:
+    """Owned by the `ModelRunner`, whose rows and sampler it uses."""
+
+    def __init__(
+        self,
+        *,
+        backend: ForwardBackend,
+        sampler: Sampler,
+        scorer: PromptScorer,
+        rows: RequestRows,
+        link: DeviceLink,
+        last_tokens: LastTokens,
+        gather: Callable[[StepRows], StepSizes],
+        retries: bool = True,
+    ) -> None:
+        """
+        Args:
+            gather: see `InputBuffers.gather`; for steps that replace one without memory.
+            retries: a step without memory is launched once more, and then without some of its requests. False: it
+                ends the session, since other ranks wait in the middle of it.
+        """
+        self._retries = retries
+        self._backend = backend
+        self._sampler = sampler
+        self._scorer = scorer
+        self._rows = rows
+        self._link = link
+        self._last_tokens = last_tokens
+        self._gather = gather
+        self._in_flight: deque[_LaunchedStep] = deque()
+
+    def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
+        """Launch a step that has been gathered, and count it as computed.
+
+        A step that does not fit into memory is computed without the prompts that entered last, whose requests fail.
+        """
+        try:
+            return self._launch_rows(step_id, step, sizes, started_ns)
+        except torch.OutOfMemoryError as error:
+            if not self._retries:
+                raise
+            log.error("step %d: %s", step_id, error)
+        self.settle()
+        return CompletedStep(self._compute_less(step_id, step, sizes, started_ns))
+
+    def _launch_rows(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> _LaunchedStep:
+        """Launch a step and count it as computed.
+
+        A request with penalties needs the tokens themselves, so the steps before are waited for; by then the device
+        computes this one.
+
+        Raises:
+            torch.OutOfMemoryError: the step counts as not computed. What it would read on the device may have been
+                overwritten, so it can be launched again after `settle` and another `gather`.
+        """
+        slots = step.sampling_slots
+        targets = self._scorer.take_targets(step)
+        scores: tuple[Tensor, ...] = ()
+        output = self._launch(lambda: self._backend.forward(sizes))
+        if self._sampler.needs_history(slots):
+            self.settle()
+        choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
+        if targets is not None:
+            scores = self._launch(lambda: self._scorer.launch(output, targets))
+        if choice.token_ids is not choice.first:
+            assert output.slots is not None, "the backend of a device keeps last tokens"
+            self._last_tokens.keep(output.slots, choice.token_ids)
+        self._rows.advance(step)
+        self._rows.await_ids(step, step_id)
+        launched = _LaunchedStep(
+            steps=self,
+            step_id=step_id,
+            step=step,
+            generation=self._rows.generation.copy(),
+            choice=choice,
+            targets=targets,
+            read_back=self._link.read_back(choice.tensors + scores),
+            launch_ns=time.perf_counter_ns() - started_ns,
+        )
+        self._in_flight.append(launched)
+        return launched
+
+    def _compute_less(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> StepResult:
+        """Compute a step without as many of its prompts as it takes to fit, and fail the requests of the others.
+
+        Those rows count as computed, with 0 as the token of those that sample, until the engine removes them.
+
+        Args:
+            sizes: of the whole step.
+        """
+        computed = np.ones(step.slots.size, np.bool_)
+        result = StepResult(step_id, empty_u32(), row_errors=step.row_errors)
+        while True:
+            stays = self._rows.rows_without_newest_prompts(step.select(computed))
+            if stays is None:
+                computed[:] = False
+                break
+            computed[computed] = stays
+            part = step.select(computed)
+            try:
+                result = self._launch_rows(step_id, part, self._gather(part), started_ns).wait()
+            except torch.OutOfMemoryError as error:
+                log.error(
+                    "step %d with %d of its %d requests: %s", step_id, part.slots.size, step.slots.size, error
+                )
+            else:
+                break
+        failed = step.select(~computed)
+        self._rows.advance(failed)
+        self._rows.record(failed, np.zeros(failed.sampling_slots.size, np.int64))
+        return self._with_failures(result, step, failed, computed, sizes)
+
+    def _with_failures(
+        self, result: StepResult, step: StepRows, failed: StepRows, computed: Flags, sizes: StepSizes
+    ) -> StepResult:
+        """Return what a whole step says.
+
+        Args:
+            result: of its rows that were `computed`, [num_rows].
+            failed: the others.
+        """
+        refused = {failure.slot for failure in step.row_errors}
+        message = (
+            f"the device has no memory for a step of {sizes.num_tokens} tokens of {sizes.num_rows} requests; lower "
+            "scheduler.max_num_batched_tokens or cache.memory_fraction"
+        )
+        failures = tuple(
+            RowError(slot, int(self._rows.generation[slot]), message)
+            for slot in failed.slots.tolist()
+            if slot not in refused
+        )
+        places = np.flatnonzero(computed[step.samples])  # among the step's samples
+        token_ids = np.zeros(step.sampling_slots.size, np.uint32)
+        token_ids[places] = result.token_ids
+        logprobs = result.logprobs
+        if logprobs is not None:
+            logprobs = replace(logprobs, rows=places[logprobs.rows].astype(np.uint32))
+        return replace(
+            result, token_ids=token_ids, logprobs=logprobs, row_errors=result.row_errors + failures
+        )
+
+    def settle(self) -> None:
+        """Wait for every step in flight and record its tokens."""
+        while self._in_flight:
+            self.settle_oldest()
+
+    def settle_oldest(self) -> None:
+        launched = self._in_flight.popleft()
+        values, times = launched.read_back.wait()
+        arrived = time.perf_counter_ns()
+        num_chosen = len(launched.choice.tensors)
+        sampled = self._sampler.read(launched.choice, values[:num_chosen])
+        scored = None
+        if launched.targets is not None:
+            scored = self._scorer.read(launched.targets, values[num_chosen:])
+        self._rows.record_late(launched.step, launched.step_id, sampled.token_ids)
+        timings = StepTimings(
+            prepare_ns=launched.launch_ns,
+            forward_ns=times.busy_ns,
+            sample_ns=time.perf_counter_ns() - arrived,
+            gap_ns=times.gap_ns,
+        )
+        launched.result = publish(
+            launched.step_id, launched.step, launched.generation, sampled, timings, scored
+        )
+
+    def _launch(self, launch: Callable[[], T]) -> T:
+        return _retry_without_cache(launch) if self._retries else launch()
+
+
+@dataclass(slots=True, eq=False)
+class _LaunchedStep:
+    """A `PendingStep`."""
+
+    steps: DeviceSteps
+    step_id: int
+    step: StepRows
+    generation: U32
+    choice: ChosenTokens
+    targets: PromptTargets | None
+    read_back: ReadBack
+    launch_ns: int
+    result: StepResult | None = field(default=None)
+
+    def is_done(self) -> bool:
+        return self.result is not None or self.read_back.is_done()
+
+    def wait(self) -> StepResult:
+        while self.result is None:
+            self.steps.settle_oldest()
+        return self.result
+
+
+def _retry_without_cache(launch: Callable[[], T]) -> T:
+    """Launch once more if memory that torch keeps for later was missing.
+
+    Raises:
+        torch.OutOfMemoryError: it was not that.
+    """
+    try:
+        return launch()
+    except torch.OutOfMemoryError as error:
+        log.warning("out of memory, trying again without torch's cache: %s", error)
+    torch.cuda.empty_cache()
+    return launch()

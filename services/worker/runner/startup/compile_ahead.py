@@ -1,0 +1,150 @@
+"""Kernels are compiled while weights are read: side by side, and out of the way of the first step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from triton.runtime import driver
+
+from services.worker.attention.create import create_attention
+from services.worker.context import host
+from services.worker.context.device import free_memory
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.models.base import CausalLM
+from services.worker.runner.cuda.streams import CudaLink
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.facts import worker_facts
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import plan_kv_cache
+from services.worker.runner.startup.warm_up import warm_up
+from triptych.errors import ConfigError
+from triptych_kernels.triton.linear.few_rows import FEW_ROWS
+from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
+
+log = logging.getLogger(__name__)
+
+_MAX_THREADS = 16  # of a machine that other workers may start on
+_NUM_BLOCKS = 4  # as many as the steps of a warm-up hold
+
+
+@contextmanager
+def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
+    """Compile what steps on a CUDA device launch while the body runs; when it has run, they are compiled.
+
+    A kernel that fails to compile is left to its first launch, which says why.
+
+    Args:
+        model: may have no weights yet.
+    Raises:
+        ConfigError: Triton cannot work on this machine.
+    """
+    started = time.perf_counter()
+    device = torch.device(config.rank.device)
+    _reach_device()
+    noted = _launches_of_steps(config, model, device)
+    gc.collect()  # workspaces of what attended may lie in cycles, and would count against KV blocks
+    if not noted:
+        yield
+        return
+    threads = ThreadPoolExecutor(
+        min(len(noted), host.usable_cores(), _MAX_THREADS),
+        "compile",
+        initializer=partial(torch.cuda.set_device, device),
+    )
+    try:
+        compilations = [(launch.name, threads.submit(launch.compile)) for launch in noted]
+        yield
+        waiting_since = time.perf_counter()
+        for name, compilation in compilations:
+            if (error := compilation.exception()) is not None:
+                log.warning("kernel %s did not compile ahead of its first launch: %s", name, error)
+    finally:
+        threads.shutdown(cancel_futures=True)
+    now = time.perf_counter()
+    log.info(
+        "compiled %d kernels while weights were read: %.1f s, and %.1f s more",
+        len(noted),
+        waiting_since - started,
+        now - waiting_since,
+    )
+
+
+def _reach_device() -> None:
+    try:
+        driver.active.get_current_device()
+    except Exception as error:
+        raise ConfigError(
+            f"worker.device: cuda, but Triton cannot work here: {error}; it compiles what it reaches the driver "
+            "through, which takes a C compiler and Python's headers: install gcc, libc6-dev and python3-dev, or set "
+            "worker.device to cpu"
+        ) from error
+
+
+def _launches_of_steps(
+    config: ResolvedConfig, model: CausalLM, device: torch.device
+) -> dict[NotedLaunch, None]:
+    """Of steps of all sizes, at full context, and of sampling of every kind.
+
+    None of the project's kernels computes anything meanwhile; the rest does, with whatever stands in memory.
+    """
+    engine = config.engine
+    attention = create_attention(config)
+    few = replace(config, engine=replace(engine, cache=replace(engine.cache, num_blocks=_NUM_BLOCKS)))
+    kv = plan_kv_cache(few, free_memory(device))
+    with noted_launches() as noted:
+        try:
+            for num_tokens, num_rows in step_sizes(config):
+                measure_activations(
+                    model,
+                    kv.shape,
+                    device,
+                    attention=attention,
+                    max_num_batched_tokens=num_tokens,
+                    max_num_seqs=num_rows,
+                    max_model_len=engine.model.max_model_len or config.architecture.max_position_embeddings,
+                    max_graph_tokens=0,
+                    peak_of=_unmeasured,
+                )
+            runner = ModelRunner(
+                model=model,
+                kv_caches=allocate_kv_cache(kv.shape, device),
+                facts=worker_facts(
+                    config, kv, boot_id="", fingerprint="", device_name="", weight_bytes=0, load_s=0.0
+                ),
+                attention=attention,
+                enforce_eager=True,
+                link=CudaLink(device),
+                group=config.group,
+            )
+            warm_up(runner)
+        except torch.OutOfMemoryError:
+            pass  # what has been noted is compiled; whether steps fit is asked again, and told, when weights stand
+    return noted
+
+
+def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
+    """Tokens of steps with prompts, and requests, that between them launch the kernels of steps of all sizes.
+
+    Quantized products and mixtures of experts are cut by the number of rows, and so are plain products of few; of the
+    rest, a row by itself is its own case.
+    """
+    scheduler = config.engine.scheduler
+    longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    sizes: Sequence[int] = FEW_ROWS
+    if config.quantization != "none" or config.architecture.num_experts:
+        sizes = [1 << exponent for exponent in range(max(longest).bit_length())]
+    return (longest, *((min(size, longest[0]), min(size, longest[1])) for size in sizes))
+
+
+def _unmeasured(launch: Callable[[], None]) -> int:
+    launch()
+    return 0

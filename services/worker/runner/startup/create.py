@@ -1,0 +1,252 @@
+"""From a resolved config and a model directory to a runner that is ready for step 1."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from services.worker.attention.base import AttentionBackend
+from services.worker.attention.create import create_attention
+from services.worker.context import host
+from services.worker.context.attention_choice import NATIVE_DTYPES
+from services.worker.context.device import (
+    device_name,
+    free_memory,
+    leave_cores_to_kernels,
+    missing_kernels,
+    use_device,
+    use_threads,
+)
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.layers.weights import weight_bytes
+from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
+from services.worker.loader.load import Meanwhile
+from services.worker.models.base import CausalLM
+from services.worker.parallel.agreement import check_agreement
+from services.worker.parallel.connect import connect
+from services.worker.runner.cuda.piecewise_graph import graph_token_limit
+from services.worker.runner.cuda.streams import CudaLink
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.sleep.sleepable_runner import MemoryNeeds, SleepableRunner
+from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.facts import worker_facts
+from services.worker.runner.startup.kv_cache import allocate_kv_cache
+from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
+from services.worker.runner.startup.warm_up import warm_up
+from triptych.errors import ConfigError, ModelError
+from triptych.types.facts import Phase
+from triptych_kernels.cpu.library import amx_refusal, isa
+
+log = logging.getLogger(__name__)
+
+PhaseChange = Callable[[str, float], None]
+"""(phase, progress within it, 0..1)"""
+
+
+def create_runner(
+    config: ResolvedConfig, directory: Path, *, boot_id: str, on_phase: PhaseChange
+) -> SleepableRunner:
+    """Load the model, size and reserve its KV cache, warm up. Called on the thread that will compute.
+
+    With several ranks each creates a runner of its own: they wait for each other here, and carry out the same plans.
+
+    Args:
+        directory: where the checkpoint stands, from `triptych.hub`.
+        boot_id: a uuid drawn at process start.
+        on_phase: called meanwhile, and again whenever the runner wakes.
+    Raises:
+        ModelError: files that are missing, cut short or not understood.
+        ConfigError: the KV cache does not fit into the memory left.
+        FeatureDisabled: an architecture that no model is registered for.
+        RankUnavailable, HandshakeMismatch: another rank is not there, or has another model or config.
+    """
+    engine, device = config.engine, torch.device(config.rank.device)
+    use_device(device)
+    config = replace(config, group=connect(config))
+    num_threads = use_threads(engine.worker.num_threads)
+    if device.type == "cpu":
+        _tell_of_host(num_threads, host.numa_nodes(), host.huge_pages())
+        _warn_of_missing_kernels(missing_kernels(), config.dtype)
+        _tell_of_rounding(config)
+    on_phase(Phase.LOADING, 0.0)
+    started = time.perf_counter()
+    checkpoint, identity = _open(config, directory)
+    check_agreement(
+        config, fingerprint=identity, processor=isa() if device.type == "cpu" else device_name(device)
+    )
+
+    def load(checkpoint: Checkpoint, meanwhile: Meanwhile = nullcontext) -> CausalLM:
+        return load_model(
+            config,
+            checkpoint,
+            progress=lambda done, total: on_phase(Phase.LOADING, done / total),
+            meanwhile=meanwhile,
+        )
+
+    model = load(checkpoint, partial(_compiled_ahead, config) if device.type == "cuda" else nullcontext)
+    load_s = time.perf_counter() - started
+    assert isinstance(model, nn.Module), "the contract of CausalLM"
+    on_phase(Phase.ALLOCATING, 0.0)
+    kv = _plan_kv_cache(config, model, create_attention(config), device)
+    facts = worker_facts(
+        config,
+        kv,
+        boot_id=boot_id,
+        fingerprint=identity,
+        device_name=device_name(device),
+        weight_bytes=weight_bytes(model),
+        load_s=load_s,
+    )
+
+    def load_again() -> CausalLM:
+        checkpoint, found = _open(config, directory)  # the files may be new ones
+        if found != identity:
+            raise ModelError(
+                f"{directory} holds another model now, of fingerprint {found} instead of {identity}; put the weights "
+                "back, or start the worker again"
+            )
+        return load(checkpoint)
+
+    def start(model: CausalLM) -> ModelRunner:
+        runner = ModelRunner(
+            model=model,
+            kv_caches=allocate_kv_cache(kv.shape, device),
+            facts=facts,
+            attention=create_attention(config),
+            enforce_eager=engine.worker.enforce_eager,
+            link=CudaLink(device) if device.type == "cuda" else None,
+            group=config.group,
+            max_graph_tokens=graph_token_limit(config.architecture),
+        )
+        if not runner.computes_with_torch:
+            leave_cores_to_kernels()
+        on_phase(Phase.WARMING, 0.0)
+        warming_since = time.perf_counter()
+        if engine.worker.graph_capture == "startup":
+            runner.capture_graphs(lambda progress: on_phase(Phase.WARMING, progress))
+        warm_up(runner)
+        log.info("warmed up in %.1f s", time.perf_counter() - warming_since)
+        return runner
+
+    needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.block_bytes, kv.activation_bytes)
+    return SleepableRunner(model, device=device, needs=needs, load=load_again, start=start)
+
+
+def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint and its fingerprint."""
+    engine, device = config.engine, torch.device(config.rank.device)
+    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
+    return checkpoint, fingerprint(checkpoint, config.architecture, config.dtype, config.quantization)
+
+
+def _compiled_ahead(config: ResolvedConfig, model: CausalLM) -> AbstractContextManager[None]:
+    from services.worker.runner.startup.compile_ahead import compiled_ahead  # imports triton: not for CPUs
+
+    return compiled_ahead(config, model)
+
+
+def _plan_kv_cache(
+    config: ResolvedConfig, model: CausalLM, attention: AttentionBackend, device: torch.device
+) -> KvPlan:
+    """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
+
+    The rank with the least decides for all.
+
+    Raises:
+        ConfigError: see `plan_kv_cache`; or not even that step fits.
+    """
+    group = config.group
+    free_bytes = group.minimum(free_memory(device))
+    if device.type != "cuda":
+        return plan_kv_cache(config, free_bytes)
+    engine, scheduler = config.engine, config.engine.scheduler
+    alone = plan_kv_cache(config, free_bytes)
+    try:
+        activation_bytes = measure_activations(
+            model,
+            alone.shape,
+            device,
+            attention=attention,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=alone.max_model_len,
+            max_graph_tokens=0 if engine.worker.enforce_eager else graph_token_limit(config.architecture),
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens: {scheduler.max_num_batched_tokens} tokens of "
+            f"{scheduler.max_num_seqs} requests do not fit into the {free_bytes >> 20} MiB free after loading "
+            f"({error}); lower it or scheduler.max_num_seqs"
+        ) from None
+    # asked again: what was loaded to run the step, kernels and workspaces, stays
+    free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
+    kv = plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes)
+    log.info(
+        "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
+        kv.shape.num_blocks,
+        kv.shape.block_size,
+        kv.shape.num_blocks * kv.block_bytes >> 20,
+        activation_bytes >> 20,
+    )
+    return kv
+
+
+def _tell_of_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
+    log.info("computing with %d threads on %s", num_threads, host.cpu_name())
+    if numa_nodes > 1:
+        log.warning(
+            "threads on %d memory nodes share one copy of the weights, and half of them or more read it from afar; "
+            "start one worker per node under `numactl --cpunodebind=N --membind=N`",
+            numa_nodes,
+        )
+    if huge_pages == "never":
+        log.warning(
+            "huge pages: the system grants none (never), which costs about a tenth of a step; "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` as root grants them"
+        )
+
+
+def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
+    """`missing`: see `missing_kernels`."""
+    if missing:
+        log.warning(
+            "native kernels: %s; plain torch computes in %s, several times slower, without quantization, "
+            "cache.dtype = int8 and batch invariance",
+            missing,
+            dtype,
+        )
+    elif dtype not in NATIVE_DTYPES:
+        log.warning(
+            "native kernels: they take %s, not model.dtype = %s; plain torch computes, several times slower; set "
+            "model.dtype to auto",
+            " and ".join(NATIVE_DTYPES),
+            dtype,
+        )
+    elif amx_refusal():
+        log.warning(
+            "native kernels: the processor has AMX, but the system keeps it from this process (%s); %s serves",
+            amx_refusal(),
+            isa(),
+        )
+
+
+def _tell_of_rounding(config: ResolvedConfig) -> None:
+    """Say what becomes of a checkpoint in float16, which CPUs do not compute with."""
+    if config.architecture.is_gguf or config.architecture.dtype != "float16" or config.dtype == "float16":
+        return
+    if config.dtype == "bfloat16":
+        log.info(
+            "model.dtype: the checkpoint's float16 is rounded to bfloat16, 8 of 11 significant bits; float32 keeps all"
+        )
+    else:
+        log.info(
+            "model.dtype: the checkpoint's float16 is computed in float32, which is exact and takes twice the memory"
+        )

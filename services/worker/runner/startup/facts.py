@@ -1,0 +1,46 @@
+"""What a runner tells the engine of itself, whatever computes its steps. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.runner.base import MAX_WINDOW
+from services.worker.runner.startup.kv_plan import KvPlan
+from triptych.types.facts import ModelFacts, WorkerFacts
+
+
+def worker_facts(
+    config: ResolvedConfig,
+    kv: KvPlan,
+    *,
+    boot_id: str,
+    fingerprint: str,
+    device_name: str,
+    weight_bytes: int,
+    load_s: float,
+    kernels: str = "",
+) -> WorkerFacts:
+    """The worker's half of the handshake; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
+    engine, architecture = config.engine, config.architecture
+    return WorkerFacts(
+        boot_id=boot_id,
+        model=ModelFacts(
+            name=engine.model.served_name or PurePosixPath(engine.model.model).name,
+            fingerprint=fingerprint,
+            vocab_size=architecture.vocab_size,
+            max_model_len=kv.max_model_len,
+            eos_token_ids=architecture.eos_token_ids,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            quantization=config.quantization,
+        ),
+        kv=kv.shape,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        max_window=MAX_WINDOW,
+        device_name=device_name,
+        kernels=kernels,
+        weight_bytes=weight_bytes,
+        load_s=load_s,
+    )

@@ -1,0 +1,47 @@
+"""The memory that the paged KV cache stands in; how much of it, says `kv_plan`.
+
+    layer 0   [ null | block 1 | block 2 | … ]   each block [2 (key, value), num_kv_heads, block_size, head_dim]
+    layer 1   [ null | block 1 | block 2 | … ]   block 0 is held by no request: padding points at it
+
+A cache of 8 bits has its scales beside it, by the same block ids. Only ops index these tensors; the engine alone
+decides who holds which block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.attention.base import KvCache
+from services.worker.context.device import TORCH_DTYPES
+from triptych.types.facts import KvShape
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.kv_scales import LARGEST_ELEMENT
+
+_KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ...]:
+    """One per layer, content undefined.
+
+    On a CPU the system backs a page when it is first written, so blocks that no request ever held cost
+    nothing; all of it is zero then. Block 0 is zeroed: padding may be read and masked, and a stray NaN would
+    survive the mask.
+    """
+    scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
+    dtype = _KV_DTYPES[shape.dtype]
+    return tuple(
+        KvCache(
+            _allocate((*scales_shape, shape.head_dim), dtype, device),
+            _allocate(scales_shape, torch.float32, device) if dtype in LARGEST_ELEMENT else None,
+        )
+        for _ in range(shape.num_layers)
+    )
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return zeros_in_huge_pages(shape, dtype)
+    blocks = torch.empty(shape, dtype=dtype, device=device)
+    blocks[0].zero_()
+    return blocks

@@ -1,0 +1,98 @@
+"""How many blocks of the paged KV cache fit, decided before anything is allocated. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.context.resolved import ResolvedConfig
+from services.worker.parallel.shares import share_kv_heads
+from triptych.errors import ConfigError
+from triptych.types.facts import KvShape
+
+_MIN_BLOCKS = 2  # the null block and one that a request can hold
+_MIB = 1 << 20
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What fits, decided before anything is allocated."""
+
+    shape: KvShape
+    block_bytes: int
+    """One block in all layers."""
+    max_model_len: int
+    """Tokens of prompt and output together: min(the model's or the operator's, what the blocks hold)."""
+    activation_bytes: int = 0
+    """Left free beside them for the longest step, where that was measured."""
+
+
+def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: int = 0) -> KvPlan:
+    """Decide the number of blocks: the operator's, or a share of what is free: `cache.memory_fraction`.
+
+    Measured sizing never takes more than `max_num_seqs` requests of `max_model_len` tokens could fill.
+
+    Args:
+        free_bytes: memory that this process can still take on the device, measured after loading.
+        activation_bytes: of it, what the longest step takes, where that was measured; part of the share granted.
+    Raises:
+        ConfigError: the operator's blocks do not fit, or not even one block does; or ranks cannot share out the heads.
+    """
+    cache, architecture = config.engine.cache, config.architecture
+    vector_bytes = architecture.head_dim * _DTYPE_BYTES[config.kv_dtype] + _SCALE_BYTES.get(
+        config.kv_dtype, 0
+    )
+    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, config=config)  # of this rank
+    token_bytes = architecture.num_layers * 2 * num_kv_heads * vector_bytes
+    block_bytes = token_bytes * cache.block_size
+    max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    if cache.num_blocks:
+        num_blocks = _check_asked(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
+    else:
+        fraction = cache.memory_fraction or _usual_fraction(config.rank.device)
+        granted = int(free_bytes * fraction) - activation_bytes
+        blocks_per_seq = -(-max_model_len // cache.block_size)
+        num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
+        if num_blocks < _MIN_BLOCKS:
+            raise ConfigError(
+                f"cache.memory_fraction: {fraction:g} of the {_mib(free_bytes)} free after loading"
+                f"{f', less {_mib(activation_bytes)} for activations,' if activation_bytes else ''} is "
+                f"{_mib(granted)}, but {_MIN_BLOCKS} KV blocks of {cache.block_size} tokens take "
+                f"{_mib(_MIN_BLOCKS * block_bytes)}; free memory, raise cache.memory_fraction or lower "
+                "cache.block_size"
+            )
+    shape = KvShape(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        num_layers=architecture.num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=config.kv_dtype,
+        supported_block_sizes=(cache.block_size,),  # what is allocated is all that this process can serve
+    )
+    num_tokens = (num_blocks - 1) * cache.block_size
+    return KvPlan(shape, block_bytes, min(max_model_len, num_tokens), activation_bytes)
+
+
+def _usual_fraction(device: str) -> float:
+    """A CUDA device is the worker's own; beside a CPU's worker others need memory, if only for the page cache."""
+    return 0.9 if device.startswith("cuda") else 0.5
+
+
+def _check_asked(num_blocks: int, block_bytes: int, free_bytes: int) -> int:
+    if num_blocks < _MIN_BLOCKS:
+        raise ConfigError(
+            f"cache.num_blocks: {num_blocks} leaves none for requests, block 0 being the null block; "
+            f"set at least {_MIN_BLOCKS}, or 0 to size from free memory"
+        )
+    if num_blocks * block_bytes > free_bytes:
+        raise ConfigError(
+            f"cache.num_blocks: {num_blocks} blocks take {_mib(num_blocks * block_bytes)}, but {_mib(free_bytes)} "
+            f"are free after loading; set at most {free_bytes // block_bytes}, or 0 to size from free memory"
+        )
+    return num_blocks
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"

@@ -1,0 +1,300 @@
+"""The one thread that computes: it loads the runner, then launches plans strictly in order.
+
+The event loop keeps the wire; this thread keeps the model. Plans go in through a queue that the window
+bounds, results come back by `call_soon_threadsafe`. Torch's native calls release the GIL, so the two
+rarely wait for each other.
+
+A plan that has arrived is launched before the result of the one before it is waited for, so that an asynchronous device
+has its next step when it ends one. Results leave in the order of the plans.
+
+A step that fails ends its session, and the thread goes on with the next one. A step that fails because the device is
+lost ends the thread as well: nothing can be computed in this process any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from services.worker.runner.base import PendingStep, Runner
+from services.worker.service.watchdog import StepClock
+from triptych.errors import EngineFailure, TriptychError
+from triptych.types.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[StepResult | Exception], None]
+PhaseChange = Callable[[str, float], None]
+T = TypeVar("T")
+
+# Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
+# by then or has none, so this delays a result, not a step.
+_POLL_S = 50e-6
+
+_LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")  # how torch, cuBLAS by way of torch, and Triton begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A session begins: rows are forgotten, results go to `deliver`."""
+
+    session: int
+    deliver: Deliver
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    session: int
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """Something other than a step, which belongs to no session: `act`, and who waits for what it returns."""
+
+    act: Callable[[Runner], object]
+    answer: asyncio.Future[Any]
+
+
+class RunnerThread:
+    """Owned by the app. All methods are called on the event loop; all callbacks arrive there."""
+
+    def __init__(
+        self,
+        load: Callable[[PhaseChange], Runner],
+        *,
+        on_phase: PhaseChange,
+        on_ready: Callable[[Runner], None],
+    ) -> None:
+        self._load = load
+        self._on_phase = on_phase
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[_Opened | _Planned | _Asked | None] = queue.SimpleQueue()
+        self._current = 0
+        self.steps = StepClock()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when the thread has ended; holds the exception if that was no `stop()`."""
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def open_session(self, deliver: Deliver) -> int:
+        """Begin a session; whatever another one left undone is dropped. Returns its number."""
+        self._current += 1
+        self._inbox.put(_Opened(self._current, deliver))
+        return self._current
+
+    def submit(self, session: int, plan: StepPlan) -> None:
+        self._inbox.put(_Planned(session, plan))
+
+    def close_session(self, session: int) -> None:
+        """Drop the plans of this session that have not begun."""
+        if session == self._current:
+            self._current += 1
+
+    async def ask(self, act: Callable[[Runner], T]) -> T:
+        """Have the thread call `act` when it has done all before; between sessions, since whoever is in one is dropped.
+
+        Raises:
+            TriptychError: as `act` does. After any other exception the thread ends, and nobody is answered.
+        """
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put(_Asked(act, answer))
+        return await answer
+
+    async def stop(self, grace_s: float) -> None:
+        """End the thread after the step in hand; past `grace_s` leave it to the end of the process."""
+        self._current += 1
+        self._inbox.put(None)
+        await asyncio.wait([self.ended], timeout=grace_s)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            runner = self._load(lambda phase, progress: self._post(self._on_phase, phase, progress))
+            self._post(self._on_ready, runner)
+            self._serve(runner)
+        except BaseException as error:
+            failure = error
+        self._post(self._end, failure)
+
+    def _serve(self, runner: Runner) -> None:
+        steps = _StepsInFlight(runner, self.steps, self._post)
+        while True:
+            item, idle_ns = self._next_item(steps)
+            match item:
+                case None:
+                    steps.finish()
+                    return
+                case _Opened():
+                    steps.open(item.deliver)
+                case _Planned() if item.session == self._current:
+                    steps.launch(item.plan, idle_ns)
+                case _Asked():
+                    steps.drop()
+                    self._answer(item, runner)
+
+    def _answer(self, asked: _Asked, runner: Runner) -> None:
+        try:
+            outcome = asked.act(runner)
+        except TriptychError as error:
+            self._post(_settle, asked.answer, asked.answer.set_exception, error)
+        else:
+            self._post(_settle, asked.answer, asked.answer.set_result, outcome)
+
+    def _next_item(self, steps: _StepsInFlight) -> tuple[_Opened | _Planned | _Asked | None, int]:
+        """What comes next, and for how long there was nothing to do; results are delivered meanwhile."""
+        while steps.are_any:
+            try:
+                return self._inbox.get(timeout=_POLL_S), 0
+            except queue.Empty:
+                steps.deliver_done()
+        waiting_since = time.perf_counter_ns()
+        item = self._inbox.get()
+        return item, time.perf_counter_ns() - waiting_since
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            log.debug("the event loop has closed before the runner thread ended")
+
+    def _end(self, failure: BaseException | None) -> None:
+        if self.ended.done():
+            return
+        if failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(failure)
+
+
+class _StepsInFlight:
+    """The steps of one session that have been launched; owned by the runner thread."""
+
+    def __init__(self, runner: Runner, clock: StepClock, post: Callable[..., None]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._post = post
+        self._deliver: Deliver | None = None
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self._launched)
+
+    def open(self, deliver: Deliver) -> None:
+        """A session begins; of the steps of the one before nobody hears."""
+        self.drop()
+        self._runner.reset()
+        self._deliver = deliver
+
+    def drop(self) -> None:
+        """The session is over: nobody hears of its steps."""
+        self._launched.clear()
+        self._clock.abandon()
+        self._deliver = None
+
+    def launch(self, plan: StepPlan, idle_ns: int) -> None:
+        """Begin a step and deliver what is done; a failure is delivered behind the results before it."""
+        if self._deliver is None:
+            return  # rows are undefined until the next session resets them
+        if not self._launched:
+            self._clock.start(plan.step_id, plan.num_tokens)
+        try:
+            pending = self._runner.launch(plan)
+        except Exception as error:
+            self.finish()
+            self._fail(plan.step_id, error)
+            return
+        self._launched.append(_Launched(plan.step_id, plan.num_tokens, pending, idle_ns))
+        self.deliver_done()
+
+    def deliver_done(self) -> None:
+        """Deliver results, oldest first, up to a step that is not done."""
+        while self._launched and _is_done(self._launched[0].pending):
+            self._deliver_oldest()
+
+    def finish(self) -> None:
+        """Wait for all steps and deliver their results."""
+        while self._launched:
+            self._deliver_oldest()
+
+    def _deliver_oldest(self) -> None:
+        launched = self._launched.popleft()
+        try:
+            result = launched.pending.wait()
+        except Exception as error:
+            self._fail(launched.step_id, error)
+            return
+        self._watch_oldest()
+        if self._deliver is not None:
+            timings = replace(result.timings, idle_ns=launched.idle_ns)
+            self._post(self._deliver, replace(result, timings=timings))
+
+    def _fail(self, step_id: int, error: Exception) -> None:
+        """End the session with this failure; what it has in flight is forgotten.
+
+        Raises:
+            Exception: the error itself, if it says that the device is lost.
+        """
+        self._launched.clear()
+        self._watch_oldest()
+        if self._deliver is not None:  # else a step before this one has failed
+            log.error("step %d failed: %r", step_id, error, exc_info=error)
+            is_known = isinstance(error, TriptychError)
+            self._post(
+                self._deliver, error if is_known else EngineFailure(f"step {step_id} failed: {error!r}")
+            )
+            self._deliver = None
+        if _is_device_lost(error):
+            raise error
+
+    def _watch_oldest(self) -> None:
+        """The step in hand is over; the one behind it has been computed on since."""
+        self._clock.stop()
+        if self._launched:
+            self._clock.start(self._launched[0].step_id, self._launched[0].num_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    step_id: int
+    num_tokens: int
+    pending: PendingStep
+    idle_ns: int
+    """Nothing was to be done so long before the step came."""
+
+
+def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+    if not answer.done():  # else whoever asked has left
+        settle(outcome)
+
+
+def _is_device_lost(error: BaseException | None) -> bool:
+    """Whether the device's context is unusable from now on, as after an illegal access or a failed launch.
+
+    This module must not import torch, which a simulation does without, so the class is known by its name.
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and (
+            type(error).__name__ == "AcceleratorError" or str(error).startswith(_LOST_DEVICE)
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _is_done(pending: PendingStep) -> bool:
+    try:
+        return pending.is_done()
+    except RuntimeError:
+        return True  # the device failed: `wait` says how

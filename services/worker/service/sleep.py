@@ -1,0 +1,83 @@
+"""A worker's sleep: its memory is given back, its process, its facts and its port stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from services.worker.service.lease import SessionGate
+from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.status import InfoBoard
+from triptych.errors import TriptychError
+from triptych.types.facts import Phase, SleepLevel
+
+T = TypeVar("T")
+
+
+class SleepControl:
+    """Owned by the worker's event loop. One thing at a time; what has begun goes on although its caller leaves."""
+
+    def __init__(
+        self,
+        gate: SessionGate,
+        thread: RunnerThread,
+        board: InfoBoard,
+        *,
+        set_ready: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        """`set_ready`: tells the worker's health whether engines are let in."""
+        self._gate = gate
+        self._thread = thread
+        self._board = board
+        self._set_ready = set_ready
+        self._turn = asyncio.Lock()
+
+    async def fall_asleep(self, session_name: str, level: SleepLevel) -> int:
+        """End the session that asks, and give memory back; returns how many bytes.
+
+        Raises:
+            WorkerHeld, EngineUnavailable, ProtocolViolation: see `SessionGate.dismiss`; nothing has changed.
+            MemoryShort: the weights have no room on the host; the session is over, and another can begin.
+        """
+        return await self._carry_out(self._fall_asleep(session_name, level))
+
+    async def wake(self) -> None:
+        """Take memory again and let engines in; nothing to do for a worker that is awake, or on its way to be.
+
+        Raises:
+            MemoryShort, ModelError: see `Runner.wake`; it sleeps on.
+        """
+        await self._carry_out(self._wake())
+
+    async def _carry_out(self, work: Coroutine[Any, Any, T]) -> T:
+        async def in_turn() -> T:
+            async with self._turn:
+                return await work
+
+        return await asyncio.shield(asyncio.create_task(in_turn(), name="sleep-or-wake"))
+
+    async def _fall_asleep(self, session_name: str, level: SleepLevel) -> int:
+        self._gate.dismiss(session_name)
+        self._board.change(phase=Phase.ASLEEP, progress=0.0)  # from now on nobody gets in
+        await self._set_ready(False)
+        try:
+            return await self._thread.ask(lambda runner: runner.sleep(level))
+        except TriptychError:
+            await self._stand_ready()
+            raise
+
+    async def _wake(self) -> None:
+        if self._board.state.phase != Phase.ASLEEP:
+            return
+        self._board.change(phase=Phase.LOADING, progress=0.0)
+        try:
+            await self._thread.ask(lambda runner: runner.wake())
+        except TriptychError:
+            self._board.change(phase=Phase.ASLEEP, progress=0.0)
+            raise
+        await self._stand_ready()
+
+    async def _stand_ready(self) -> None:
+        self._board.change(phase=Phase.READY, progress=1.0)
+        await self._set_ready(True)

@@ -1,0 +1,192 @@
+"""A converted tokenizer splits text as the algorithm that its metadata names, written out naively."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2 import tokenization_qwen2
+
+from tests.checkpoint.gguf_files import byte_level_vocabulary, sentencepiece_vocabulary, tokenizer_metadata
+from tests.text.tokenizers_of_tests import PIECES, sentencepiece_backend
+from triptych.checkpoint.gguf.tokenizer import build_tokenizer
+from triptych.errors import ModelError
+from triptych.hub import resolve_model
+
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "The capital of France is Paris.",
+    "  two  spaces\n\n\ttabs \r\n end ",
+    "I'll don't we've it's I'M",
+    "1234567890 3.14159 1,000 x86_64 v2",
+    "naïve café — “quotes” … №5",
+    "Привет, мир! שלום עולם مرحبا بالعالم",
+    "你好，世界。これは日本語です。한국어도 됩니다",
+    "👩‍👩‍👧‍👦🇫🇷👍🏽 emoji",
+    "def f(x):\n    return x**2  # ²³ ½ ⅷ ٣",
+    "e\u0301 \u00a0\u2003\u200b zero",
+    "\x00\x01\x7f control",
+    "a" * 300,
+    "<|im_start|>user\nHi<|im_end|> and <|not_one|>",
+    "\ud7ff\ue000\U0010ffff",
+]
+
+
+def naive_byte_level(
+    text: str, cut: str, ranks: dict[tuple[str, str], int], vocabulary: dict[str, int]
+) -> list[int]:
+    """GPT-2's algorithm as its paper's code has it: cut into words, then merge the best-ranked pair again and again."""
+    ids = []
+    for word in regex.findall(cut, text):
+        symbols = [stand_in for stand_in, _ in zip(to_stand_ins(word), word.encode(), strict=True)]
+        while len(symbols) > 1:
+            pairs = list(itertools.pairwise(symbols))
+            best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+            if best not in ranks:
+                break
+            merged, index = [], 0
+            while index < len(symbols):
+                step = 2 if tuple(symbols[index : index + 2]) == best else 1
+                merged.append("".join(symbols[index : index + step]))
+                index += step
+            symbols = merged
+        ids += [vocabulary[symbol] for symbol in symbols]
+    return ids
+
+
+def to_stand_ins(word: str) -> str:
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return "".join(
+        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in word.encode()
+    )
+
+
+def naive_sentencepiece(text: str, scores: dict[str, float], ids: dict[str, int]) -> list[int]:
+    """SentencePiece's: join the neighbours whose piece scores best, leftmost first; bytes for what is no piece."""
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joined = [
+            (-scores[pair], index)
+            for index, pair in enumerate(map("".join, itertools.pairwise(symbols)))
+            if pair in scores
+        ]
+        if not joined:
+            break
+        _, index = min(joined)
+        symbols[index : index + 2] = ["".join(symbols[index : index + 2])]
+    result = []
+    for symbol in symbols:
+        result += [ids[symbol]] if symbol in scores else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return result
+
+
+@pytest.mark.model
+def test_the_embedded_tokenizer_cuts_digits_apart_and_merges_by_rank() -> None:
+    from tokenizers import Tokenizer
+
+    path = resolve_model("embedded") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    model = json.loads(path.read_text())["model"]
+    ranks = {tuple(merge): rank for rank, merge in enumerate(model["merges"])}
+    cut = rf"(?s)\p{{N}}|{GPT2_WORDS}"
+    # A digit leaves the words around it in two separate runs, which the alternatives above do not see.
+    for text in TEXTS:
+        plain = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+        runs = [run for run in regex.split(r"(\p{N})", plain) if run]
+        expected = [token for run in runs for token in naive_byte_level(run, cut, ranks, model["vocab"])]
+        assert tokenizer.encode(plain).ids == expected, plain
+
+
+@pytest.mark.model
+def test_control_tokens_in_a_text_become_their_ids() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(resolve_model("embedded") / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>user\n<|im_end|>").ids == [1, *tokenizer.encode("user\n").ids, 2]
+    assert [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][
+        :3
+    ] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def test_words_are_cut_as_transformers_cuts_them_for_llama_3_and_qwen_2() -> None:
+    llama3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    for pre, pattern in (("llama-bpe", llama3), ("qwen2", tokenization_qwen2.PRETOKENIZE_REGEX)):
+        tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([], pre=pre)))
+        for text in TEXTS:
+            cut = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+            assert cut == [to_stand_ins(word) for word in regex.findall(pattern, text)], (pre, text)
+
+
+def test_llama_3_takes_a_whole_word_although_no_merge_leads_there() -> None:
+    vocabulary = byte_level_vocabulary(["a b"])
+    vocabulary["tokens"] += ["abcd"]
+    vocabulary["types"] += [1]
+    whole = len(vocabulary["tokens"]) - 1
+    for pre, expected in (("llama-bpe", [0, whole]), ("qwen2", None)):
+        ids = build_tokenizer(tokenizer_metadata(vocabulary | {"pre": pre})).encode("abcd").ids
+        assert (ids == expected) if expected else (whole not in ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("thean ir.é好ß\n"), max_size=30))
+def test_pieces_are_joined_by_score_as_sentencepiece_joins_them(text: str) -> None:
+    vocabulary = sentencepiece_vocabulary(PIECES)
+    ids = {token: index for index, token in enumerate(vocabulary["tokens"])}
+    expected = naive_sentencepiece(text, dict(PIECES), ids) if text else []
+    assert sentencepiece_backend().encode(text).ids == [1, *expected]
+
+
+def test_the_file_decides_on_the_space_before_a_text_and_on_the_start_token() -> None:
+    silent, told = sentencepiece_backend(), sentencepiece_backend(add_space_prefix=False, add_bos_token=False)
+    assert silent.encode("the").tokens == ["<s>", "▁the"]
+    assert told.encode("the").tokens == ["the"]
+    assert silent.decode(silent.encode("the").ids) == "the"
+    assert told.decode(told.encode(" the").ids) == " the"
+
+
+def test_user_defined_tokens_are_never_split_and_never_skipped() -> None:
+    tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([])))
+    ids = tokenizer.encode("a<tool><|end|>").ids
+    assert ids[1:] == [2, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, r"merges: 'ab' is not two tokens"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokens: 1 tokens stand there twice"),
+        (
+            {"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True},
+            r"bos_token_id: 1000000 is outside",
+        ),
+        ({"tokenizer.ggml.pre": "default"}, r"pre: 'default' is not supported"),
+    ],
+)
+def test_odd_metadata_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_tokenizer(tokenizer_metadata(byte_level_vocabulary([])) | change)
+
+
+@pytest.mark.parametrize("key", ["tokens", "token_type", "merges"])
+def test_missing_metadata_is_refused_by_name(key: str) -> None:
+    metadata = tokenizer_metadata(byte_level_vocabulary([]))
+    del metadata[f"tokenizer.ggml.{key}"]
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{key}: is missing"):
+        build_tokenizer(metadata)
+
+
+def test_the_alphabet_of_the_tests_is_that_of_the_library() -> None:
+    assert set(to_stand_ins("".join(map(chr, range(128))))) <= set(ByteLevel.alphabet())

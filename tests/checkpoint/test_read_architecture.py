@@ -1,0 +1,257 @@
+"""config.json becomes plain numbers, the same that transformers reads from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, LlamaConfig, MixtralConfig
+
+from triptych.checkpoint.architecture import RopeParameters
+from triptych.checkpoint.config_json import read_architecture, read_generation_defaults
+from triptych.errors import ModelError
+
+MINIMAL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    config = {key: value for key, value in (MINIMAL | changes).items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_generation(directory: Path, **values: Any) -> Path:
+    (directory / "generation_config.json").write_text(json.dumps(values))
+    return directory
+
+
+def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
+    oracle = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        dtype="bfloat16",
+        bos_token_id=5,
+        eos_token_id=[6, 7],
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+    )
+    oracle.save_pretrained(tmp_path)
+    read = read_architecture(tmp_path)
+    assert read.name == "LlamaForCausalLM"
+    assert read.num_layers == oracle.num_hidden_layers
+    assert read.num_heads == oracle.num_attention_heads
+    assert read.num_kv_heads == oracle.num_key_value_heads
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "hidden_act",
+        "bos_token_id",
+    ):
+        assert getattr(read, name) == getattr(oracle, name), name
+    assert read.eos_token_ids == (6, 7)
+    assert read.dtype == "bfloat16"
+    assert read.rope == RopeParameters(theta=5e5, kind="llama3", **LLAMA3)
+    assert not read.is_gguf
+
+
+def test_what_is_left_out_has_the_defaults_of_transformers(tmp_path: Path) -> None:
+    read, oracle = read_architecture(write_config(tmp_path)), LlamaConfig(**MINIMAL)
+    assert read.num_kv_heads == oracle.num_key_value_heads == 3
+    assert read.head_dim == oracle.head_dim == 8
+    assert read.rms_norm_eps == oracle.rms_norm_eps
+    assert read.rope.theta == oracle.rope_parameters["rope_theta"]
+    assert read.rope.kind == oracle.rope_parameters["rope_type"]
+    assert read.tie_word_embeddings == oracle.tie_word_embeddings
+    assert read.hidden_act == oracle.hidden_act
+    assert read.dtype == "float32"
+    assert read.eos_token_ids == ()
+
+
+def test_the_experts_of_a_mixture_are_counted(tmp_path: Path) -> None:
+    MixtralConfig(architectures=["MixtralForCausalLM"], num_experts_per_tok=3).save_pretrained(tmp_path)
+    read = read_architecture(tmp_path)
+    assert (read.num_experts, read.num_experts_per_tok) == (8, 3)
+    read = read_architecture(write_config(tmp_path))
+    assert (read.num_experts, read.num_experts_per_tok) == (0, 0)
+
+
+@pytest.mark.parametrize("old", [{"type": "llama3"}, {"rope_type": "llama3"}])
+def test_the_old_layout_of_rope_means_the_same_as_the_new(tmp_path: Path, old: dict[str, str]) -> None:
+    new = read_architecture(
+        write_config(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 500000, **LLAMA3})
+    )
+    assert read_architecture(write_config(tmp_path, rope_theta=500000, rope_scaling=old | LLAMA3)) == new
+    assert read_architecture(write_config(tmp_path, rope_theta=7e4, rope_scaling=None)).rope.theta == 7e4
+
+
+def test_an_unknown_kind_of_rope_is_kept_for_the_layers_to_refuse(tmp_path: Path) -> None:
+    rope = read_architecture(write_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})).rope
+    assert (rope.kind, rope.factor) == ("yarn", 4.0)
+
+
+@pytest.mark.parametrize("spell", [lambda text: text, lambda text: {"content": text}])
+def test_the_tokenizers_own_end_of_text_comes_first(tmp_path: Path, spell: Callable[[str], Any]) -> None:
+    write_config(tmp_path, eos_token_id=2)
+    write_generation(tmp_path, eos_token_id=[9, 8])
+    tokens = {"8": {"content": "<|eot|>"}, "9": {"content": "<|end|>"}, "7": {"content": "<|pad|>"}}
+    for name, expected in (("<|eot|>", (8, 9, 2)), ("<|pad|>", (9, 8, 2)), ("<|none|>", (9, 8, 2))):
+        values = {"eos_token": spell(name), "added_tokens_decoder": tokens}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+        assert read_architecture(tmp_path).eos_token_ids == expected
+
+
+def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=2)
+    assert read_architecture(tmp_path).eos_token_ids == (2,)
+    write_generation(tmp_path, eos_token_id=[9, 8])
+    assert read_architecture(tmp_path).eos_token_ids == (9, 8, 2)
+    write_config(tmp_path, eos_token_id=[8, 3])
+    assert read_architecture(tmp_path).eos_token_ids == (9, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", ..., "hidden_size: is missing"),
+        ("vocab_size", "97", "vocab_size: '97' must be an integer >= 1"),
+        ("num_hidden_layers", 0, "num_hidden_layers: 0 must be an integer >= 1"),
+        ("num_hidden_layers", True, "num_hidden_layers: True must be"),
+        ("num_key_value_heads", 2, "num_key_value_heads: 2 must divide num_attention_heads 3"),
+        ("hidden_size", 25, "hidden_size: 25 must be a multiple of num_attention_heads 3"),
+        ("architectures", ["A", "B"], "architectures: .* must be a list of one name"),
+        ("architectures", ..., "architectures: None must be"),
+        ("torch_dtype", "int8", "torch_dtype: 'int8' must be one of"),
+        ("rms_norm_eps", "small", "rms_norm_eps: 'small' must be a number"),
+        ("tie_word_embeddings", 1, "tie_word_embeddings: 1 must be true or false"),
+        ("eos_token_id", "</s>", "eos_token_id: '</s>' must be a token id"),
+        ("rope_scaling", 3, "rope_scaling: 3 must be an object"),
+        ("rope_scaling", {"rope_type": "linear"}, "factor: is missing"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor: is missing"),
+        ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "differ by layer type"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor: 0.5 is not supported"),
+        ("quantization_config", {"quant_method": "gptq"}, "quant_method: 'gptq' is not supported"),
+        ("sliding_window", 32, "sliding_window: 32 is not supported for LlamaForCausalLM, but for Mis"),
+        ("sliding_window", "all", "sliding_window: 'all' must be an integer"),
+        (
+            "layer_types",
+            ["full_attention", "sliding_attention"],
+            "layer_types: .* must all be 'full_attention'",
+        ),
+        ("layer_types", ["chunked_attention"] * 2, "layer_types: .* must all be"),
+        ("layer_types", ["sliding_attention"] * 2, "sliding_window: is missing"),
+    ],
+)
+def test_what_is_odd_names_file_key_and_value(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: .*{message}"):
+        read_architecture(write_config(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 64},
+        {"sliding_window": 32, "use_sliding_window": False},
+        {"sliding_window": 32, "max_window_layers": 2},
+        {"sliding_window": 32, "max_window_layers": 2, "use_sliding_window": True},
+        {"sliding_window": 32, "layer_types": ["full_attention"] * 2},
+        {"layer_types": ["full_attention"] * 2},
+        {"quantization_config": None},
+        {"partial_rotary_factor": 1.0},
+    ],
+)
+def test_what_changes_nothing_is_served(tmp_path: Path, harmless: dict[str, Any]) -> None:
+    architecture = read_architecture(write_config(tmp_path, **harmless))
+    assert (architecture.num_layers, architecture.sliding_window) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 32,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        },
+    ],
+)
+def test_one_window_for_all_layers_is_read(tmp_path: Path, window: dict[str, Any]) -> None:
+    assert read_architecture(write_config(tmp_path, **window)).sliding_window == 32
+
+
+def test_a_window_of_some_layers_is_refused(tmp_path: Path) -> None:
+    some = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(ModelError, match="max_window_layers: 1 must be 0 or at least num_hidden_layers 2"):
+        read_architecture(write_config(tmp_path, architectures=["Qwen2ForCausalLM"], **some))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), ("{", "cannot be read as JSON"), ("[]", "must hold a JSON object, not list")],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"config\.json: {message}"):
+        read_architecture(tmp_path)
+
+
+def test_generation_defaults_are_the_sampling_fields_that_are_there(tmp_path: Path) -> None:
+    assert read_generation_defaults(tmp_path) == {}
+    GenerationConfig(
+        do_sample=True, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05, eos_token_id=[1, 2]
+    ).save_pretrained(tmp_path)
+    assert read_generation_defaults(tmp_path) == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+    }
+
+
+def test_an_odd_generation_default_names_file_key_and_value(tmp_path: Path) -> None:
+    write_generation(tmp_path, temperature="warm")
+    with pytest.raises(ModelError, match=r"generation_config\.json: temperature: 'warm' must be a number"):
+        read_generation_defaults(tmp_path)

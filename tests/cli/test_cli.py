@@ -1,0 +1,293 @@
+"""The `triptych` command: help, output, exit codes, one line per error."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.fake_frontend import SERVICE, FakeFrontend
+from triptych.cli import env, main
+from triptych.cli.streaming import write_now
+from triptych.errors import EngineFailure
+
+COMMANDS = ("serve", "chat", "complete", "demo", "bench", "env", "health", "admin")
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def frontend():
+    with FakeFrontend() as fake:
+        yield fake
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+def exit_code(*words: str) -> int:
+    """As the shell sees it; argparse leaves by SystemExit."""
+    try:
+        return main(words)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+def test_help_lists_every_command(capsys):
+    assert exit_code("--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_worth_reading(command, capsys):
+    assert exit_code(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: triptych {command}")
+    assert len(text.splitlines()) >= 5
+
+
+def test_help_imports_nothing_that_takes_time():
+    heavy = {"grpc", "numpy", "yaml", "torch", "transformers", "google.protobuf", "asyncio"}
+    program = (
+        "import sys, triptych.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        f"except SystemExit: print(sorted({heavy!r} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [(), ("bogus",), ("complete",), ("bench", "speed"), ("demo",)])
+def test_wrong_usage_exits_with_2(words):
+    assert exit_code(*words) == 2
+
+
+def test_version(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out.startswith("triptych 0.")
+
+
+def test_complete_prints_the_answer_and_sends_only_what_was_said(frontend, capsys):
+    assert exit_code("complete", "a b", "--address", frontend.address, "--max-tokens", "9", "--stats") == 0
+    shown = capsys.readouterr()
+    assert shown.out == " a b\n"
+    assert "TTFT" in shown.err
+    assert "2 tokens" in shown.err
+    [request] = frontend.requests
+    assert request.text == "a b"
+    assert [field.name for field, _ in request.sampling.ListFields()] == ["max_tokens"]
+
+
+def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(capsys, monkeypatch):
+    write_now("a\x1b[2J\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write_now("a\x1b[2J\r\n\t\x9b\x7fü")
+    assert capsys.readouterr().out == "a\x1b[2J\n" + "a␛[2J␍\n\t\ufffd␡ü"
+
+
+def test_complete_reads_stdin_and_takes_a_chat(frontend, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    assert (
+        exit_code("complete", "-", "--chat", "--address", frontend.address, "--stop", "x", "--stop", "y") == 0
+    )
+    assert capsys.readouterr().out == " from stdin\n"
+    [request] = frontend.requests
+    assert request.chat.messages[0].role == "user"
+    assert list(request.sampling.stop) == ["x", "y"]
+
+
+def test_nobody_at_the_address_is_one_line_that_says_what_to_do(capsys):
+    assert exit_code("complete", "a", "--address", NOBODY) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert f"no server answers at {NOBODY}: Connection refused; start one with `triptych serve`" in shown
+
+
+@pytest.mark.parametrize("command", [("complete", "a", "--address"), ("health",)])
+def test_a_proxy_in_the_environment_is_not_asked(command, frontend):
+    words = [sys.executable, "-m", "triptych.cli", *command, frontend.address]
+    environment = {**os.environ, "http_proxy": f"http://{NOBODY}", "https_proxy": f"http://{NOBODY}"}
+    assert (
+        subprocess.run(words, env=environment, capture_output=True, timeout=20, check=False).returncode == 0
+    )
+
+
+def test_a_refused_request_is_one_line(frontend, capsys):
+    assert exit_code("complete", "", "--address", frontend.address) == 1
+    assert capsys.readouterr().err == "triptych complete: prompt: is empty\n"
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(frontend):
+    frontend.token_delay_s = 0.01
+    words = [
+        sys.executable,
+        "-m",
+        "triptych.cli",
+        "complete",
+        "word " * 50,
+        "--address",
+        frontend.address,
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.read(1)
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(10) == 1
+
+
+def test_chat_remembers_the_conversation_and_leaves_at_the_end_of_input(frontend, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n"))
+    assert exit_code("chat", "--address", frontend.address, "--system", "be brief", "--temperature", "0") == 0
+    assert " one\n" in capsys.readouterr().out
+    turns = [[(m.role, m.content) for m in request.chat.messages] for request in frontend.requests]
+    system = ("system", "be brief")
+    assert turns == [
+        [system, ("user", "one")],
+        [system, ("user", "one"), ("assistant", " one"), ("user", "two")],
+        [system, ("user", "three")],
+    ]
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(frontend):
+    words = [sys.executable, "-m", "triptych.cli", "chat", "--address", frontend.address]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        child.stdin.write("hang\n")
+        child.stdin.flush()
+        wait_until(lambda: frontend.num_running == 1)
+        os.kill(child.pid, signal.SIGINT)
+        wait_until(lambda: frontend.num_cancelled == 1)
+        out, err = child.communicate("again\n", timeout=10)
+        assert (child.returncode, err) == (0, "")
+        assert "[stopped]" in out
+        assert " again\n" in out
+    assert [m.content for m in frontend.requests[-1].chat.messages] == ["again"]
+
+
+def test_an_error_in_a_chat_is_told_and_the_turn_forgotten(frontend, capsys, monkeypatch):
+    frontend.errors = [EngineFailure("broken")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert exit_code("chat", "--address", frontend.address) == 0
+    assert capsys.readouterr().err == "[broken]\n"
+    assert [m.content for m in frontend.requests[-1].chat.messages] == ["two"]
+
+
+def test_health_tells_by_its_exit_code(frontend, capsys):
+    assert exit_code("health", frontend.address) == 0
+    assert exit_code("health", frontend.address, SERVICE) == 0
+    frontend.set_ready(False)
+    assert exit_code("health", frontend.address) == 0
+    assert exit_code("health", frontend.address, SERVICE) == 1
+    assert capsys.readouterr().out.split() == ["SERVING", "SERVING", "SERVING", "NOT_SERVING"]
+    assert exit_code("health", frontend.address, "no.such.Service") == 1
+    assert exit_code("health", NOBODY, "--timeout-s", "1") == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["NOT_FOUND", "UNAVAILABLE"]
+
+
+def test_health_imports_no_model_library():
+    program = (
+        "import sys; from triptych.cli import main\n"
+        f"main(['health', {NOBODY!r}])\n"
+        "print(sorted({'torch', 'numpy', 'yaml', 'tokenizers', 'fastapi'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_bench_counts_what_the_server_sent(frontend, capsys):
+    words = ("--address", frontend.address, "--num-prompts", "6", "--input-len", "5", "--concurrency", "2")
+    assert exit_code("bench", "throughput", *words, "--rounds", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["workload"] == {
+        "num_prompts": 6,
+        "input_len": 5,
+        "output_len": 128,
+        "concurrency": 2,
+        "seed": 0,
+    }
+    assert report["total_tokens_per_s"] == pytest.approx(2 * report["output_tokens_per_s"])  # it echoes
+    assert frontend.max_running == 2
+    prompts = [tuple(request.token_ids.ids) for request in frontend.requests]
+    assert len(prompts) == len(set(prompts)) == 1 + 6 + 6  # a warm-up, and no prompt twice
+
+
+def test_bench_waits_for_a_full_server(frontend, capsys):
+    frontend.capacity, frontend.token_delay_s = 1, 0.001
+    words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
+    assert exit_code("bench", "throughput", *words) == 0
+    assert "4 x 3 tokens in" in capsys.readouterr().out
+    assert frontend.num_refused > 0
+
+
+def test_bench_ends_at_the_first_error(frontend, capsys):
+    frontend.errors = [EngineFailure("broken")] * 9
+    words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
+    assert exit_code("bench", "throughput", *words) == 1
+    assert capsys.readouterr().err == "triptych bench: broken\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("bench", "latency", "--rounds", "0"), "--rounds: 0 is out of range"),
+        (("bench", "latency", "--address", NOBODY, "--model.dtype", "float32"), "model.dtype: the stack at"),
+        (("serve", "--scheduler.max-num-seqs", "0"), "scheduler.max_num_seqs: '0' is out of range"),
+        (("serve", "a", "--model.model", "b"), "MODEL 'a' and --model.model 'b' disagree"),
+        (("serve", "--sim", "--simulation.enabled", "no"), "--sim and --simulation.enabled no disagree"),
+        (("serve", "--config", "/no/such.yaml"), "/no/such.yaml"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_with_2(words, told, capsys):
+    assert exit_code(*words) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert told in shown
+
+
+def test_a_model_that_is_not_there_is_one_line(capsys):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert exit_code("serve", "/no/such/model") == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "/no/such/model" in shown
+
+
+def test_env_prints_what_a_system_without_proc_tells(monkeypatch, capsys):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(env, "_key_values", lambda path: {})
+    assert exit_code("env") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line)
+    assert lines["cores"].startswith(f"{os.cpu_count()} usable of ")
+    assert lines["memory"].endswith(" GiB")
+
+
+def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
+    program = "import sys; from triptych.cli import main; main(['env']); print('torch' in sys.modules)"
+    environment = {**os.environ, "TRIPTYCH_LOG_LEVEL": "debug"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines() if " " in line)
+    assert lines["python"].startswith(".".join(map(str, sys.version_info[:2])))
+    assert lines["TRIPTYCH_LOG_LEVEL"] == "debug"
+    assert "GiB" in lines["memory"]
+    assert ended.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,269 @@
+"""Which request kills the workers: found in few crashes, and never an innocent one."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+from services.enginecore.engine import EngineCore
+from services.enginecore.request import Request, RequestState
+from services.enginecore.restrictions import CrashInquiry
+from tests.helpers.scheduling import BLOCK_SIZE, make_request
+from tests.helpers.stack import make_config
+from triptych.errors import EngineFailure
+from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import single_choice
+
+PROBATION = 32
+
+
+def requests(count: int) -> list[Request]:
+    return [make_request(number, [1, 2]) for number in range(count)]
+
+
+def end(request: Request) -> None:
+    request.state = RequestState.ENDED
+
+
+def crash(inquiry: CrashInquiry, in_flight: Sequence[Request]) -> Request | None:
+    return inquiry.note_crash({request: len(request.token_ids) for request in in_flight})
+
+
+def in_flight(inquiry: CrashInquiry, alive: Sequence[Request]) -> list[Request]:
+    """Everybody who may run does."""
+    inquiry.review()
+    on_trial = inquiry.on_trial
+    return [r for r in alive if r.state is not RequestState.ENDED and (on_trial is None or r in on_trial)]
+
+
+def survive(inquiry: CrashInquiry, group: Sequence[Request], num_tokens: int = PROBATION) -> None:
+    """Each of them goes so many tokens further."""
+    for request in group:
+        request.token_ids.extend([3] * num_tokens)
+    inquiry.review()
+
+
+@given(count=st.integers(1, 70), culprit=st.integers(0, 69))
+def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails(count, culprit) -> None:
+    alive, inquiry = requests(count), CrashInquiry()
+    poison = alive[culprit % count]
+    for num_crashes in range(1, 100):
+        while poison not in (group := in_flight(inquiry, alive)):
+            assert group, "nobody may run"
+            survive(inquiry, group)
+        convicted = crash(inquiry, group)
+        if convicted is not None:
+            assert convicted is poison
+            assert num_crashes <= 2 + math.ceil(round(math.log(count, 3), 6))
+            assert inquiry.on_trial is None
+            assert not inquiry.is_open
+            return
+    raise AssertionError("never found")
+
+
+def test_a_single_crash_accuses_nobody() -> None:
+    alive, inquiry = requests(1), CrashInquiry()
+    for _ in range(4):
+        assert crash(inquiry, alive) is None
+        assert inquiry.on_trial is None
+        survive(inquiry, alive)
+        assert not inquiry.is_open
+
+
+def test_a_request_alone_at_two_crashes_is_the_one() -> None:
+    alive, inquiry = requests(1), CrashInquiry()
+    assert crash(inquiry, alive) is None
+    survive(inquiry, alive, PROBATION - 1)
+    assert crash(inquiry, alive) is alive[0]
+
+
+def test_nobody_is_cleared_by_computing_what_it_had() -> None:
+    (request,), inquiry = requests(1), CrashInquiry()
+    assert inquiry.note_crash({request: 100}) is None
+    survive(inquiry, [request], 100 + PROBATION - 1 - len(request.token_ids))
+    assert inquiry.is_open
+    survive(inquiry, [request], 1)
+    assert not inquiry.is_open
+
+
+def test_a_suspect_that_waits_stays_suspect() -> None:
+    (first, second), inquiry = requests(2), CrashInquiry()
+    crash(inquiry, [first, second])
+    survive(inquiry, [first], 1000)
+    crash(inquiry, [first, second])
+    assert inquiry.on_trial == [second]
+
+
+def test_the_only_one_common_to_two_crashes_is_tried_alone_before_it_is_convicted() -> None:
+    (first, second, third), inquiry = requests(3), CrashInquiry()
+    assert crash(inquiry, [first, second]) is None
+    assert crash(inquiry, [second, third]) is None
+    assert inquiry.on_trial == [second]
+    survive(inquiry, [second])
+    assert inquiry.on_trial is None
+    assert inquiry.is_open, "the others have not gone on yet"
+    survive(inquiry, [first, third])
+    assert not inquiry.is_open
+
+
+def test_crashes_of_different_requests_accuse_nobody() -> None:
+    alive, inquiry = requests(4), CrashInquiry()
+    assert crash(inquiry, alive[:2]) is None
+    assert crash(inquiry, alive[2:]) is None
+    assert inquiry.on_trial is None
+
+
+def test_an_idle_workers_crash_changes_nothing() -> None:
+    alive, inquiry = requests(2), CrashInquiry()
+    assert crash(inquiry, []) is None
+    assert not inquiry.is_open
+    crash(inquiry, alive)
+    crash(inquiry, alive)
+    on_trial = inquiry.on_trial
+    assert crash(inquiry, []) is None
+    assert inquiry.on_trial == on_trial
+
+
+def test_five_crashes_in_a_row_open_a_trial_whatever_came_between() -> None:
+    (culprit, *others), inquiry = requests(6), CrashInquiry()
+    for other in others[:4]:
+        assert crash(inquiry, [culprit, other]) is None
+        survive(inquiry, [culprit, other], 100)
+        assert inquiry.on_trial is None
+    assert crash(inquiry, [culprit, others[4]]) is None
+    assert inquiry.on_trial == [culprit]
+    survive(inquiry, [culprit], 100)
+    assert crash(inquiry, [culprit]) is culprit
+
+
+def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
+    """As happens while an operator's pause keeps the group from running."""
+    (first, second), inquiry = requests(2), CrashInquiry()
+    crash(inquiry, [first, second])
+    crash(inquiry, [first, second])
+    assert inquiry.on_trial == [first]
+    assert crash(inquiry, [second]) is second
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_trial_whose_suspects_have_all_ended_is_over(count) -> None:
+    alive, inquiry = requests(count), CrashInquiry()
+    crash(inquiry, alive)
+    crash(inquiry, alive)
+    while inquiry.on_trial:
+        for request in list(inquiry.on_trial):
+            end(request)
+        inquiry.review()
+    assert all(request.state is RequestState.ENDED for request in alive)
+    assert not inquiry.is_open
+
+
+class DyingWorker:
+    """Counts what rows compute, and dies in the step that brings one row to a position."""
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._seed = seed
+        self._position = position
+        self._rows: dict[int, list[int]] = {}  # slot -> known, computed, seed
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """None: it has died."""
+        for slot in plan.removed_slots.tolist():
+            del self._rows[slot]
+        for row in plan.new_rows:
+            self._rows[row.slot] = [row.token_ids.size, row.num_computed_tokens, row.seed]
+        counts = dict.fromkeys(self._rows, 1)
+        counts.update(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True))
+        counts.update(dict.fromkeys(plan.skipped_slots.tolist(), 0))
+        num_sampled = 0
+        for slot, row in self._rows.items():
+            row[1] += counts[slot]
+            if counts[slot] and row[2] == self._seed and row[1] >= self._position:
+                return None
+            if counts[slot] and row[0] == row[1]:
+                row[0] += 1
+                num_sampled += 1
+        return StepResult(plan.step_id, np.ones(num_sampled, np.uint32))
+
+
+def num_crashes_until_convicted(
+    num_others: int, lengths: Sequence[int], budget: int, culprit: int, num_tokens: int
+) -> int:
+    """Run everything to its end; only the culprit fails.
+
+    Args:
+        lengths: Prompt lengths, taken in turn.
+        num_tokens: Of its prompt and output that the culprit computes before it kills its worker.
+    """
+    num_requests = num_others + 1
+    culprit %= num_requests
+    prompts = [lengths[number % len(lengths)] for number in range(num_requests)]
+    longest = max(prompts) + 100
+    engine = EngineCore(
+        make_config(max_num_seqs=64, max_num_batched_tokens=budget, max_num_waiting=64), lambda: 0.0
+    )
+    facts = WorkerFacts(
+        boot_id="1",
+        model=ModelFacts("none", "f" * 64, 1000, longest, (), "float32", "float32", "none"),
+        kv=KvShape(2 + max(longest, sum(prompts) * 2 // 3) // BLOCK_SIZE, BLOCK_SIZE, 1, 1, 1, "float32"),
+        max_num_seqs=64,
+        max_num_batched_tokens=budget,
+        max_window=4,
+    )
+    engine.worker_ready(facts, after_crash=False)
+    engine.open_session(1)
+    for number, length in enumerate(prompts):
+        token_ids = np.full(length, number, np.uint32)
+        sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+        engine.submit(1, single_choice(number, f"{number}", token_ids, sampling, seed=number))
+    position = prompts[culprit] + num_tokens
+    worker, plans, num_crashes = DyingWorker(culprit, position), deque[StepPlan](), 0
+    failed, finished = [], []
+    while engine.num_requests:
+        while len(plans) < 2 and (plan := engine.plan()) is not None:
+            plans.append(plan)
+        result = worker.execute(plans.popleft())
+        if result is None:
+            num_crashes += 1
+            assert num_crashes < 10, "never found"
+            plans.clear()
+            worker = DyingWorker(culprit, position)
+            engine.worker_lost()
+            engine.worker_ready(facts, after_crash=True)
+        else:
+            engine.apply(result)
+        for batch in engine.take_outputs().values():
+            failed += batch.failures
+            finished += batch.finished
+    assert [(end.number, end.code) for end in failed] == [(culprit, EngineFailure.code)]
+    assert sorted(end.number for end in finished) == [n for n in range(num_requests) if n != culprit]
+    assert all(end.reason is FinishReason.LENGTH for end in finished)
+    return num_crashes
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_others=st.integers(0, 48),
+    lengths=st.lists(st.sampled_from([64, 100, 1000, 4000, 9000]), min_size=1, max_size=5),
+    budget=st.sampled_from([512, 2048, 8192]),
+    culprit=st.integers(0, 48),
+    num_tokens=st.integers(0, 20),
+)
+@example(num_others=48, lengths=[64], budget=2048, culprit=48, num_tokens=0)
+@example(num_others=48, lengths=[4000], budget=2048, culprit=48, num_tokens=5)
+@example(num_others=0, lengths=[70_000], budget=2048, culprit=0, num_tokens=0)
+@example(num_others=0, lengths=[200_000], budget=2048, culprit=0, num_tokens=0)
+@example(num_others=3, lengths=[200_000, 64], budget=8192, culprit=2, num_tokens=0)
+def test_a_request_that_kills_at_any_position_is_convicted_within_six_crashes(
+    num_others, lengths, budget, culprit, num_tokens
+) -> None:
+    assert num_crashes_until_convicted(num_others, lengths, budget, culprit, num_tokens) <= 6

@@ -1,0 +1,71 @@
+"""Which losses of a worker accuse the requests that were in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.enginecore.workers.base import Connected, WorkerLost
+from services.enginecore.workers.connection import Recovery, WorkerLink
+from tests.helpers.stack import NaiveRunner, make_config
+
+FACTS = NaiveRunner(make_config()).facts
+
+
+class ScriptedExecutor:
+    """Answers each dial with the next welcome."""
+
+    def __init__(self, *welcomes: Connected) -> None:
+        self._welcomes = list(welcomes)
+
+    async def connect(self, on_event: object) -> Connected:
+        return self._welcomes.pop(0)
+
+    def forget_session(self) -> None:
+        pass
+
+
+def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
+    return Connected(replace(FACTS, boot_id=boot_id), window=2, resume_ttl_s=10.0, is_resumed=is_resumed)
+
+
+def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Recovery:
+    """What the last of so many losses, one upon the other, comes to."""
+
+    async def run() -> Recovery:
+        link = WorkerLink(
+            ScriptedExecutor(welcome(), *welcomes),  # type: ignore[arg-type]
+            address="nowhere",
+            on_event=lambda: None,
+            on_given_up=lambda: None,
+            on_unreachable=lambda why: None,
+        )
+        await link.connect()
+        for _ in range(num_losses):
+            recovery = await link.recover(loss)
+        return recovery
+
+    return asyncio.run(run())
+
+
+def test_another_worker_accuses() -> None:
+    assert recover(WorkerLost("gone"), welcome("b")).is_crash
+    assert recover(WorkerLost("it says so", is_crash=True), welcome()).is_crash
+
+
+def test_a_worker_that_drained_accuses_nobody() -> None:
+    assert not recover(WorkerLost("it drains", is_orderly=True), welcome("b")).is_crash
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_worker_that_lives_accuses_nobody(is_resumed) -> None:
+    assert not recover(WorkerLost("cut"), welcome(is_resumed=is_resumed)).is_crash
+
+
+def test_a_network_that_flaps_accuses_nobody() -> None:
+    resumed = [welcome(is_resumed=True)] * 3
+    recovery = recover(WorkerLost("cut"), *resumed, welcome(), num_losses=4)
+    assert not recovery.connected.is_resumed
+    assert not recovery.is_crash

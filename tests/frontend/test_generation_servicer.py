@@ -1,0 +1,466 @@
+"""The public gRPC door over loopback: protos, statuses, cancelling, health, reflection, the operator's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services.frontend import app as app_module
+from services.frontend.grpc import generation_servicer as grpc_door_module
+from services.frontend.grpc.generation_servicer import SERVICE, to_raw_request
+from services.frontend.requests.parse import RawChat, RawRequest
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import FakeEngine, eventually
+from tests.helpers.frontend import FrontendCore, frontend_core
+from triptych import errors
+from triptych.config.fields import FrontendConfig
+from triptych.rpc.channel import open_channel
+from triptych.rpc.server import RpcServer
+from triptych.rpc.status import from_rpc_error
+from triptych.types.events import DeltaEvent, Event
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import OutputKind
+from triptych.types.submit import SubmitRequest
+from triptych.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
+
+TOKENIZER = byte_tokenizer()
+GenerateRequest = generation_pb2.GenerateRequest
+
+
+def alphabet(request: SubmitRequest) -> list[int]:
+    return [TOKENIZER.encode("a")[0] + i % 26 for i in range(request.sampling.max_tokens or 0)]
+
+
+@dataclass(frozen=True)
+class Door:
+    """A running door and stubs to it."""
+
+    core: FrontendCore
+    server: RpcServer
+    generation: Any
+    embedding: Any
+    admin: Any
+    address: str
+    channel: grpc.aio.Channel
+
+
+@asynccontextmanager
+async def open_door(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Door]:
+    config = FrontendConfig(**options)  # type: ignore[arg-type]
+    async with frontend_core(*engines, waits=waits) as core:
+        server = app_module._create_server(config, core.generator, core.router)
+        port = server.bind("127.0.0.1", 0, option="frontend.port")
+        await server.start()
+        following = asyncio.create_task(
+            app_module._follow_readiness(server, core.generator, core.router, 0.0)
+        )
+        try:
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                yield Door(
+                    core,
+                    server,
+                    generation_pb2_grpc.GenerationServiceStub(channel),
+                    generation_pb2_grpc.EmbeddingServiceStub(channel),
+                    admin_pb2_grpc.AdminServiceStub(channel),
+                    f"127.0.0.1:{port}",
+                    channel,
+                )
+        finally:
+            following.cancel()
+            await server.stop(None)
+
+
+async def error_of(call: Any) -> errors.TriptychError:
+    """The typed error that a unary or streaming call ends with."""
+
+    async def drain() -> None:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(drain(), 10)
+    return from_rpc_error(caught.value)
+
+
+async def test_generate_streams_admitted_deltas_finished() -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
+        request = GenerateRequest(request_id="mine", text="Hello", sampling={"max_tokens": 5, "seed": 7})
+        responses = [response async for response in door.generation.Generate(request)]
+        kinds = [response.WhichOneof("event") for response in responses]
+        assert kinds[0] == "admitted"
+        assert kinds[-1] == "finished"
+        assert set(kinds[1:-1]) == {"delta"}
+        admitted, finished = responses[0].admitted, responses[-1].finished
+        assert (admitted.request_id, admitted.model, admitted.seed) == ("mine", "tiny", 7)
+        assert list(admitted.prompt_token_ids) == TOKENIZER.encode("Hello")
+        assert "".join(response.delta.text for response in responses[1:-1]) == "abcde"
+        reasons = [response.delta.finish_reason for response in responses[1:-1]]
+        assert reasons[-1] == common_pb2.FINISH_REASON_LENGTH
+        assert not any(reasons[:-1])
+        assert finished.usage.num_output_tokens == 5
+        assert finished.timings.tokenize_ns > 0
+
+
+async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
+        monkeypatch.setattr(door.core.generator, "_prepare", lambda *_: 1 // 0)
+        error = await error_of(door.generation.Generate(GenerateRequest(text="x")))
+    assert error.code == "INTERNAL"
+    found = re.search(r"\(request ([0-9a-f-]{36})\)", error.message)
+    assert found is not None
+    (logged,) = [record for record in caplog.records if "failed by a bug" in record.message]
+    assert found[0] in logged.getMessage()
+
+
+async def test_every_violation_travels_with_its_path() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        request = GenerateRequest(
+            token_ids={"ids": [1, 999999]},
+            sampling={"temperature": float("nan"), "top_p": 0.0, "max_tokens": 0, "logprobs": 21},
+            output_kind=9,
+        )
+        error = await error_of(door.generation.Generate(request))
+        assert isinstance(error, errors.InvalidRequest)
+        assert {violation.field for violation in error.violations} == {
+            "token_ids.ids[1]",
+            "sampling.temperature",
+            "sampling.top_p",
+            "sampling.max_tokens",
+            "sampling.logprobs",
+            "output_kind",
+        }
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "words"),
+    [
+        (GenerateRequest(), errors.InvalidRequest, "prompt: no prompt is given"),
+        (GenerateRequest(text=""), errors.InvalidRequest, "text: the prompt is empty"),
+        (
+            GenerateRequest(text="x" * 70),
+            errors.ContextLengthExceeded,
+            "length is 64 tokens.*\\(70 in the prompt",
+        ),
+        (
+            GenerateRequest(text="x" * 60, sampling={"max_tokens": 5}),
+            errors.ContextLengthExceeded,
+            r"length is 64 tokens.*\(60 in the prompt, 5 in the completion",
+        ),
+        (
+            GenerateRequest(chat={"messages": [{"role": "user"}] * 16385}),
+            errors.InvalidRequest,
+            r"^chat\.messages: 16385 messages are above the limit 16384$",
+        ),
+        (GenerateRequest(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
+        (GenerateRequest(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
+        (
+            GenerateRequest(chat={"messages": [{"role": "user", "content": "x"}], "tools_json": ["{}"]}),
+            errors.FeatureDisabled,
+            r"chat\.tools_json: ",
+        ),
+        (
+            GenerateRequest(chat={"messages": [{"role": "user"}], "template_kwargs_json": "{"}),
+            errors.InvalidRequest,
+            r"chat\.template_kwargs_json: is not JSON",
+        ),
+        (
+            GenerateRequest(chat={"messages": [{"role": "user"}], "template_kwargs_json": "[]"}),
+            errors.InvalidRequest,
+            r"chat\.template_kwargs_json: is not a JSON object",
+        ),
+        (
+            GenerateRequest(text="x", sampling={"structured_outputs": {"regex": "a"}}),
+            errors.FeatureDisabled,
+            r"sampling\.structured_outputs: ",
+        ),
+    ],
+)
+async def test_bad_input_gets_its_status_and_the_next_request_succeeds(
+    request_: GenerateRequest, kind: type[errors.TriptychError], words: str
+) -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
+        error = await error_of(door.generation.Generate(request_))
+        assert type(error) is kind
+        assert re.search(words, error.message), error.message
+        good = GenerateRequest(text="x", sampling={"max_tokens": 1})
+        assert len([response async for response in door.generation.Generate(good)]) == 3
+
+
+def test_only_fields_that_the_client_set_count_as_given() -> None:
+    sampling = common_pb2.SamplingParams(
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=False,
+        stop=["x"],
+        logit_bias={5: 1.0},
+        allowed_token_ids={"ids": []},
+    )
+    raw = to_raw_request(GenerateRequest(text="x", sampling=sampling), None)
+    assert set(raw.sampling) == {"temperature", "detokenize", "stop", "logit_bias", "allowed_token_ids"}
+    assert raw.truncate_prompt_tokens is None
+    assert raw.output_kind is OutputKind.DELTA
+
+
+def test_a_chat_arrives_with_its_names_and_variables() -> None:
+    messages = [{"role": "user", "content": "x", "name": "Ann"}, {"role": "assistant", "content": "y"}]
+    chat = {"messages": messages, "add_generation_prompt": False, "template_kwargs_json": '{"a": 1}'}
+    raw = to_raw_request(GenerateRequest(chat=chat), 2.5)
+    assert raw.prompt == RawChat(messages, False, {"a": 1})
+    assert raw.deadline_s == 2.5
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+async def test_a_client_that_leaves_is_aborted_in_the_engine(num_read: int) -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        call = door.generation.Generate(GenerateRequest(text="x"))
+        request = await engine.next_submit()
+        for place in range(num_read):
+            engine.emit(request, [65 + place])
+            await call.read()
+        call.cancel()
+        await eventually(lambda: engine.aborted == [request.request_id])
+        await eventually(lambda: door.core.generator.num_active == 0)
+
+
+# Without its bandwidth probe gRPC keeps a client's window at 64 kB: more than that waits in the server.
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+
+async def test_a_client_that_leaves_while_it_does_not_read_is_aborted() -> None:
+    """The handler then hangs in a write that flow control holds back, not in a wait for tokens."""
+    async with (
+        FakeEngine() as engine,
+        open_door(engine) as door,
+        grpc.aio.insecure_channel(door.address, options=NARROW) as narrow,
+    ):
+        call = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
+        request = await engine.next_submit()
+        await call.read()
+        for _ in range(20):
+            engine.emit(request, [65] * 20_000)
+            await asyncio.sleep(0)
+        call.cancel()
+        await eventually(lambda: engine.aborted == [request.request_id])
+        await eventually(lambda: door.core.generator.num_active == 0)
+
+
+async def test_a_stalled_client_does_not_delay_the_others() -> None:
+    async with (
+        FakeEngine() as engine,
+        open_door(engine) as door,
+        grpc.aio.insecure_channel(door.address, options=NARROW) as narrow,
+    ):
+        stalled = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
+        slow = await engine.next_submit(0)
+        reader = door.generation.Generate(GenerateRequest(text="x"))
+        fast = await engine.next_submit(1)
+        assert (await reader.read()).HasField("admitted")
+        for _ in range(50):  # 50 x 60 kB that nobody takes
+            engine.emit(slow, [65] * 20_000)
+            engine.emit(fast, [66])
+            assert list((await reader.read()).delta.token_ids) == [66]
+        engine.emit(slow, [67], finish=FinishReason.LENGTH)
+        reader.cancel()
+        responses = [response async for response in stalled]
+        deltas = [response.delta for response in responses[1:-1]]
+        assert sum(len(delta.token_ids) for delta in deltas) == 50 * 20_000 + 1
+        assert len(deltas) < 40  # what flow control held back has been merged
+
+
+async def test_the_call_s_deadline_reaches_the_engine() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        error = await error_of(door.generation.Generate(GenerateRequest(text="x"), timeout=0.2))
+        assert isinstance(error, errors.DeadlineExceeded)
+        (request,) = engine.submitted
+        assert request.deadline_remaining_ms is not None
+        assert 0 < request.deadline_remaining_ms <= 200
+        await eventually(lambda: engine.aborted == [request.request_id])
+
+
+async def test_engine_loss_is_unavailable_before_tokens_and_aborted_after() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        with_token = door.generation.Generate(GenerateRequest(text="x", request_id="with"))
+        engine.emit(await engine.next_submit(0), [65])
+        assert (await with_token.read()).HasField("admitted")
+        assert (await with_token.read()).delta.token_ids == [65]
+        without_token = door.generation.Generate(GenerateRequest(text="x", request_id="without"))
+        await engine.next_submit(1)
+        assert (await without_token.read()).HasField("admitted")
+        await engine.die()
+        assert isinstance(await error_of(without_token.read()), errors.EngineUnavailable)
+        lost = await error_of(with_token.read())
+        assert isinstance(lost, errors.GenerationLost)
+        assert "1 of choice 0" in lost.message
+
+
+async def read_rest(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = asyncio.Event()
+
+    async def torrent(raw: RawRequest) -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield DeltaEvent(0, "x" * 10_000, [1])
+        finally:
+            closed.set()
+
+    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.3) as door:
+        monkeypatch.setattr(door.core.generator, "generate", torrent)
+        call = door.generation.Generate(GenerateRequest(text="x"))
+        await call.read()
+        await asyncio.wait_for(closed.wait(), 10)
+        error = await error_of(read_rest(call))
+        assert isinstance(error, errors.DeadlineExceeded)
+        assert "read nothing for 0.3 s" in error.message
+
+
+async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
+    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.1) as door:
+        call = door.generation.Generate(GenerateRequest(text="x"))
+        request = await engine.next_submit()
+        assert (await call.read()).WhichOneof("event") == "admitted"
+        await asyncio.sleep(0.3)
+        engine.emit(request, [65], finish=FinishReason.LENGTH)
+        assert (await call.read()).WhichOneof("event") == "delta"
+        assert (await call.read()).WhichOneof("event") == "finished"
+
+
+async def test_operators_are_served_without_a_ready_engine_and_embeddings_are_not() -> None:
+    async with FakeEngine(is_ready=False) as engine, open_door(engine, waits=False) as door:
+        stub = health_pb2_grpc.HealthStub(door.channel)
+        for name, expected in (
+            ("triptych.v1.AdminService", health_pb2.HealthCheckResponse.SERVING),
+            ("triptych.v1.EmbeddingService", health_pb2.HealthCheckResponse.NOT_SERVING),
+        ):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == expected
+
+
+async def test_connections_grow_no_older_than_asked_for() -> None:
+    async with FakeEngine(alphabet) as engine, open_door(engine, max_connection_age_s=0.2) as door:
+        list_models = generation_pb2.ListModelsRequest()
+        await door.generation.ListModels(list_models)
+        ready = grpc.ChannelConnectivity.READY
+        await asyncio.wait_for(door.channel.wait_for_state_change(ready), 10)
+        assert (await door.generation.ListModels(list_models)).models[0].name == "tiny"
+
+
+async def test_a_long_conversation_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    plain = grpc_door_module._to_chat
+
+    def to_chat(chat: generation_pb2.Chat) -> Any:
+        threads.append(threading.get_ident())
+        return plain(chat)
+
+    monkeypatch.setattr(grpc_door_module, "_to_chat", to_chat)
+    async with FakeEngine() as engine, open_door(engine) as door:
+        for num_messages in (1, 200):
+            chat = {"messages": [{"role": "user", "content": "x"}] * num_messages}
+            await door.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))  # type: ignore[arg-type]
+    short, long = threads
+    assert short == threading.get_ident() != long
+
+
+async def test_health_follows_the_engines() -> None:
+    async with FakeEngine(is_ready=False) as engine, open_door(engine, waits=False) as door:
+        health = health_pb2_grpc.HealthStub(door.channel)
+
+        async def status(name: str) -> int:
+            return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+        serving, not_serving = (
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        )
+        assert (await status(""), await status(SERVICE)) == (serving, not_serving)
+        assert isinstance(
+            await error_of(door.generation.Generate(GenerateRequest(text="x"))), errors.EngineUnavailable
+        )
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == not_serving
+        engine.set_ready(True)
+        assert (await watch.read()).status == serving
+        engine.set_ready(False, "worker lost")
+        assert (await watch.read()).status == not_serving
+        assert await status("") == serving
+        watch.cancel()
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        stub = reflection_pb2_grpc.ServerReflectionStub(door.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        async for response in call:
+            names = {service.name for service in response.list_services_response.service}
+        assert {
+            "triptych.v1.GenerationService",
+            "triptych.v1.EmbeddingService",
+            "triptych.v1.AdminService",
+            "grpc.health.v1.Health",
+        } <= names
+
+
+async def test_tokenize_detokenize_and_models() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        stub = door.generation
+        tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(text="Größe"))
+        assert list(tokenized.token_ids) == TOKENIZER.encode("Größe")
+        assert tokenized.max_model_len == 64
+        chat = generation_pb2.Chat(messages=[{"role": "user", "content": "Hi"}])
+        tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(chat=chat))
+        assert list(tokenized.token_ids) == TOKENIZER.encode("user: Hi\nassistant:")
+        text = await stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=TOKENIZER.encode("Größe")))
+        assert text.text == "Größe"
+        error = await error_of(stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[300])))
+        assert error.message == "token_ids[0]: 300 is not in the vocabulary, 0..299"
+        assert isinstance(
+            await error_of(stub.Tokenize(generation_pb2.TokenizeRequest())), errors.InvalidRequest
+        )
+        (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
+        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 64, 300)
+        assert model.created_unix_s > 1_700_000_000
+
+
+async def test_embedding_is_refused_by_name() -> None:
+    async with FakeEngine() as engine, open_door(engine) as door:
+        error = await error_of(door.embedding.Embed(generation_pb2.EmbedRequest(inputs=["x"])))
+        assert isinstance(error, errors.FeatureDisabled)
+        assert "EmbeddingService.Embed" in error.message
+
+
+async def test_the_operator_s_calls_reach_the_engine_named() -> None:
+    async with FakeEngine() as a, FakeEngine(engine_id="engine-1") as b, open_door(a, b) as door:
+        for name in ("engine-0", "engine-1"):
+            response = await door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name))
+            assert (response.status.engine_id, response.status.num_running) == (name, 3)
+        for name in ("", "engine-7"):
+            error = await error_of(door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name)))
+            assert isinstance(error, errors.InvalidRequest)
+            assert "engine-0, engine-1" in error.message
+        watch = door.admin.WatchStatus(admin_pb2.WatchStatusRequest(engine_id="engine-1"))
+        for _ in range(2):
+            assert (await watch.read()).status.engine_id == "engine-1"
+        watch.cancel()
+        await b.die()
+        error = await error_of(door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id="engine-1")))
+        assert isinstance(error, errors.EngineUnavailable)

@@ -1,0 +1,187 @@
+"""Checks which third-party packages each of our packages may import, and which work where others are missing.
+
+Who of us may import whom stands in pyproject.toml, [tool.importlinter].
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("libs/triptych", "kernels/triptych_kernels", "services")
+
+GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
+HTTP = {"fastapi", "fastapi_offline", "starlette", "uvicorn", "pydantic", "pydantic_core", "annotated_types"}
+ALLOWED: dict[str, set[str]] = {
+    "triptych": set(),
+    "triptych.types": {"numpy"},
+    "triptych.config": {"yaml"},
+    "triptych.v1": GRPC,
+    "triptych.internal.v1": GRPC,
+    "triptych.wire": {"numpy"},
+    "triptych.wire.journal": {"google"},
+    "triptych.rpc": GRPC,
+    "triptych.observe": {"prometheus_client"},
+    "triptych.hub": {"gguf", "huggingface_hub", "tokenizers", "numpy"},
+    "triptych.text": {"tokenizers", "jinja2"},
+    "triptych.client": GRPC | {"numpy", "tqdm"},
+    "triptych.launcher": GRPC,
+    "triptych.cli": GRPC | {"numpy"},
+    "triptych.checkpoint": {"numpy"},
+    "triptych.checkpoint.gguf": {"gguf", "numpy", "tokenizers"},
+    "triptych_kernels": {"torch"},
+    "triptych_kernels.triton": {"torch", "triton"},
+    "services.frontend.__main__": {"uvloop"},
+    "services.frontend": {"numpy"},
+    "services.frontend.engines.client": {"grpc"},
+    "services.frontend.engines.outbox": {"grpc", "numpy"},
+    "services.frontend.grpc.generation_servicer": {"grpc"},
+    "services.frontend.grpc.admin_servicer": {"grpc"},
+    "services.frontend.openai": HTTP | {"prometheus_client"},
+    "services.enginecore.__main__": {"uvloop"},
+    "services.enginecore": {"numpy"},
+    "services.enginecore.frontends.servicer": {"grpc"},
+    "services.enginecore.workers.grpc_executor": {"grpc"},
+    "services.worker.__main__": {"uvloop"},
+    "services.worker": {"torch", "numpy"},
+    "services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
+    "services.worker.runner.startup.compile_ahead": {"torch", "triton"},
+    "services.worker.service.servicer": {"grpc"},
+}
+"""Package or module -> the third-party packages that it may import; the longest name that fits counts."""
+
+
+def allowed_key(module: str) -> str:
+    return max(
+        (package for package in ALLOWED if f"{module}.".startswith(f"{package}.")), key=len, default=""
+    )
+
+
+def test_each_package_imports_only_the_third_party_packages_that_it_may():
+    graph = grimp.build_graph(
+        "triptych", "triptych_kernels", "services", include_external_packages=True, cache_dir=None
+    )
+    strangers = []
+    for module in graph.modules:
+        if graph.is_module_squashed(module):
+            continue
+        for imported in graph.find_modules_directly_imported_by(module):
+            package = imported.split(".")[0]
+            if not graph.is_module_squashed(imported) or package in sys.stdlib_module_names:
+                continue
+            if package not in ALLOWED.get(allowed_key(module), set()):
+                strangers.append(f"{module} imports {package}")
+    assert sorted(strangers) == []
+
+
+BY_NAME = {
+    "libs/triptych/__init__.py": "its public names, from triptych.client and triptych.types",
+    "libs/triptych/cli/__init__.py": "one module per command, from its own package",
+    "libs/triptych/cli/chat.py": "readline, for its effect on input()",
+    "kernels/triptych_kernels/registry.py": "an implementation of an op, from its own package",
+    "services/worker/attention/flash_attn.py": "a package that need not be installed",
+    "services/worker/attention/flashinfer.py": "likewise",
+    "services/worker/models/registry.py": "a model family, from its own package",
+}
+"""File -> what it imports by a name that is put together at run time, out of sight of the checks."""
+
+
+def test_nothing_else_is_imported_by_a_name_that_the_checks_cannot_read():
+    found = set()
+    for source in SOURCES:
+        for path in (ROOT / source).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+                if name in ("import_module", "__import__"):
+                    found.add(str(path.relative_to(ROOT)))
+    assert found == set(BY_NAME)
+
+
+def modules_of(*packages: str) -> list[str]:
+    """Every module of these packages, but __main__, which would run."""
+    roots = {"triptych": "libs", "triptych_kernels": "kernels", "services": "."}
+    names = []
+    for package in packages:
+        root = ROOT / roots[package.split(".")[0]]
+        for path in (root / package.replace(".", "/")).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return sorted(name for name in names if not name.endswith("__main__"))
+
+
+IMPORT_BEHIND_A_WALL = """
+import importlib, sys
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ModuleNotFoundError(name + ' is behind the wall', name=name)
+sys.meta_path.insert(0, Wall())
+for name in {modules!r}:
+    importlib.import_module(name)
+print(*sorted({{name.split('.')[0] for name in sys.modules}}))
+"""
+
+
+def import_without(blocked: set[str], modules: list[str]) -> set[str]:
+    """Import `modules` in a fresh process that has no `blocked` packages; the top-level names it then has."""
+    assert modules
+    code = IMPORT_BEHIND_A_WALL.format(blocked=blocked, modules=modules)
+    command = [sys.executable, "-c", code]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # needs numpy
+    result = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_runner_and_kernels_import_on_a_bare_gpu_box():
+    core = [
+        f"services.worker.{name}"
+        for name in ("runner", "models", "layers", "sampling", "attention", "loader")
+    ]
+    missing = GRPC | HTTP | {"prometheus_client", "tokenizers", "transformers"}
+    import_without(missing, modules_of(*core, "triptych_kernels"))
+
+
+def test_tests_for_a_gpu_import_on_a_bare_box():
+    """Or none of them would run: pytest gives up where one file cannot be imported."""
+    files = [
+        path.relative_to(ROOT).with_suffix("")
+        for folder in ("tests/gpu", "tests/kernels/triton", "tests/worker/gpu")
+        for path in (ROOT / folder).glob("test_*.py")
+    ]
+    loaded = import_without(set(), [".".join(file.parts) for file in files])
+    assert not loaded & (GRPC - {"google"} | {"prometheus_client", "hypothesis", "xdist"})
+
+
+def test_kernels_import_without_anything_of_ours():
+    import_without(GRPC | {"triptych", "services", "numpy"}, modules_of("triptych_kernels"))
+
+
+@pytest.mark.parametrize("service", ["frontend", "enginecore"])
+def test_a_service_without_tensors_imports_without_torch(service):
+    import_without({"torch", "triptych_kernels", "transformers"}, modules_of(f"services.{service}"))
+
+
+def test_libs_import_without_torch_and_services():
+    import_without(HTTP | {"torch", "transformers", "triptych_kernels", "services"}, modules_of("triptych"))
+
+
+def test_importing_triptych_costs_nothing():
+    """The public face is lazy: a script that asks for the version, or `--help`, loads no gRPC."""
+    loaded = import_without(set(), ["triptych"])
+    assert not loaded & (GRPC | {"numpy", "torch", "tokenizers", "yaml"})
+
+
+def test_types_and_errors_need_numpy_alone():
+    loaded = import_without(set(), [*modules_of("triptych.types"), "triptych.errors"])
+    plain = import_without(set(), ["numpy.typing", "dataclasses"])
+    assert loaded - plain - set(sys.stdlib_module_names) == {"triptych"}

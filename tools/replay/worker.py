@@ -1,0 +1,218 @@
+"""Replays a journal's steps on a worker and compares its tokens with the recorded ones.
+
+Tokens depend on the step's rows and on the machine: in float32 they are equal up to two best logits within 1e-4 of
+each other, on as many threads as then; in bfloat16 or on other hardware such near-ties are common. A first
+difference there is worth a look at the logits before it is called a bug.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc.aio
+import numpy as np
+
+from triptych.config.loader import load_config
+from triptych.config.shared import shared_config
+from triptych.errors import ConfigError, EngineUnavailable, ProtocolViolation, TriptychError
+from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.status import from_rpc_error
+from triptych.types.facts import WorkerFacts
+from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, WorkerReady
+from triptych.types.step import StepPlan, StepResult
+from triptych.wire.journal import JournalReader
+from triptych.wire.journal_rows import RowNames, SessionRows
+from triptych.wire.worker import PROTOCOL_VERSION, StepEncoder, result_from_proto
+
+_ENGINE_ID = "replay"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What became of a journal."""
+
+    num_steps: int
+    num_tokens: int
+    """Compared."""
+    divergence: str
+    """Empty: none."""
+
+    def __str__(self) -> str:
+        if self.divergence:
+            return self.divergence
+        return f"{self.num_steps} steps, {self.num_tokens} tokens: no divergence"
+
+
+async def replay(
+    journal: JournalReader, address: str, may_become_ready: Callable[[], bool] = lambda: False
+) -> Replay:
+    """Run a whole journal against the worker at `address`, or up to the first divergence.
+
+    Args:
+        may_become_ready: asked again and again while the worker is not; False ends the wait.
+
+    Raises:
+        ConfigError: the file is damaged, or the worker has too few KV blocks for its plans.
+        TriptychError: the worker refuses us, or is not there.
+    """
+    shared = shared_config(load_config(env={}, flags=journal.header.config))
+    async with open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES) as channel:
+        replayer = _Replayer(worker_pb2_grpc.WorkerServiceStub(channel), shared, may_become_ready)
+        divergence = ""
+        try:
+            for event in journal:
+                match event.what:
+                    case WorkerReady(facts):
+                        await replayer.begin(facts)
+                    case WorkerGone():
+                        await replayer.end()
+                    case Submitted(_, request):
+                        replayer.names.note_submit(request)
+                    case Planned(StepPlan() as plan):
+                        await replayer.execute(plan)
+                    case ResultTaken(result):
+                        replayer.compare(result)
+        except _Diverged as found:
+            divergence = str(found)
+        finally:
+            await replayer.end()
+    return Replay(replayer.num_steps, replayer.num_tokens, divergence)
+
+
+class _Diverged(Exception):
+    """The message says where, and what was there."""
+
+
+class _Replayer:
+    """The engine's side of one step stream after the other, one step in flight."""
+
+    def __init__(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceStub,
+        shared: Mapping[str, str],
+        may_become_ready: Callable[[], bool],
+    ) -> None:
+        self.names = RowNames()
+        self.num_steps = self.num_tokens = 0
+        self._stub = stub
+        self._shared = shared
+        self._may_become_ready = may_become_ready
+        self._epoch = time.time_ns() // 1_000_000
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._rows, self._encoder = SessionRows(), StepEncoder()
+        self._answers: dict[int, tuple[StepResult, list[int]]] = {}
+        """Step id -> what came of it now, and the slot of each of its tokens."""
+
+    async def begin(self, recorded: WorkerFacts) -> None:
+        """A session from step 1 on."""
+        await self.end()
+        self._rows, self._encoder, self._answers = SessionRows(), StepEncoder(), {}
+        while True:
+            try:
+                welcome = await self._say_hello(recorded)
+                break
+            except EngineUnavailable:
+                if not self._may_become_ready():
+                    raise
+            await asyncio.sleep(_POLL_S)
+        num_blocks = welcome.facts.kv.num_blocks
+        if num_blocks < recorded.kv.num_blocks:
+            raise ConfigError(
+                f"cache.num_blocks: this worker has {num_blocks} KV blocks, the recorded one had "
+                f"{recorded.kv.num_blocks}, and its plans may use them all"
+            )
+
+    async def execute(self, plan: StepPlan) -> None:
+        step = self._rows.take(plan)
+        self.names.note_rows(plan.new_rows)
+        try:
+            response = await self._exchange(worker_pb2.ExecuteRequest(step=self._encoder.encode(plan)))
+        except TriptychError as error:
+            raise _Diverged(f"step {plan.step_id}: the worker ended the stream: {error}") from None
+        self.num_steps += 1
+        self._answers[plan.step_id] = (
+            result_from_proto(response.result),
+            step.slots[step.is_sampling].tolist(),
+        )
+
+    def compare(self, recorded: StepResult) -> None:
+        """Raises _Diverged at the first slot that has another outcome than then."""
+        step_id = recorded.step_id
+        if step_id not in self._answers:
+            return  # the recorded engine refused it: it answers no step
+        now, slots = self._answers.pop(step_id)
+        before, after = _slot_to_error(recorded), _slot_to_error(now)
+        if differing := [slot for slot in {**before, **after} if before.get(slot) != after.get(slot)]:
+            slot = min(differing)
+            self._tell(step_id, slot, before.get(slot, "no error"), after.get(slot, "no error"))
+        if len(now.token_ids) != len(recorded.token_ids):
+            raise _Diverged(
+                f"step {step_id}: recorded {len(recorded.token_ids)} tokens, now {len(now.token_ids)}"
+            )
+        for place in np.flatnonzero(now.token_ids != recorded.token_ids).tolist():
+            self._tell(step_id, slots[place], *(f"token {r.token_ids[place]}" for r in (recorded, now)))
+        self.num_tokens += len(slots)
+
+    async def end(self) -> None:
+        """Leave the worker, if we are there."""
+        if self._call is None:
+            return
+        call, self._call = self._call, None
+        try:
+            await call.write(worker_pb2.ExecuteRequest(goodbye=worker_pb2.Goodbye()))
+            await call.done_writing()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it ended first
+        finally:
+            call.cancel()
+
+    def _tell(self, step_id: int, slot: int, before: str, after: str) -> NoReturn:
+        request = self.names.in_slot(slot)
+        raise _Diverged(f"step {step_id}, slot {slot}, request {request}: recorded {before}, now {after}")
+
+    async def _say_hello(self, recorded: WorkerFacts) -> worker_pb2.Welcome:
+        hello = worker_pb2.Hello(
+            min_protocol=PROTOCOL_VERSION,
+            max_protocol=PROTOCOL_VERSION,
+            engine_id=_ENGINE_ID,
+            epoch=self._epoch,
+            fingerprint=recorded.model.fingerprint,
+            shared_config=self._shared,
+            window=1,
+        )
+        self._call = self._stub.Execute()
+        try:
+            return (await self._exchange(worker_pb2.ExecuteRequest(hello=hello))).welcome
+        except BaseException:
+            self._call.cancel()
+            self._call = None
+            raise
+
+    async def _exchange(self, request: worker_pb2.ExecuteRequest) -> worker_pb2.ExecuteResponse:
+        assert self._call is not None, "a plan before any worker was ready"
+        try:
+            await self._call.write(request)
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.InvalidStateError:
+            response = grpc.aio.EOF
+        if response is not grpc.aio.EOF:
+            return response
+        code, details = await self._call.code(), await self._call.details()
+        if code is grpc.StatusCode.OK:
+            raise ProtocolViolation("the stream has ended without an answer")
+        metadata = grpc.aio.Metadata(*(await self._call.trailing_metadata() or ()))
+        raise from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+
+
+def _slot_to_error(result: StepResult) -> dict[int, str]:
+    return {error.slot: f"an error: {error.message}" for error in result.row_errors}
