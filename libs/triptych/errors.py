@@ -167,10 +167,10 @@ class ProtocolViolation(TriptychError):
     code = "PROTOCOL_VIOLATION"
 
 
-class StepGap(ProtocolViolation):
-    """A step, or a result, is not the one after the last: something between is missing."""
+class SequenceGap(ProtocolViolation):
+    """A message is not the one after the last: something between is missing."""
 
-    code = "STEP_GAP"
+    code = "SEQUENCE_GAP"
 
 
 class RankUnavailable(TriptychError):

@@ -39,7 +39,7 @@ TABLE = [
     (errors.MemoryShort("waking takes 9 MiB, 2 are free"), "RESOURCE_EXHAUSTED", 503),
     (errors.WorkerHeld("held by engine-0"), "ALREADY_EXISTS", 500),
     (errors.StaleEpoch("epoch 7, epoch 8 holds the worker"), "FAILED_PRECONDITION", 500),
-    (errors.StepGap("step 9 after step 7"), "ABORTED", 500),
+    (errors.SequenceGap("step 9 after step 7"), "ABORTED", 500),
     (errors.ProtocolViolation("expected a step, got a welcome"), "ABORTED", 500),
     (errors.ConfigError("scheduler.window: 9 is out of range"), "FAILED_PRECONDITION", 500),
     (errors.ModelError("config.json: no such file"), "FAILED_PRECONDITION", 500),

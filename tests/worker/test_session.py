@@ -22,8 +22,8 @@ from triptych.errors import (
     EngineUnavailable,
     ModelError,
     ProtocolViolation,
+    SequenceGap,
     StaleEpoch,
-    StepGap,
     WorkerAsleep,
     WorkerHeld,
 )
@@ -120,7 +120,7 @@ async def test_steps_are_computed_in_order_one_window_at_a_time() -> None:
 async def test_a_gap_is_refused_and_has_no_effect() -> None:
     async with ready_gate() as (gate, runner, _):
         entry = gate.open(HELLO)
-        with pytest.raises(StepGap, match="step 2 after step 0"):
+        with pytest.raises(SequenceGap, match="step 2 after step 0"):
             entry.stream.submit(plan(2))
         entry.stream.submit(plan(1))
         assert await take(entry, 1) == [1]

@@ -55,7 +55,7 @@ _TABLE = (
     ErrorRow(errors.MemoryShort, grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error"),
     ErrorRow(errors.WorkerHeld, grpc.StatusCode.ALREADY_EXISTS, 500, "server_error"),
     ErrorRow(errors.StaleEpoch, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
-    ErrorRow(errors.StepGap, grpc.StatusCode.ABORTED, 500, "server_error"),
+    ErrorRow(errors.SequenceGap, grpc.StatusCode.ABORTED, 500, "server_error"),
     ErrorRow(errors.ProtocolViolation, grpc.StatusCode.ABORTED, 500, "server_error"),
     ErrorRow(errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
     ErrorRow(errors.ModelError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.worker.service.hello import EngineHello
 from services.worker.service.runner_thread import RunnerThread
-from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, StepGap, WorkerAsleep
+from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, SequenceGap, WorkerAsleep
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepResult
 from triptych.wire.worker import Step, StepDecoder
@@ -115,7 +115,7 @@ class Session:
         """Queue one step; while the session drains a new one is dropped, and the engine plans it elsewhere.
 
         Raises:
-            StepGap: not the step after the last one; it had no effect.
+            SequenceGap: not the step after the last one; it had no effect.
             ProtocolViolation: more than the window in flight, results acknowledged that do not exist, or a message that
                 is no plan; it had no effect.
         """
@@ -126,7 +126,7 @@ class Session:
         if self._is_draining:
             return
         if step.step_id != self._last_received + 1:
-            raise StepGap(f"step {step.step_id} after step {self._last_received}")
+            raise SequenceGap(f"step {step.step_id} after step {self._last_received}")
         if self._last_received - self._last_completed >= self.window:
             raise ProtocolViolation(
                 f"step {step.step_id} exceeds the window of {self.window} steps in flight"

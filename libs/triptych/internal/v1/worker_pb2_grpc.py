@@ -72,7 +72,7 @@ class WorkerServiceServicer(object):
         within the time to live, and nothing is computed twice.
 
         A step that was received before is answered by its stored result; one that is neither that nor the last
-        one + 1 is ABORTED (STEP_GAP). While an engine's stream lives, another's hello is ALREADY_EXISTS naming
+        one + 1 is ABORTED (SEQUENCE_GAP). While an engine's stream lives, another's hello is ALREADY_EXISTS naming
         the holder; once it is lost, a higher epoch takes over at once. An epoch below the highest that was ever
         admitted is FAILED_PRECONDITION (STALE_EPOCH), and so is a mismatch of what both must share, naming the
         key and both values.
