@@ -49,7 +49,7 @@ def arrivals_ms(num_arrivals: int, prompt_len: int, seed: int) -> float:
             kv=KvShape(NUM_BLOCKS, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=num_arrivals,
             max_num_batched_tokens=BUDGET,
-            max_window=4,
+            max_steps_in_flight=4,
         ),
         after_crash=False,
     )
@@ -96,7 +96,7 @@ def prefix_us(num_prompts: int, prompt_len: int, seed: int) -> float:
             table = BlockTable(extras={})
             hits = blocks.get_computed_blocks(table, prompt) if is_caching else []
             blocks.allocate(table, prompt_len, hits)
-            blocks.offer_full_blocks(table, prompt, prompt_len)
+            blocks.cache_full_blocks(table, prompt, prompt_len)
         seconds[is_caching] = time.perf_counter() - started
     return (seconds[True] - seconds[False]) * 1e6 / (num_prompts * prompt_len / 1000)
 

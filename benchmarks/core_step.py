@@ -63,7 +63,7 @@ def build(num_running: int, num_steps: int, *, enable_prefix_caching: bool) -> S
 
 
 def measure(
-    num_running: int, num_steps: int, window: int, *, enable_prefix_caching: bool
+    num_running: int, num_steps: int, steps_in_flight: int, *, enable_prefix_caching: bool
 ) -> dict[str, Times]:
     """[num_steps] ns of thread CPU, by stage."""
     scheduler = build(num_running, num_steps, enable_prefix_caching=enable_prefix_caching)
@@ -74,7 +74,7 @@ def measure(
     stages = ("schedule", "encode", "decode", "update")
     times = {stage: np.zeros(num_all_steps, np.int64) for stage in stages}
     in_flight: deque[int] = deque()
-    while len(in_flight) < window - 1:
+    while len(in_flight) < steps_in_flight - 1:
         in_flight.append(_plan(scheduler).step_id)
     gc.collect()
     gc.freeze()
@@ -132,7 +132,7 @@ def main() -> None:
         caching = not arguments.no_prefix_caching
         report(
             num_running,
-            measure(num_running, arguments.steps, arguments.window, enable_prefix_caching=caching),
+            measure(num_running, arguments.steps, arguments.steps_in_flight, enable_prefix_caching=caching),
         )
 
 

@@ -45,7 +45,7 @@ def start(config: EngineConfig, num_running: int, num_steps: int) -> EngineCore:
         kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=num_running,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_window=4,
+        max_steps_in_flight=4,
     )
     engine.worker_ready(facts, after_crash=False)
     rng = np.random.default_rng(0)

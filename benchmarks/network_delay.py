@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_WINDOW
+from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.startup import load_runner
 from triptych.config import EngineConfig
@@ -76,7 +76,7 @@ class ThreadExecutor:
             on_event()
 
         self._session = self._thread.open_session(deliver)
-        return Connected(self._facts, MAX_WINDOW, resume_ttl_s=0.0, is_resumed=False)
+        return Connected(self._facts, MAX_STEPS_IN_FLIGHT, resume_ttl_s=0.0, is_resumed=False)
 
     def forget_session(self) -> None:
         self._arrived.clear()
@@ -123,7 +123,7 @@ async def measure(config: EngineConfig, port: int | None, num_steps: int) -> tup
             engine_id="benchmark",
             epoch=time.time_ns() // 1_000_000,
             shared_config=shared_config(config),
-            window=MAX_WINDOW,
+            steps_in_flight=MAX_STEPS_IN_FLIGHT,
         )
     times = StepTimes(executor)
     loop = EngineLoop(
@@ -146,7 +146,7 @@ async def measure(config: EngineConfig, port: int | None, num_steps: int) -> tup
             if task.done():
                 task.result()
         taken_at = np.array(times.taken_at[NUM_WARM_UP_STEPS : NUM_WARM_UP_STEPS + num_steps + 1])
-        return np.diff(taken_at), loop.status().window
+        return np.diff(taken_at), loop.status().steps_in_flight
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -208,7 +208,7 @@ def main() -> None:
             decode_row_us=0.0,
             context_token_ns=0.0,
         ),
-        scheduler=replace(config.scheduler, window=arguments.window),
+        scheduler=replace(config.scheduler, steps_in_flight=arguments.steps_in_flight),
         worker=replace(config.worker, port=0, metrics_port=0),
         log=replace(config.log, level="warning"),
     )
@@ -231,7 +231,7 @@ def main() -> None:
     yardstick = {name: np.concatenate(parts) * 1e3 for name, parts in intervals.items()}
     base = np.median(yardstick["in process"])
     print(
-        f"{'one way':>10} {'window':>6} {'p50 ms':>8} {'p99 ms':>8} {'mean ms':>8} {'p50 / in process':>17}"
+        f"{'one way':>10} {'steps_in_flight':>6} {'p50 ms':>8} {'p99 ms':>8} {'mean ms':>8} {'p50 / in process':>17}"
     )
     for name, milliseconds in yardstick.items():
         p50, p99 = np.percentile(milliseconds, [50, 99])

@@ -85,7 +85,7 @@ def run(runner: Runner, num_streams: int, input_len: int, output_len: int, seed:
         rows = tuple(
             NewRow(
                 slot=slot,
-                generation=0,
+                slot_version=0,
                 content=RowContent(
                     rng.integers(0, facts.model.vocab_size, input_len, dtype=np.uint32),
                     SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.worker.app import SWITCH_INTERVAL_S
 from services.worker.runner.base import CompletedStep
-from services.worker.service.lease import SessionGate
+from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.servicer import SERVICE, WorkerDoor
+from services.worker.service.servicer import SERVICE, WorkerServicer
 from services.worker.service.sleep import SleepControl
-from services.worker.service.status import InfoBoard
+from services.worker.service.status import StatusPublisher
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
@@ -44,7 +44,7 @@ _FACTS = WorkerFacts(
     kv=KvShape(100_000, 16, 1, 1, 1, "float32"),
     max_num_seqs=max(NUM_ROWS),
     max_num_batched_tokens=8192,
-    max_window=4,
+    max_steps_in_flight=4,
 )
 
 
@@ -71,16 +71,16 @@ async def serve() -> None:
     """The worker's process: print the port, then serve until killed."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
-    board = InfoBoard()
+    status_publisher = StatusPublisher()
     thread = RunnerThread(
         lambda on_phase: IdleRunner(),
         on_phase=lambda phase, progress: None,
-        on_ready=lambda runner: board.change(phase=Phase.READY, facts=_FACTS),
+        on_ready=lambda runner: status_publisher.change(phase=Phase.READY, facts=_FACTS),
     )
-    gate = SessionGate(board, thread, {}, resume_ttl_s=0.0)
-    sleep = SleepControl(gate, thread, board, set_ready=server.set_ready)
-    door = WorkerDoor(gate, sleep, board, WorkerMetrics.create(CollectorRegistry()))
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, server.grpc)
+    lease = WorkerLease(status_publisher, thread, {}, resume_ttl_s=0.0)
+    sleep = SleepControl(lease, thread, status_publisher, set_ready=server.set_ready)
+    servicer = WorkerServicer(lease, sleep, status_publisher, WorkerMetrics.create(CollectorRegistry()))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     port = server.bind("127.0.0.1", 0, option="worker.port")
     await server.start()
     thread.start()
@@ -88,10 +88,14 @@ async def serve() -> None:
     await asyncio.Event().wait()
 
 
-async def measure(port: int, num_rows: int, window: int, num_steps: int) -> np.ndarray:
-    """[num_steps] seconds from plan sent to result received, with `window` steps in flight."""
+async def measure(port: int, num_rows: int, steps_in_flight: int, num_steps: int) -> np.ndarray:
+    """[num_steps] seconds from plan sent to result received, with `steps_in_flight` steps in flight."""
     executor = GrpcExecutor(
-        address=f"127.0.0.1:{port}", engine_id="benchmark", epoch=1, shared_config={}, window=window
+        address=f"127.0.0.1:{port}",
+        engine_id="benchmark",
+        epoch=1,
+        shared_config={},
+        steps_in_flight=steps_in_flight,
     )
     news = asyncio.Event()
     await executor.connect(news.set)
@@ -99,7 +103,7 @@ async def measure(port: int, num_rows: int, window: int, num_steps: int) -> np.n
     seconds: list[float] = []
     step_id = 0
     while len(seconds) < num_steps:
-        while len(sent_at) < window:
+        while len(sent_at) < steps_in_flight:
             step_id += 1
             sent_at.append(time.perf_counter())
             await executor.send(_plan(step_id, len(seconds), num_rows if step_id == 1 else 0))
@@ -135,17 +139,17 @@ def main() -> None:
     with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         port = int(worker.stdout.readline())
-        print(f"{'rows':>6} {'window':>6} {'p50 us':>8} {'p99 us':>8} {'us/step':>8}")
+        print(f"{'rows':>6} {'steps_in_flight':>6} {'p50 us':>8} {'p99 us':>8} {'us/step':>8}")
         for num_rows in NUM_ROWS:
-            for window in (1, 2):
+            for steps_in_flight in (1, 2):
                 rounds = []
                 for _ in range(arguments.rounds):
                     started = time.perf_counter()
-                    seconds = asyncio.run(measure(port, num_rows, window, arguments.steps))
+                    seconds = asyncio.run(measure(port, num_rows, steps_in_flight, arguments.steps))
                     per_step = (time.perf_counter() - started) / arguments.steps
                     rounds.append((*np.percentile(seconds, [50, 99]), per_step))
                 p50, p99, per_step = np.median(rounds, axis=0) * 1e6
-                print(f"{num_rows:>6} {window:>6} {p50:>8.0f} {p99:>8.0f} {per_step:>8.0f}")
+                print(f"{num_rows:>6} {steps_in_flight:>6} {p50:>8.0f} {p99:>8.0f} {per_step:>8.0f}")
         worker.terminate()
 
 

@@ -7,11 +7,11 @@ import gc
 import logging
 import time
 
-from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminDoor, EngineCoreDoor
+from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.loop import EngineLoop
 from services.enginecore.metrics import export_status
 from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_WINDOW
+from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
 from triptych.errors import ConfigError, StaleEpoch
@@ -46,15 +46,15 @@ async def run(arguments: ServiceArguments) -> int:
             engine_id=config.engine.engine_id,
             epoch=epoch,
             shared_config=shared_config(config),
-            window=config.scheduler.window or MAX_WINDOW,
+            steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
         ),
         epoch=epoch,
         metrics=metrics,
         on_ready_change=readiness.put_nowait,
     )
-    door = EngineCoreDoor(loop, resume_ttl_s=config.engine.resume_ttl_s)
-    engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(door, server.grpc)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(loop), server.grpc)
+    servicer = EngineCoreServicer(loop, resume_ttl_s=config.engine.resume_ttl_s)
+    engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.grpc)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(loop), server.grpc)
     port = server.bind(config.engine.host, config.engine.port, option="engine.port")
     metrics_port = serve_metrics(config.engine.host, config.engine.metrics_port, option="engine.metrics_port")
     await server.start()
@@ -74,7 +74,7 @@ async def run(arguments: ServiceArguments) -> int:
     code: int = ExitCode.OK
     if dead := [task for task in tasks if task.done()]:  # none ends by itself unless something is wrong
         code = await _report_death(server, dead[0])
-    door.close()
+    servicer.close()
     await server.stop(_STOP_GRACE_S)
     for task in (*tasks, stopping):
         task.cancel()

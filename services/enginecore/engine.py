@@ -90,11 +90,11 @@ class EngineCore:
         self._facts = facts
         if previous is not None:
             self._note_failed(self._scheduler.adopt(previous))
-        if after_crash and (culprit := self._crashes.note_crash(self._interrupted)) is not None:
+        if after_crash and (suspect := self._crashes.note_crash(self._interrupted)) is not None:
             why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
-            self._note_failed((self._scheduler.fail(culprit, EngineFailure(why)),))
+            self._note_failed((self._scheduler.fail(suspect, EngineFailure(why)),))
         self._interrupted = {}
-        self._scheduler.admit_only(self._admissible())
+        self._scheduler.admit_only(self._allowed())
 
     def worker_lost(self) -> None:
         """No result will come for what is in flight: what runs waits again, with prompt and emitted tokens."""
@@ -186,8 +186,8 @@ class EngineCore:
         scheduler = self._scheduler
         if mode is PauseMode.ABORT and scheduler is not None:
             self._note_finished(scheduler.abort_all())
-        begun = scheduler.begun if scheduler is not None and mode is PauseMode.WAIT else ()
-        self._pause = Pause(begun, is_frozen=mode is PauseMode.KEEP)
+        started = scheduler.started if scheduler is not None and mode is PauseMode.WAIT else ()
+        self._pause = Pause(started, is_frozen=mode is PauseMode.KEEP)
         self._restrict()
 
     def resume(self) -> None:
@@ -221,7 +221,7 @@ class EngineCore:
             )
         return num_blocks
 
-    def status(self, *, ready: bool, why_not_ready: str, window: int) -> EngineStatus:
+    def status(self, *, ready: bool, why_not_ready: str, steps_in_flight: int) -> EngineStatus:
         scheduler = self._scheduler
         counters = scheduler.counters if scheduler else None
         return EngineStatus(
@@ -234,7 +234,7 @@ class EngineCore:
             num_used_blocks=scheduler.num_used_blocks if scheduler else 0,
             num_cached_blocks=scheduler.num_cached_blocks if scheduler else 0,
             num_steps=counters.num_steps if counters else 0,
-            window=window,
+            steps_in_flight=steps_in_flight,
             step_ns=int(self._step_s * 1e9),
             prefix_queries=counters.prefix_queries if counters else 0,
             prefix_hits=counters.prefix_hits if counters else 0,
@@ -249,20 +249,20 @@ class EngineCore:
 
     def _restrict(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.admit_only(self._admissible())
+            self._scheduler.admit_only(self._allowed())
 
-    def _admissible(self) -> Sequence[Request] | None:
+    def _allowed(self) -> Sequence[Request] | None:
         """Return the requests that trial and pause let into the worker; None if any may be admitted.
 
         A trial whose group the pause keeps out waits for the end of the pause: what the pause lets finish goes on.
         """
-        on_trial = self._crashes.on_trial
+        under_test = self._crashes.under_test
         if self._pause is None:
-            return on_trial
+            return under_test
         may_finish = self._pause.may_finish
-        if on_trial is None:
+        if under_test is None:
             return may_finish
-        return [request for request in on_trial if request in may_finish] or may_finish
+        return [request for request in under_test if request in may_finish] or may_finish
 
     def _note_finished(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:

@@ -19,8 +19,8 @@ from services.enginecore.frontends.outbox import Outbox
 from services.enginecore.journal.recorder import create_engine
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
-from services.enginecore.workers.connection import WorkerLink
-from services.enginecore.workers.steps_in_flight import WindowControl
+from services.enginecore.workers.connection import WorkerConnection
+from services.enginecore.workers.steps_in_flight import PipelineDepth
 from triptych.config import EngineConfig
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
@@ -63,13 +63,13 @@ class EngineLoop:
         self._inbox: deque[tuple[Callable[[], None], int]] = deque()
         """Each with the bytes that it holds."""
         self._num_inbox_bytes = 0
-        self._has_room = asyncio.Event()
+        self._has_space = asyncio.Event()
         self._outboxes: dict[int, Outbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent: deque[tuple[float, bool]] = deque()
         """Of each step in flight: when it was sent, and whether to a worker with nothing else to do."""
-        self._window = WindowControl(config.scheduler.window)
-        self._link = WorkerLink(
+        self._pipeline_depth = PipelineDepth(config.scheduler.steps_in_flight)
+        self._connection = WorkerConnection(
             executor,
             address=config.engine.worker_address,
             on_event=self._wake.set,
@@ -78,7 +78,7 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if not, why."""
-        self._sleep = WorkerSleep(self._engine, executor, self._link)
+        self._sleep = WorkerSleep(self._engine, executor, self._connection)
         self._is_draining = False
         self._is_stopping = False
         self.facts: WorkerFacts | None = None
@@ -109,11 +109,11 @@ class EngineLoop:
         self._outboxes.pop(session).close()
         self._post(lambda: self._engine.close_session(session))
 
-    async def wait_for_room(self) -> None:
+    async def wait_until_below_limit(self) -> None:
         """Doors wait here between two messages; gRPC then holds back the frontend that sends too fast."""
         while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= _MAX_INBOX_BYTES:
-            self._has_room.clear()
-            await self._has_room.wait()
+            self._has_space.clear()
+            await self._has_space.wait()
 
     def submit(self, session: int, request: SubmitRequest) -> None:
         self._post(lambda: self._engine.submit(session, request), request.num_bytes)
@@ -181,7 +181,9 @@ class EngineLoop:
 
     def status(self) -> EngineStatus:
         status = self._engine.status(
-            ready=self.welcome.ready, why_not_ready=self.welcome.why_not_ready, window=self._window.size
+            ready=self.welcome.ready,
+            why_not_ready=self.welcome.why_not_ready,
+            steps_in_flight=self._pipeline_depth.size,
         )
         return replace(status, asleep=self._sleep.is_asleep)
 
@@ -194,7 +196,7 @@ class EngineLoop:
         """
         ticking = asyncio.create_task(self._tick(), name="engine-tick")
         try:
-            self._begin(await self._meanwhile(self._link.connect()), after_crash=False)
+            self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
             while True:
                 loss = await self._serve()
                 if loss is None:
@@ -202,7 +204,7 @@ class EngineLoop:
                     continue
                 log.warning("%s", loss, extra=with_fields(requests=self._engine.num_requests))
                 self._metrics.worker_losses.inc()
-                recovery = await self._meanwhile(self._link.recover(loss))
+                recovery = await self._meanwhile(self._connection.recover(loss))
                 if not recovery.connected.is_resumed:
                     self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
@@ -213,7 +215,7 @@ class EngineLoop:
     def _begin(self, connected: Connected, *, after_crash: bool) -> None:
         """A worker has welcomed us, with no rows and no blocks."""
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
-        self._window.start(connected.window)
+        self._pipeline_depth.start(connected.steps_in_flight)
         self.facts = connected.facts
         self._set_ready(True, "")
         log.info(
@@ -235,7 +237,7 @@ class EngineLoop:
         sleep = await self._meanwhile(self._sleep.fall_asleep())
         if sleep is not None:
             await self._meanwhile(sleep.is_over.wait())
-            self._begin(await self._meanwhile(self._link.connect()), after_crash=False)
+            self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
             self._sleep.end()
 
     def _forget_worker(self) -> None:
@@ -246,7 +248,7 @@ class EngineLoop:
 
     def _note_unreachable(self, why: str) -> None:
         """Nobody to compute for us. Readiness outlasts a worker for as long as its session may be resumed."""
-        if not self.welcome.ready or not self._link.has_session:
+        if not self.welcome.ready or not self._connection.has_session:
             self._set_ready(False, why)
 
     async def _meanwhile(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -287,9 +289,9 @@ class EngineLoop:
                 engine.apply(result)
                 self._note_step(result, received_at)
         if self._sent:
-            self._link.check_silence(self._sent[0][0])
+            self._connection.check_silence(self._sent[0][0])
         engine.expire()
-        while engine.num_in_flight < self._window.size and (plan := engine.plan()) is not None:
+        while engine.num_in_flight < self._pipeline_depth.size and (plan := engine.plan()) is not None:
             self._sent.append((time.monotonic(), not self._sent))
             await self._executor.send(plan)
         self._send_outputs()
@@ -300,8 +302,8 @@ class EngineLoop:
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
         sent_at, was_alone = self._sent.popleft()
-        self._link.note_result(received_at)
-        self._window.note(result.timings, received_at - sent_at, was_alone=was_alone)
+        self._connection.note_result(received_at)
+        self._pipeline_depth.note(result.timings, received_at - sent_at, was_alone=was_alone)
         self._metrics.step_seconds.observe(received_at - sent_at)
 
     async def _tick(self) -> None:
@@ -340,7 +342,7 @@ class EngineLoop:
             action()
             if time.perf_counter() > ends_at:
                 break
-        self._has_room.set()
+        self._has_space.set()
         if self._inbox:
             self._wake.set()
 

@@ -60,8 +60,8 @@ class Request:
     limit: int = 0
     """Tokens it may grow to, prompt included: the smaller of max_tokens' and the model's."""
     slot: int = 0
-    """Its row in the worker, with `generation`: while RUNNING, and of its last run while PARKED."""
-    generation: int = 0
+    """Its row in the worker, with `slot_version`: while RUNNING, and of its last run while PARKED."""
+    slot_version: int = 0
     num_in_flight: int = 0
     """Results still to come while PARKED."""
     num_cached_tokens: int = 0

@@ -30,7 +30,7 @@ _NUM_GROUPS = 3
 
 
 class CrashInquiry:
-    """Owned by the engine core, which admits only the group `on_trial` to the worker."""
+    """Owned by the engine core, which admits only the group `under_test` to the worker."""
 
     def __init__(self) -> None:
         self._suspects: dict[Request, int] = {}
@@ -47,7 +47,7 @@ class CrashInquiry:
         return bool(self._suspects)
 
     @property
-    def on_trial(self) -> Sequence[Request] | None:
+    def under_test(self) -> Sequence[Request] | None:
         """The only requests that may be admitted; None if any may."""
         return self._groups[0] if self._groups else None
 
@@ -61,7 +61,7 @@ class CrashInquiry:
         alive = [request for request in in_flight if request.state is not RequestState.ENDED]
         if not alive:
             return None
-        is_trial = bool(self._groups)
+        is_test = bool(self._groups)
         candidates = self._candidates(alive)
         for request in alive:
             self._suspects[request] = in_flight[request] + self._probation
@@ -71,7 +71,7 @@ class CrashInquiry:
         if len(candidates) > 1:
             self._groups.extendleft(reversed(_split(candidates)))
             return None
-        if not is_trial and len(alive) > 1:
+        if not is_test and len(alive) > 1:
             self._groups.append(candidates)  # others were beside it: once more, by itself
             return None
         self._close()

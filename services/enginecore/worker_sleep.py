@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.workers.base import Executor
-from services.enginecore.workers.connection import WorkerLink
+from services.enginecore.workers.connection import WorkerConnection
 from triptych.errors import EngineUnavailable, FeatureDisabled, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.types.facts import PauseMode, SleepLevel
@@ -29,7 +29,7 @@ class Sleep:
     level: SleepLevel
     stays_paused: bool
     """There is a pause beside the one that lets requests settle: it outlasts the sleep."""
-    has_begun: bool = False
+    has_started: bool = False
     """The worker has been told; there is no way back but Wake."""
     released_bytes: asyncio.Future[int] = field(default_factory=asyncio.Future)
     """Done when the worker sleeps; or holds why it does not."""
@@ -45,22 +45,22 @@ class Sleep:
 class WorkerSleep:
     """Owned by the engine loop; one sleep at a time."""
 
-    def __init__(self, engine: EngineCore, executor: Executor, link: WorkerLink) -> None:
+    def __init__(self, engine: EngineCore, executor: Executor, connection: WorkerConnection) -> None:
         self._engine = engine
         self._executor = executor
-        self._link = link
+        self._connection = connection
         self._sleep: Sleep | None = None
         """From an operator's call until the worker is back."""
 
     @property
     def is_asleep(self) -> bool:
         """As far as is known: a worker that dies meanwhile wakes, and is met by the next Wake."""
-        return self._link.is_worker_asleep if self._sleep is None else self._sleep.released_bytes.done()
+        return self._connection.is_worker_asleep if self._sleep is None else self._sleep.released_bytes.done()
 
     @property
     def is_due(self) -> bool:
         """The worker is to be told now: no step is in flight, and none will be planned."""
-        return self._sleep is not None and not self._sleep.has_begun and not self._engine.is_settling
+        return self._sleep is not None and not self._sleep.has_started and not self._engine.is_settling
 
     def ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:
         """Let requests settle as in a pause; the sleep is due after that. Asked again it is the same sleep.
@@ -70,7 +70,7 @@ class WorkerSleep:
             FeatureDisabled: it is to sleep already, at another level.
         """
         if self._sleep is None:
-            if not self._link.has_session:
+            if not self._connection.has_session:
                 raise EngineUnavailable("there is no worker to put to sleep, or it sleeps already")
             self._sleep = Sleep(level, stays_paused=self._engine.is_paused)
             self._engine.pause(mode)
@@ -87,7 +87,7 @@ class WorkerSleep:
 
     def call_off(self) -> None:
         """The engine is resumed: a sleep that has not begun does not begin."""
-        if self._sleep is not None and not self._sleep.has_begun:
+        if self._sleep is not None and not self._sleep.has_started:
             self._sleep.fail(EngineUnavailable("the engine was resumed before the worker slept"))
             self._sleep = None
 
@@ -95,7 +95,7 @@ class WorkerSleep:
         """Tell the worker, which ends its session; None: it stays awake, or is lost, and whoever asked knows why."""
         sleep = self._sleep
         assert sleep is not None, "it is due"
-        sleep.has_begun = True
+        sleep.has_started = True
         try:
             released_bytes = await self._executor.sleep(sleep.level)
         except TriptychError as error:
@@ -106,7 +106,7 @@ class WorkerSleep:
         finally:
             if not sleep.stays_paused:
                 self._engine.resume()  # nobody plans without a worker
-        self._link.end_session()
+        self._connection.end_session()
         sleep.released_bytes.set_result(released_bytes)
         waiting = self._engine.num_requests
         log.info("the worker sleeps", extra=with_fields(level=sleep.level.value, requests=waiting))

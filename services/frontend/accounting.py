@@ -21,9 +21,9 @@ _INTERNAL = "INTERNAL"
 class RequestRecord:
     """One request from arrival to end. A context manager: leaving it writes the line, whatever happened."""
 
-    def __init__(self, metrics: FrontendMetrics, door: str, request_id: str) -> None:
+    def __init__(self, metrics: FrontendMetrics, servicer: str, request_id: str) -> None:
         self._metrics = metrics
-        self._door = door
+        self._door = servicer
         self._request_id = request_id
         self._arrived = time.monotonic()
         self._submitted = self._arrived

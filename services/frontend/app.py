@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
-from services.frontend.grpc.admin_servicer import ADMIN_SERVICE, AdminDoor
+from services.frontend.grpc.admin_servicer import ADMIN_SERVICE, AdminServicer
 from services.frontend.grpc.generation_servicer import (
     EMBEDDING_SERVICE,
     SERVICE,
-    EmbeddingDoor,
-    GenerationDoor,
+    EmbeddingServicer,
+    GenerationServicer,
 )
 from triptych.config import EngineConfig
 from triptych.config.fields import FrontendConfig
@@ -184,8 +184,8 @@ def _create_server(config: FrontendConfig, generator: Generator, router: Router)
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
     )
-    generation = GenerationDoor(generator, config.client_timeout_s)
+    generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
-    generation_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingDoor(), server.grpc)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(router), server.grpc)
+    generation_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(), server.grpc)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(router), server.grpc)
     return server

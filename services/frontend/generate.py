@@ -138,8 +138,8 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         # A request whose id is no good is refused under a drawn one: ids stand in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
-        with RequestRecord(self._metrics, raw.door, request_id) as record, self._claim(request_id):
-            self._router.check_room(raw.model, raw.priority, raw.tenant)
+        with RequestRecord(self._metrics, raw.servicer, request_id) as record, self._claim(request_id):
+            self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             request = await self._prepare(raw, request_id, record)
             outputs = RequestOutputs(request_id)
             alarm = self._set_alarm(raw, record, outputs)

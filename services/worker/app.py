@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 from services.worker.runner.base import Runner
-from services.worker.service.lease import SessionGate
+from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import PhaseChange, RunnerThread
-from services.worker.service.servicer import SERVICE, WorkerDoor
+from services.worker.service.servicer import SERVICE, WorkerServicer
 from services.worker.service.sleep import SleepControl
-from services.worker.service.status import InfoBoard
+from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepHung, Watchdog
 from triptych.config.loader import ServiceArguments
 from triptych.config.shared import shared_config
@@ -47,22 +47,26 @@ async def run(arguments: ServiceArguments) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = stop_event()
     server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
-    board, metrics = InfoBoard(), WorkerMetrics.create()
+    status_publisher, metrics = StatusPublisher(), WorkerMetrics.create()
 
     def on_phase(phase: str, progress: float) -> None:
-        board.change(phase=phase, progress=progress)
+        status_publisher.change(phase=phase, progress=progress)
 
     ready = asyncio.Event()
 
     def on_ready(runner: Runner) -> None:
-        board.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
+        status_publisher.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
         ready.set()
 
     thread = RunnerThread(functools.partial(_load, arguments), on_phase=on_phase, on_ready=on_ready)
-    gate = SessionGate(board, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s)
+    lease = WorkerLease(
+        status_publisher, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
+    )
     watchdog = Watchdog(thread.steps, hang_timeout_s=config.worker.hang_timeout_s)
-    sleep = SleepControl(gate, thread, board, set_ready=server.set_ready)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerDoor(gate, sleep, board, metrics), server.grpc)
+    sleep = SleepControl(lease, thread, status_publisher, set_ready=server.set_ready)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+        WorkerServicer(lease, sleep, status_publisher, metrics), server.grpc
+    )
     port = server.bind(config.worker.host, config.worker.port, option="worker.port")
     metrics_port = serve_metrics(config.worker.host, config.worker.metrics_port, option="worker.metrics_port")
     await server.start()
@@ -74,8 +78,8 @@ async def run(arguments: ServiceArguments) -> int:
     watching = asyncio.create_task(watchdog.run(), name="watchdog")
     ends: list[asyncio.Future[Any]] = [thread.ended, watching]
     await asyncio.wait([*waiters, *ends], return_when=asyncio.FIRST_COMPLETED)
-    if ready.is_set() and board.state.facts is not None:
-        facts = board.state.facts
+    if ready.is_set() and status_publisher.state.facts is not None:
+        facts = status_publisher.state.facts
         metrics.kv_blocks.set(facts.kv.num_blocks)
         metrics.weight_bytes.set(facts.weight_bytes)
         metrics.load_seconds.set(facts.load_s)
@@ -100,7 +104,7 @@ async def run(arguments: ServiceArguments) -> int:
         return await _give_up(server, watching)
     if thread.ended.done():
         return await _fail(server, thread)
-    await _drain(server, board, gate)
+    await _drain(server, status_publisher, lease)
     watching.cancel()
     if ready.is_set():  # while it loads, the thread cannot be interrupted; as a daemon it ends with us
         await thread.stop(_STOP_GRACE_S)
@@ -117,14 +121,14 @@ def _load(arguments: ServiceArguments, on_phase: PhaseChange) -> Runner:
     return load_runner(arguments.config, on_phase)
 
 
-async def _drain(server: RpcServer, board: InfoBoard, gate: SessionGate) -> None:
+async def _drain(server: RpcServer, status_publisher: StatusPublisher, lease: WorkerLease) -> None:
     """Leave the load balancer, finish the steps in flight; the engine goes on elsewhere with the rest."""
-    log.info("stopping: finishing %d steps in flight", gate.num_in_flight)
-    board.change(phase=Phase.DRAINING, progress=0.0)
+    log.info("stopping: finishing %d steps in flight", lease.num_in_flight)
+    status_publisher.change(phase=Phase.DRAINING, progress=0.0)
     await server.set_ready(False)
-    gate.drain()
+    lease.drain()
     deadline = time.monotonic() + _DRAIN_S
-    while gate.num_in_flight and time.monotonic() < deadline:
+    while lease.num_in_flight and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     await server.stop(_STOP_GRACE_S)
 

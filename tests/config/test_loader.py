@@ -75,11 +75,11 @@ def test_no_source_gives_the_defaults():
 
 
 def test_each_source_overrides_the_one_before(tmp_path):
-    yaml = "scheduler: {max_num_seqs: 2, window: 3, max_num_waiting: 4}"
-    env = {"TRIPTYCH_SCHEDULER_WINDOW": "4", "TRIPTYCH_SCHEDULER_MAX_NUM_WAITING": "5"}
+    yaml = "scheduler: {max_num_seqs: 2, steps_in_flight: 3, max_num_waiting: 4}"
+    env = {"TRIPTYCH_SCHEDULER_STEPS_IN_FLIGHT": "4", "TRIPTYCH_SCHEDULER_MAX_NUM_WAITING": "5"}
     scheduler = load(yaml, env, {"scheduler.max_num_waiting": "6"}, tmp=tmp_path).scheduler
     assert scheduler.max_num_batched_tokens == EngineConfig().scheduler.max_num_batched_tokens
-    assert (scheduler.max_num_seqs, scheduler.window, scheduler.max_num_waiting) == (2, 4, 6)
+    assert (scheduler.max_num_seqs, scheduler.steps_in_flight, scheduler.max_num_waiting) == (2, 4, 6)
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path):
@@ -198,8 +198,10 @@ def test_an_unknown_key_is_named_with_the_closest_one_and_the_file(tmp_path):
 
 
 def test_an_unknown_section_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"^schedule\.window: no such option .*scheduler\.window"):
-        load("schedule: {window: 2}", tmp=tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^schedule\.steps_in_flight: no such option .*scheduler\.steps_in_flight"
+    ):
+        load("schedule: {steps_in_flight: 2}", tmp=tmp_path)
 
 
 def test_an_unknown_variable_of_a_known_section_is_named():
@@ -296,14 +298,16 @@ def test_flags_can_be_limited_to_some_sections():
     add_config_flags(parser, ["log"])
     assert config_from_arguments(parser.parse_args(["--log.level=error"])).log.level == "error"
     with pytest.raises((SystemExit, argparse.ArgumentError)):
-        parser.parse_args(["--scheduler.window=1"])
+        parser.parse_args(["--scheduler.steps-in-flight=1"])
 
 
 def test_a_service_reads_its_command_line(tmp_path):
     arguments = parse_service_arguments(
-        "worker", "x", ["--worker.port=0", f"--ready-file={tmp_path}/ready.json", "--scheduler.window", "1"]
+        "worker",
+        "x",
+        ["--worker.port=0", f"--ready-file={tmp_path}/ready.json", "--scheduler.steps-in-flight", "1"],
     )
-    assert (arguments.config.worker.port, arguments.config.scheduler.window) == (0, 1)
+    assert (arguments.config.worker.port, arguments.config.scheduler.steps_in_flight) == (0, 1)
     assert arguments.ready_file == tmp_path / "ready.json"
 
 

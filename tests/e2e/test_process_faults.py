@@ -160,7 +160,7 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
             engine_id="engine-1",
             epoch=1 << 50,
             shared_config=shared_config(EngineConfig()),
-            window=2,
+            steps_in_flight=2,
         )
         stack.push_async_callback(successor.close)
         async with asyncio.timeout(DEADLINE_S):

@@ -18,12 +18,12 @@ PROMPT = "The history of the sea begins with"
 SAMPLING = {"max_tokens": 24, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 
 
-async def stream(client: GenerationClient, tokens: list[int], begun: asyncio.Event) -> list[int]:
+async def stream(client: GenerationClient, tokens: list[int], started: asyncio.Event) -> list[int]:
     async for event in client.generate(PROMPT, SAMPLING):
         if isinstance(event, DeltaEvent):
             tokens += event.token_ids
             if len(tokens) > 4:
-                begun.set()
+                started.set()
     return tokens
 
 
@@ -38,9 +38,9 @@ async def test_a_stream_goes_on_over_both_levels_of_sleep_with_the_same_tokens(c
         assert len(expected) == SAMPLING["max_tokens"]
         for level in (1, 2):
             tokens: list[int] = []
-            begun = asyncio.Event()
-            task = asyncio.create_task(stream(client, tokens, begun))
-            await begun.wait()
+            started = asyncio.Event()
+            task = asyncio.create_task(stream(client, tokens, started))
+            await started.wait()
             response = await admin.Sleep(admin_pb2.SleepRequest(level=level, mode=admin_pb2.PAUSE_MODE_KEEP))
             status = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
             assert (status.asleep, status.num_waiting, task.done()) == (True, 1, False), "it ended too soon"

@@ -50,7 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            max_window=MOST_IN_FLIGHT,
+            max_steps_in_flight=MOST_IN_FLIGHT,
         )
         self.worker = NaiveWorker()
         self.plans: deque[StepPlan] = deque()
@@ -155,10 +155,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.apply(self.worker.execute(self.plans.popleft()))
 
-    @rule(num_steps=st.integers(1, 50), window=st.integers(1, MOST_IN_FLIGHT))
-    def run_for_a_while(self, num_steps: int, window: int) -> None:
+    @rule(num_steps=st.integers(1, 50), steps_in_flight=st.integers(1, MOST_IN_FLIGHT))
+    def run_for_a_while(self, num_steps: int, steps_in_flight: int) -> None:
         for _ in range(num_steps):
-            while len(self.plans) < window and (plan := self.engine.plan()) is not None:
+            while len(self.plans) < steps_in_flight and (plan := self.engine.plan()) is not None:
                 self.plans.append(plan)
             if not self.plans:
                 return

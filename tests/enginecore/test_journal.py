@@ -163,7 +163,7 @@ def test_every_call_that_can_change_an_engine_is_recorded() -> None:
 def test_without_a_path_nothing_is_recorded() -> None:
     engine = create_engine(make_config(), EPOCH)
     assert type(engine) is EngineCore
-    assert engine.status(ready=False, why_not_ready="", window=1).journal == "off"
+    assert engine.status(ready=False, why_not_ready="", steps_in_flight=1).journal == "off"
 
 
 def test_nobody_else_may_read_a_journal(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_time_stands_still_within_a_call(tmp_path: Path) -> None:
     run.engine._real_clock = clock
     run.submit([1, 2], deadline_remaining_ms=25)
     assert len(readings) == 1
-    [request] = run.engine.scheduler._roster
+    [request] = run.engine.scheduler._states
     assert request.queued_at == readings[0]
     assert request.deadline == readings[0] + 0.025
 
@@ -367,7 +367,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     run.engine.close()
     assert run.engine.num_requests == 0
     assert sum(run.engine.scheduler.counters.num_finished.values()) == 7
-    assert run.engine.status(ready=True, why_not_ready="", window=2).journal == "failed"
+    assert run.engine.status(ready=True, why_not_ready="", steps_in_flight=2).journal == "failed"
     [record] = caplog.records
     assert "No space left on device; this run is recorded no further" in record.getMessage()
     assert replayed(tmp_path).divergence is None
@@ -388,7 +388,7 @@ def test_a_full_journal_ends_and_says_so_and_replays(
 ) -> None:
     max_bytes = 8000
     run = crowded(tmp_path, max_bytes=max_bytes)
-    assert run.engine.status(ready=True, why_not_ready="", window=2).journal == "full"
+    assert run.engine.status(ready=True, why_not_ready="", steps_in_flight=2).journal == "full"
     run.engine.close()
     assert max_bytes - 1000 < (tmp_path / FILE).stat().st_size <= max_bytes
     assert sum("is reached" in record.getMessage() for record in caplog.records) == 1

@@ -28,7 +28,7 @@ def fill(
     table = BlockTable(extras=extras or {})
     hits = manager.get_computed_blocks(table, token_ids)
     assert manager.allocate(table, len(token_ids), hits) is not None
-    manager.offer_full_blocks(table, token_ids, len(token_ids))
+    manager.cache_full_blocks(table, token_ids, len(token_ids))
     return table
 
 
@@ -90,7 +90,7 @@ def test_choices_share_the_hashes_of_their_prompt_until_one_goes_on() -> None:
     assert first.hashes is second.hashes
     longer = tokens(*prompt, 8, 9)
     assert manager.allocate(first, len(longer)) is not None
-    manager.offer_full_blocks(first, longer, len(longer))
+    manager.cache_full_blocks(first, longer, len(longer))
     assert (len(first.hashes), len(second.hashes)) == (4, 3)
     alone: list[bytes] = []
     extend_hashes(alone, longer, 4, SIZE, first.extras)
@@ -180,7 +180,7 @@ def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
     hits = manager.get_computed_blocks(table, ids)
     assert manager.allocate(table, num_tokens, hits) is None
     assert manager.num_lacking(num_tokens, hits) > 0
-    assert (table.block_ids, table.num_hits, table.num_offered) == ([], 0, 0)
+    assert (table.block_ids, table.num_hits, table.num_cached) == ([], 0, 0)
     after = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
     assert after == before
 
@@ -191,8 +191,8 @@ def test_blocks_of_equal_content_have_one_name_between_them() -> None:
     one, other = BlockTable(), BlockTable()
     manager.allocate(one, SIZE)
     manager.allocate(other, SIZE)
-    manager.offer_full_blocks(one, ids, SIZE)
-    manager.offer_full_blocks(other, ids, SIZE)
+    manager.cache_full_blocks(one, ids, SIZE)
+    manager.cache_full_blocks(other, ids, SIZE)
     assert manager.get_computed_blocks(BlockTable(), ids) == one.block_ids
     manager.check_integrity([one, other])
     manager.free(one)
@@ -205,9 +205,9 @@ def test_only_what_is_full_and_computed_is_offered() -> None:
     ids = tokens(*range(3 * SIZE))
     table = BlockTable()
     manager.allocate(table, len(ids))
-    manager.offer_full_blocks(table, ids, 2 * SIZE - 1)
+    manager.cache_full_blocks(table, ids, 2 * SIZE - 1)
     assert manager.get_computed_blocks(BlockTable(), ids) == [1]
-    manager.offer_full_blocks(table, ids, 3 * SIZE)
+    manager.cache_full_blocks(table, ids, 3 * SIZE)
     assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2, 3]
 
 
@@ -215,12 +215,12 @@ def test_a_withdrawn_block_is_found_by_nobody_and_taken_next() -> None:
     manager = make_manager(6)
     ids = tokens(*range(2 * SIZE))
     table = fill(manager, ids)
-    assert manager.drain_offered() == [1, 2]
-    assert manager.drain_offered() == []
-    manager.withdraw([2])
+    assert manager.take_newly_cached() == [1, 2]
+    assert manager.take_newly_cached() == []
+    manager.uncache([2])
     assert manager.get_computed_blocks(BlockTable(), ids) == [1]
     manager.free(table)
-    manager.withdraw([1, 2])
+    manager.uncache([1, 2])
     assert manager.get_computed_blocks(BlockTable(), ids) == []
     assert manager.num_cached == 0
     assert free_order(manager)[0] == 1

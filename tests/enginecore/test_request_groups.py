@@ -188,7 +188,7 @@ def test_a_step_takes_new_rows_up_to_a_number_of_bytes() -> None:
         engine.add(make_request(number, prompt, max_tokens=2))
     encoder, sizes = StepEncoder(), []
     while engine.scheduler.has_work:
-        while len(engine.plans) < engine.window and (plan := engine.plan()) is not None:
+        while len(engine.plans) < engine.steps_in_flight and (plan := engine.plan()) is not None:
             sizes.append(encoder.encode(plan).ByteSize())
         engine.finish_step()
     num_bytes = 4 * length

@@ -41,8 +41,8 @@ def crash(inquiry: CrashInquiry, in_flight: Sequence[Request]) -> Request | None
 def in_flight(inquiry: CrashInquiry, alive: Sequence[Request]) -> list[Request]:
     """Everybody who may run does."""
     inquiry.review()
-    on_trial = inquiry.on_trial
-    return [r for r in alive if r.state is not RequestState.ENDED and (on_trial is None or r in on_trial)]
+    under_test = inquiry.under_test
+    return [r for r in alive if r.state is not RequestState.ENDED and (under_test is None or r in under_test)]
 
 
 def survive(inquiry: CrashInquiry, group: Sequence[Request], num_tokens: int = PROBATION) -> None:
@@ -52,10 +52,10 @@ def survive(inquiry: CrashInquiry, group: Sequence[Request], num_tokens: int = P
     inquiry.review()
 
 
-@given(count=st.integers(1, 70), culprit=st.integers(0, 69))
-def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails(count, culprit) -> None:
+@given(count=st.integers(1, 70), suspect=st.integers(0, 69))
+def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails(count, suspect) -> None:
     alive, inquiry = requests(count), CrashInquiry()
-    poison = alive[culprit % count]
+    poison = alive[suspect % count]
     for num_crashes in range(1, 100):
         while poison not in (group := in_flight(inquiry, alive)):
             assert group, "nobody may run"
@@ -64,7 +64,7 @@ def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails
         if convicted is not None:
             assert convicted is poison
             assert num_crashes <= 2 + math.ceil(round(math.log(count, 3), 6))
-            assert inquiry.on_trial is None
+            assert inquiry.under_test is None
             assert not inquiry.is_open
             return
     raise AssertionError("never found")
@@ -74,7 +74,7 @@ def test_a_single_crash_accuses_nobody() -> None:
     alive, inquiry = requests(1), CrashInquiry()
     for _ in range(4):
         assert crash(inquiry, alive) is None
-        assert inquiry.on_trial is None
+        assert inquiry.under_test is None
         survive(inquiry, alive)
         assert not inquiry.is_open
 
@@ -100,16 +100,16 @@ def test_a_suspect_that_waits_stays_suspect() -> None:
     crash(inquiry, [first, second])
     survive(inquiry, [first], 1000)
     crash(inquiry, [first, second])
-    assert inquiry.on_trial == [second]
+    assert inquiry.under_test == [second]
 
 
 def test_the_only_one_common_to_two_crashes_is_tried_alone_before_it_is_convicted() -> None:
     (first, second, third), inquiry = requests(3), CrashInquiry()
     assert crash(inquiry, [first, second]) is None
     assert crash(inquiry, [second, third]) is None
-    assert inquiry.on_trial == [second]
+    assert inquiry.under_test == [second]
     survive(inquiry, [second])
-    assert inquiry.on_trial is None
+    assert inquiry.under_test is None
     assert inquiry.is_open, "the others have not gone on yet"
     survive(inquiry, [first, third])
     assert not inquiry.is_open
@@ -119,7 +119,7 @@ def test_crashes_of_different_requests_accuse_nobody() -> None:
     alive, inquiry = requests(4), CrashInquiry()
     assert crash(inquiry, alive[:2]) is None
     assert crash(inquiry, alive[2:]) is None
-    assert inquiry.on_trial is None
+    assert inquiry.under_test is None
 
 
 def test_an_idle_workers_crash_changes_nothing() -> None:
@@ -128,21 +128,21 @@ def test_an_idle_workers_crash_changes_nothing() -> None:
     assert not inquiry.is_open
     crash(inquiry, alive)
     crash(inquiry, alive)
-    on_trial = inquiry.on_trial
+    under_test = inquiry.under_test
     assert crash(inquiry, []) is None
-    assert inquiry.on_trial == on_trial
+    assert inquiry.under_test == under_test
 
 
 def test_five_crashes_in_a_row_open_a_trial_whatever_came_between() -> None:
-    (culprit, *others), inquiry = requests(6), CrashInquiry()
+    (suspect, *others), inquiry = requests(6), CrashInquiry()
     for other in others[:4]:
-        assert crash(inquiry, [culprit, other]) is None
-        survive(inquiry, [culprit, other], 100)
-        assert inquiry.on_trial is None
-    assert crash(inquiry, [culprit, others[4]]) is None
-    assert inquiry.on_trial == [culprit]
-    survive(inquiry, [culprit], 100)
-    assert crash(inquiry, [culprit]) is culprit
+        assert crash(inquiry, [suspect, other]) is None
+        survive(inquiry, [suspect, other], 100)
+        assert inquiry.under_test is None
+    assert crash(inquiry, [suspect, others[4]]) is None
+    assert inquiry.under_test == [suspect]
+    survive(inquiry, [suspect], 100)
+    assert crash(inquiry, [suspect]) is suspect
 
 
 def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
@@ -150,7 +150,7 @@ def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
     (first, second), inquiry = requests(2), CrashInquiry()
     crash(inquiry, [first, second])
     crash(inquiry, [first, second])
-    assert inquiry.on_trial == [first]
+    assert inquiry.under_test == [first]
     assert crash(inquiry, [second]) is second
 
 
@@ -159,8 +159,8 @@ def test_a_trial_whose_suspects_have_all_ended_is_over(count) -> None:
     alive, inquiry = requests(count), CrashInquiry()
     crash(inquiry, alive)
     crash(inquiry, alive)
-    while inquiry.on_trial:
-        for request in list(inquiry.on_trial):
+    while inquiry.under_test:
+        for request in list(inquiry.under_test):
             end(request)
         inquiry.review()
     assert all(request.state is RequestState.ENDED for request in alive)
@@ -196,7 +196,7 @@ class DyingWorker:
 
 
 def num_crashes_until_convicted(
-    num_others: int, lengths: Sequence[int], budget: int, culprit: int, num_tokens: int
+    num_others: int, lengths: Sequence[int], budget: int, suspect: int, num_tokens: int
 ) -> int:
     """Run everything to its end; only the culprit fails.
 
@@ -205,7 +205,7 @@ def num_crashes_until_convicted(
         num_tokens: Of its prompt and output that the culprit computes before it kills its worker.
     """
     num_requests = num_others + 1
-    culprit %= num_requests
+    suspect %= num_requests
     prompts = [lengths[number % len(lengths)] for number in range(num_requests)]
     longest = max(prompts) + 100
     engine = EngineCore(
@@ -217,7 +217,7 @@ def num_crashes_until_convicted(
         kv=KvShape(2 + max(longest, sum(prompts) * 2 // 3) // BLOCK_SIZE, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=64,
         max_num_batched_tokens=budget,
-        max_window=4,
+        max_steps_in_flight=4,
     )
     engine.worker_ready(facts, after_crash=False)
     engine.open_session(1)
@@ -225,8 +225,8 @@ def num_crashes_until_convicted(
         token_ids = np.full(length, number, np.uint32)
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
         engine.submit(1, single_choice(number, f"{number}", token_ids, sampling, seed=number))
-    position = prompts[culprit] + num_tokens
-    worker, plans, num_crashes = DyingWorker(culprit, position), deque[StepPlan](), 0
+    position = prompts[suspect] + num_tokens
+    worker, plans, num_crashes = DyingWorker(suspect, position), deque[StepPlan](), 0
     failed, finished = [], []
     while engine.num_requests:
         while len(plans) < 2 and (plan := engine.plan()) is not None:
@@ -236,7 +236,7 @@ def num_crashes_until_convicted(
             num_crashes += 1
             assert num_crashes < 10, "never found"
             plans.clear()
-            worker = DyingWorker(culprit, position)
+            worker = DyingWorker(suspect, position)
             engine.worker_lost()
             engine.worker_ready(facts, after_crash=True)
         else:
@@ -244,8 +244,8 @@ def num_crashes_until_convicted(
         for batch in engine.take_outputs().values():
             failed += batch.failures
             finished += batch.finished
-    assert [(end.number, end.code) for end in failed] == [(culprit, EngineFailure.code)]
-    assert sorted(end.number for end in finished) == [n for n in range(num_requests) if n != culprit]
+    assert [(end.number, end.code) for end in failed] == [(suspect, EngineFailure.code)]
+    assert sorted(end.number for end in finished) == [n for n in range(num_requests) if n != suspect]
     assert all(end.reason is FinishReason.LENGTH for end in finished)
     return num_crashes
 
@@ -255,15 +255,15 @@ def num_crashes_until_convicted(
     num_others=st.integers(0, 48),
     lengths=st.lists(st.sampled_from([64, 100, 1000, 4000, 9000]), min_size=1, max_size=5),
     budget=st.sampled_from([512, 2048, 8192]),
-    culprit=st.integers(0, 48),
+    suspect=st.integers(0, 48),
     num_tokens=st.integers(0, 20),
 )
-@example(num_others=48, lengths=[64], budget=2048, culprit=48, num_tokens=0)
-@example(num_others=48, lengths=[4000], budget=2048, culprit=48, num_tokens=5)
-@example(num_others=0, lengths=[70_000], budget=2048, culprit=0, num_tokens=0)
-@example(num_others=0, lengths=[200_000], budget=2048, culprit=0, num_tokens=0)
-@example(num_others=3, lengths=[200_000, 64], budget=8192, culprit=2, num_tokens=0)
+@example(num_others=48, lengths=[64], budget=2048, suspect=48, num_tokens=0)
+@example(num_others=48, lengths=[4000], budget=2048, suspect=48, num_tokens=5)
+@example(num_others=0, lengths=[70_000], budget=2048, suspect=0, num_tokens=0)
+@example(num_others=0, lengths=[200_000], budget=2048, suspect=0, num_tokens=0)
+@example(num_others=3, lengths=[200_000, 64], budget=8192, suspect=2, num_tokens=0)
 def test_a_request_that_kills_at_any_position_is_convicted_within_six_crashes(
-    num_others, lengths, budget, culprit, num_tokens
+    num_others, lengths, budget, suspect, num_tokens
 ) -> None:
-    assert num_crashes_until_convicted(num_others, lengths, budget, culprit, num_tokens) <= 6
+    assert num_crashes_until_convicted(num_others, lengths, budget, suspect, num_tokens) <= 6

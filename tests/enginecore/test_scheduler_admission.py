@@ -116,9 +116,9 @@ def test_an_abort_frees_the_blocks_at_once_wherever_the_request_stands() -> None
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    running, parked, waiting = 0, 1, 2
-    assert len(scheduler._roster.parked) == 1
-    for number in (parked, waiting, running):
+    running, draining, waiting = 0, 1, 2
+    assert len(scheduler._states.draining) == 1
+    for number in (draining, waiting, running):
         outcome = scheduler.abort(0, number)
         assert isinstance(outcome, Finished)
         assert outcome.reason is FinishReason.ABORT
@@ -216,7 +216,7 @@ def test_clients_that_come_and_go_leave_nothing_in_the_queues() -> None:
     for number in range(1, 2000):
         scheduler.add(make_request(number, [1], deadline=clock.now + number))
         scheduler.abort(0, number)
-    (level,) = scheduler._roster.waiting._short._levels.values()
+    (level,) = scheduler._states.waiting._short._levels.values()
     (lane,) = level._lanes.values()
     for heap in (lane, level._accounts, scheduler._deadlines):
         assert len(heap) <= 1
@@ -226,7 +226,9 @@ def test_clients_that_come_and_go_leave_nothing_in_the_queues() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_same_requests_in_the_same_order_are_planned_the_same(policy: str) -> None:
     def counts() -> list[dict[int, int]]:
-        engine = Engine(make_scheduler(policy=policy, max_num_batched_tokens=32, max_num_seqs=4), window=1)
+        engine = Engine(
+            make_scheduler(policy=policy, max_num_batched_tokens=32, max_num_seqs=4), steps_in_flight=1
+        )
         for number in range(9):
             engine.add(make_request(number, make_prompt(3 + 5 * number, seed=number), max_tokens=7))
         steps = []

@@ -39,11 +39,11 @@ def test_short_prompts_pass_long_ones_that_wait_for_another_long_one() -> None:
     assert len(engine.outcomes) == 5
 
 
-@pytest.mark.parametrize(("limit", "num_begun"), [(0, 4), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
-def test_as_many_long_prompts_are_in_partial_prefill_as_allowed(limit: int, num_begun: int) -> None:
+@pytest.mark.parametrize(("limit", "num_started"), [(0, 4), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_as_many_long_prompts_are_in_partial_prefill_as_allowed(limit: int, num_started: int) -> None:
     engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=limit))
     add(engine, 300, 301, 302, 303)
-    assert steps(engine, 1) == [dict.fromkeys(range(num_begun), 100)]
+    assert steps(engine, 1) == [dict.fromkeys(range(num_started), 100)]
 
 
 def test_a_prompt_as_long_as_the_threshold_is_short() -> None:
@@ -62,7 +62,8 @@ def test_a_long_prompt_that_the_cache_holds_does_not_keep_others_waiting() -> No
 
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     engine = Engine(
-        make_scheduler(long_prefill_token_threshold=50, max_long_partial_prefills=1, max_num_seqs=3), window=1
+        make_scheduler(long_prefill_token_threshold=50, max_long_partial_prefills=1, max_num_seqs=3),
+        steps_in_flight=1,
     )
     add(engine, 120, 121, max_tokens=1)
     for number in range(2, 40):
@@ -75,7 +76,7 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
 def test_only_those_named_are_admitted_until_that_is_lifted() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2))
     add(engine, 11, 12, 13, 14, max_tokens=2)
-    requests = {request.number: request for request in engine.scheduler._roster}
+    requests = {request.number: request for request in engine.scheduler._states}
     engine.scheduler.admit_only([requests[1], requests[3]])
     add(engine, 15, first=4, max_tokens=2)
     assert steps(engine, 2) == [{1: 12, 3: 14}, {1: 1, 3: 1}]
@@ -102,11 +103,11 @@ def test_holding_back_leaves_alone_what_runs() -> None:
 
 
 def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), steps_in_flight=1)
     for number in range(12):
         engine.add(make_request(number, make_prompt(10), tenant="ab"[number % 2], max_tokens=1))
-    held = [request for request in engine.scheduler._roster if request.tenant == "b"]
-    engine.scheduler.admit_only([request for request in engine.scheduler._roster if request.tenant == "a"])
+    held = [request for request in engine.scheduler._states if request.tenant == "b"]
+    engine.scheduler.admit_only([request for request in engine.scheduler._states if request.tenant == "a"])
     steps(engine, 5)
     outcome = engine.scheduler.abort(0, held[0].number)
     assert outcome is not None
@@ -120,7 +121,7 @@ def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
 def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
     engine = Engine(make_scheduler())
     add(engine, 11, 12, 13)
-    only = next(request for request in engine.scheduler._roster if request.number == 1)
+    only = next(request for request in engine.scheduler._states if request.number == 1)
     engine.scheduler.admit_only([only])
     successor = make_scheduler()
     successor.adopt(engine.scheduler)
@@ -130,7 +131,7 @@ def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
 
 def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
     scheduler = make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs", max_num_seqs=3)
-    engine = Engine(scheduler, window=2)
+    engine = Engine(scheduler, steps_in_flight=2)
     add(engine, 31, 30, 40, max_tokens=20)
     assert scheduler.requests_in_flight() == {}
     while not scheduler.counters.num_preemptions:

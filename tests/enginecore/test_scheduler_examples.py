@@ -36,7 +36,7 @@ def test_without_chunking_a_prompt_beyond_the_budget_waits_and_nobody_skips_ahea
 
 
 def test_lower_priority_numbers_run_first_and_ties_go_by_arrival() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     for number, priority in enumerate((3, 2, 0, 2)):
         engine.add(make_request(number, make_prompt(5, seed=number), priority=priority, max_tokens=2))
     assert plan_counts(engine) == {2: 5}
@@ -65,9 +65,9 @@ def test_the_next_chat_turn_computes_only_what_no_full_block_holds() -> None:
     assert plan_counts(engine) == {1: 12}
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
-def test_overlap_schedules_exactly_the_tokens_that_are_needed(window: int) -> None:
-    engine = Engine(make_scheduler(enable_prefix_caching=False), window=window)
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
+def test_overlap_schedules_exactly_the_tokens_that_are_needed(steps_in_flight: int) -> None:
+    engine = Engine(make_scheduler(enable_prefix_caching=False), steps_in_flight=steps_in_flight)
     max_tokens = (1, 2, 3, 5)
     for number, count in enumerate(max_tokens):
         engine.add(make_request(number, make_prompt(20 + number), max_tokens=count))

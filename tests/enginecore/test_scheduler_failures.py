@@ -45,18 +45,18 @@ def test_a_failed_row_ends_that_request_alone() -> None:
     assert engine.scheduler.counters.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 1}
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_nobody_reads_what_a_failed_row_should_have_written(window: int) -> None:
-    engine = Engine(make_scheduler(), window=window)
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_nobody_reads_what_a_failed_row_should_have_written(steps_in_flight: int) -> None:
+    engine = Engine(make_scheduler(), steps_in_flight=steps_in_flight)
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt, max_tokens=8), make_request(1, prompt, max_tokens=8))
     plan = engine.plan()
     assert plan is not None
     assert counts_by_number(engine.scheduler, plan) == {0: 100, 1: 4}, "the second reads the first's blocks"
-    if window > 1:
+    if steps_in_flight > 1:
         engine.add(make_request(2, prompt, max_tokens=8))
         engine.plan()
-    if window > 2:
+    if steps_in_flight > 2:
         engine.scheduler.abort(0, 2)
         engine.plan()
     output = engine.finish_step(failing_slots=[0])
@@ -64,14 +64,14 @@ def test_nobody_reads_what_a_failed_row_should_have_written(window: int) -> None
     assert len(output.token_ids) == 0, "the second's token came of garbage"
     engine.add(make_request(3, prompt, max_tokens=8))
     engine.run()
-    survivors = {1: (1, 3), 2: (1, 2, 3), 3: (1, 3)}[window]
+    survivors = {1: (1, 3), 2: (1, 2, 3), 3: (1, 3)}[steps_in_flight]
     for number in survivors:
         expect_oracle(engine, number, prompt, 8)
     assert engine.scheduler.num_used_blocks == 0
 
 
 def test_a_failed_row_takes_back_what_its_earlier_steps_wrote() -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=64), window=1)
+    engine = Engine(make_scheduler(max_num_batched_tokens=64), steps_in_flight=1)
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt, max_tokens=8))
     engine.plan()
@@ -88,7 +88,7 @@ def test_a_failed_row_takes_back_what_its_earlier_steps_wrote() -> None:
 
 
 def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
-    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=2)
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), steps_in_flight=2)
     prompts = [make_prompt(31, seed=0), make_prompt(30, seed=1)]
     for number, prompt in enumerate(prompts):
         engine.add(make_request(number, prompt, max_tokens=20))
@@ -96,17 +96,17 @@ def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (parked,) = engine.scheduler._roster.parked.values()
-    assert engine.scheduler._roster.cached_blocks(parked)
-    engine.finish_step(failing_slots=[parked.slot])
-    assert parked.state is RequestState.ENDED
-    assert not engine.scheduler._roster.cached_blocks(parked)
+    (draining,) = engine.scheduler._states.draining.values()
+    assert engine.scheduler._states.cached_blocks(draining)
+    engine.finish_step(failing_slots=[draining.slot])
+    assert draining.state is RequestState.ENDED
+    assert not engine.scheduler._states.cached_blocks(draining)
     engine.run()
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_hits_of_two_that_failed_are_taken_back(num_failures: int) -> None:
-    engine = Engine(make_scheduler(), window=1)
+    engine = Engine(make_scheduler(), steps_in_flight=1)
     shared = make_prompt(64)
     engine.add(make_request(0, shared, max_tokens=1))
     engine.run()
@@ -119,15 +119,15 @@ def test_hits_of_two_that_failed_are_taken_back(num_failures: int) -> None:
     assert counts_by_number(engine.scheduler, engine.plan()) == {9: expected}
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_clients_mistake_makes_nobody_compute_again(window: int) -> None:
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_clients_mistake_makes_nobody_compute_again(steps_in_flight: int) -> None:
     prompt = make_prompt(100)
     computed = []
     for refused in ((), (3,)):
-        engine = Engine(make_scheduler(max_num_batched_tokens=512), window=window)
+        engine = Engine(make_scheduler(max_num_batched_tokens=512), steps_in_flight=steps_in_flight)
         for number in range(8):
             engine.add(make_request(number, [*prompt, number], max_tokens=8 if number != 3 else 1))
-        for _ in range(window):
+        for _ in range(steps_in_flight):
             engine.plan()
         output = engine.finish_step(refused_slots=refused)
         engine.run()
@@ -201,8 +201,8 @@ def test_a_parked_request_that_relied_on_a_failed_row_keeps_no_token_of_it() -> 
     engine.add(make_request(1, [*prompt, 1, 2], max_tokens=8))
     engine.plan()
     engine.plan()  # the first needs a fourth block, the second has the last one
-    (parked,) = engine.scheduler._roster.parked.values()
-    assert (parked.number, parked.num_in_flight) == (1, 1)
+    (draining,) = engine.scheduler._states.draining.values()
+    assert (draining.number, draining.num_in_flight) == (1, 1)
     engine.finish_step(failing_slots=[0])
     assert engine.tokens[0, 1] == []
     engine.run()
@@ -217,9 +217,9 @@ def test_a_parked_request_may_fail() -> None:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (parked,) = engine.scheduler._roster.parked.values()
-    output = engine.finish_step(failing_slots=[parked.slot])
-    assert [failed.request for failed in output.failed] == [parked]
+    (draining,) = engine.scheduler._states.draining.values()
+    output = engine.finish_step(failing_slots=[draining.slot])
+    assert [failed.request for failed in output.failed] == [draining]
     engine.run()
     expect_oracle(engine, 0, make_prompt(31, seed=0), 20)
 
@@ -239,9 +239,9 @@ def test_an_error_for_a_request_that_has_ended_is_nobodys() -> None:
     expect_oracle(engine, 1, make_prompt(8), 4)
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 @pytest.mark.parametrize("num_blocks", [14, 200])
-def test_a_lost_worker_costs_no_token_and_repeats_none(window: int, num_blocks: int) -> None:
+def test_a_lost_worker_costs_no_token_and_repeats_none(steps_in_flight: int, num_blocks: int) -> None:
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         max_model_len=200,
@@ -249,13 +249,13 @@ def test_a_lost_worker_costs_no_token_and_repeats_none(window: int, num_blocks: 
         max_num_seqs=6,
         max_num_batched_tokens=48,
     )
-    engine = Engine(scheduler, window=window)
+    engine = Engine(scheduler, steps_in_flight=steps_in_flight)
     prompts = [make_prompt(1 + 7 * number, seed=number % 3) for number in range(12)]
     for number, prompt in enumerate(prompts):
         engine.add(make_request(number, prompt, max_tokens=25))
     for losses in range(1, 6):
         for _ in range(9 * losses):
-            while len(engine.plans) < window and engine.plan() is not None:
+            while len(engine.plans) < steps_in_flight and engine.plan() is not None:
                 pass
             if engine.plans:
                 engine.finish_step()

@@ -14,8 +14,8 @@ from tests.helpers.scheduling import Engine, make_prompt, make_request, make_sch
 
 def service_of(scheduler: Scheduler, tenant: str, priority: int = 0) -> int:
     """The counter of a tenant that is known."""
-    scheduler._roster.settle()
-    shares = scheduler._roster.shares
+    scheduler._states.settle()
+    shares = scheduler._states.shares
     return int(shares.service[shares._levels[priority].accounts[tenant].index])
 
 
@@ -23,7 +23,7 @@ def admission_order(engine: Engine) -> list[int]:
     """Numbers in the order in which they were first planned, of an engine that runs to the end."""
     order: list[int] = []
     for _ in range(100_000):
-        while len(engine.plans) < engine.window and (plan := engine.plan()) is not None:
+        while len(engine.plans) < engine.steps_in_flight and (plan := engine.plan()) is not None:
             rows = engine.scheduler._rows.slot_to_request
             order += [rows[row.slot].number for row in plan.new_rows]
         if not engine.plans:
@@ -63,7 +63,9 @@ def test_one_that_floods_the_queue_delays_itself_alone(policy: str) -> None:
 
 
 def test_equal_service_goes_by_arrival() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1), window=1)  # a token in flight is charged when it is there
+    engine = Engine(
+        make_scheduler(max_num_seqs=1), steps_in_flight=1
+    )  # a token in flight is charged when it is there
     for number in range(9):
         add(engine, number, "abc"[number % 3], max_tokens=1)
     assert admission_order(engine) == list(range(9))
@@ -77,7 +79,7 @@ def test_idling_saves_nothing_up() -> None:
     while service_of(engine.scheduler, "busy") < 10 * (10 + 4 * OUTPUT_WEIGHT):
         engine.plan()
         engine.finish_step()
-    waiting = sorted(request.number for request in engine.scheduler._roster.waiting._members)
+    waiting = sorted(request.number for request in engine.scheduler._states.waiting._members)
     for number in range(40, 50):
         add(engine, number, "late", max_tokens=4)
     order = admission_order(engine)
@@ -86,7 +88,7 @@ def test_idling_saves_nothing_up() -> None:
 
 
 def test_what_a_tenant_has_had_is_remembered_while_it_idles() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), steps_in_flight=1)
     for number in range(30):
         add(engine, number, "many", 10, max_tokens=1)
     add(engine, 30, "large", 100, max_tokens=1)
@@ -118,11 +120,13 @@ def test_counters_hold_prompts_computed_once_and_outputs_weighted() -> None:
 
 
 def test_preemptions_are_not_charged_and_every_token_is_once() -> None:
-    engine = Engine(make_scheduler(num_blocks=8, max_model_len=96, max_num_seqs=4, policy="fcfs"), window=3)
+    engine = Engine(
+        make_scheduler(num_blocks=8, max_model_len=96, max_num_seqs=4, policy="fcfs"), steps_in_flight=3
+    )
     add(engine, 0, "watcher")  # keeps the level alive, and so the counters
     for number in range(1, 7):
         add(engine, number, "ab"[number % 2], 20 + number, max_tokens=30)
-    engine.scheduler.admit_only([request for request in engine.scheduler._roster if request.number])
+    engine.scheduler.admit_only([request for request in engine.scheduler._states if request.number])
     engine.run_while_it_can()
     assert engine.scheduler.counters.num_preemptions > 0
     assert len(engine.outcomes) == 6
@@ -147,7 +151,7 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
         while len(engine.plans) < 2:
             engine.plan()
         engine.finish_step()
-        waiting = {request.tenant for request in engine.scheduler._roster.waiting._members}
+        waiting = {request.tenant for request in engine.scheduler._states.waiting._members}
         services = [service_of(engine.scheduler, tenant) for tenant in waiting]
         widest = max(widest, max(services) - min(services))
     assert len(waiting) == 3
@@ -156,7 +160,9 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
 
 
 def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_had_the_most() -> None:
-    engine = Engine(make_scheduler(num_blocks=6, max_model_len=64, max_num_seqs=2, policy="fcfs"), window=1)
+    engine = Engine(
+        make_scheduler(num_blocks=6, max_model_len=64, max_num_seqs=2, policy="fcfs"), steps_in_flight=1
+    )
     add(engine, 0, "a", 30, max_tokens=30)
     add(engine, 1, "greedy", 31, max_tokens=30)
     engine.plan()
@@ -164,7 +170,7 @@ def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_h
     while not engine.scheduler.counters.num_preemptions:
         engine.finish_step()
         engine.plan()
-    head = engine.scheduler._roster.waiting.peek()
+    head = engine.scheduler._states.waiting.peek()
     assert head is not None
     assert head.number == 1
     engine.run()
@@ -183,7 +189,7 @@ def test_what_was_interrupted_by_a_lost_worker_goes_first_in_its_old_order() -> 
 
 
 def test_a_level_does_not_pay_for_what_its_tenants_have_had_on_another() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     for number in range(5):
         add(engine, number, "a", 50, priority=0, max_tokens=2)
     for number, tenant in enumerate("abab", 5):
@@ -214,7 +220,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
     for number in range(3, 3000):
         add(engine, number, f"tenant {number}", max_tokens=2)
         engine.scheduler.abort(0, number)
-    shares = engine.scheduler._roster.shares
+    shares = engine.scheduler._states.shares
     (level,) = shares._levels.values()
     assert len(level.accounts) <= 3, "who has had no more than others is forgotten at once"
     for heap in (level.waiting, level.idle):
@@ -224,9 +230,9 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
 
 def test_no_more_debtors_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.enginecore.scheduler.fairness._MOST_IDLE", 5)
-    engine = Engine(make_scheduler(max_num_seqs=1), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     add(engine, 0, "starved", 10, priority=0, max_tokens=1)
-    shares = engine.scheduler._roster.shares
+    shares = engine.scheduler._states.shares
     engine.scheduler.admit_only([])
     for number in range(1, 30):
         request = add(engine, number, f"tenant {number}", 10 + number, max_tokens=1)
@@ -242,14 +248,14 @@ def test_without_requests_a_level_forgets_everything() -> None:
     for number in range(20):
         add(engine, number, f"tenant {number % 5}", priority=number % 3, max_tokens=3)
     engine.run()
-    shares = engine.scheduler._roster.shares
+    shares = engine.scheduler._states.shares
     assert not shares._levels
     assert not shares.has_rivals
     assert not shares.service.any()
 
 
 def test_what_runs_is_charged_up_to_the_choice() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=3), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=3), steps_in_flight=1)
     for number, (tenant, length) in enumerate((("a", 10), ("a", 10), ("b", 40), ("a", 10), ("b", 10))):
         add(engine, number, tenant, length, max_tokens=500)
     for _ in range(20):
@@ -265,14 +271,14 @@ def test_what_runs_is_charged_up_to_the_choice() -> None:
 
 
 def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_left() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=2), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=2), steps_in_flight=1)
     add(engine, 0, "a", 500, max_tokens=12)
     engine.plan()
     add(engine, 1, "gone", 300, max_tokens=1)
     while (0, 1) not in engine.outcomes:
         engine.finish_step()
         engine.plan()
-    assert sorted(engine.scheduler._roster.shares._levels[0].accounts) == ["a"]
+    assert sorted(engine.scheduler._states.shares._levels[0].accounts) == ["a"]
     engine.scheduler.admit_only([])
     for number, tenant in ((2, "new"), (3, "a"), (4, "new")):
         add(engine, number, tenant, max_tokens=1)
@@ -281,7 +287,7 @@ def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_l
 
 
 def test_who_comes_is_lifted_to_what_the_others_have_had_up_to_now() -> None:
-    engine = Engine(make_scheduler(max_num_seqs=1), window=1)
+    engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     for number in range(3):
         add(engine, number, "a", max_tokens=100)
     for _ in range(30):

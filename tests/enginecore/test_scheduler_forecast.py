@@ -30,10 +30,10 @@ class TimedEngine(Engine):
         return super().finish_step(failing_slots)
 
 
-def make_engine(window: int = 2, **config: object) -> TimedEngine:
+def make_engine(steps_in_flight: int = 2, **config: object) -> TimedEngine:
     clock = Clock()
     scheduler = make_scheduler(clock=clock, enable_prefix_caching=False, **config)  # type: ignore[arg-type]
-    return TimedEngine(scheduler, window=window, clock=clock)
+    return TimedEngine(scheduler, steps_in_flight=steps_in_flight, clock=clock)
 
 
 def warm_up(engine: TimedEngine) -> None:
@@ -118,22 +118,22 @@ SCENES = [
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
 def test_the_first_token_comes_about_when_predicted(
-    scene: Callable[[TimedEngine], Request], window: int
+    scene: Callable[[TimedEngine], Request], steps_in_flight: int
 ) -> None:
     blocks = {"num_blocks": 81, "max_model_len": 1024} if scene is short_of_blocks else {}
-    engine = make_engine(window, max_num_batched_tokens=512, max_num_seqs=16, **blocks)
+    engine = make_engine(steps_in_flight, max_num_batched_tokens=512, max_num_seqs=16, **blocks)
     warm_up(engine)
     request = scene(engine)
-    predicted = forecast_of(engine).wait_s(request, engine.scheduler._roster)
+    predicted = forecast_of(engine).wait_s(request, engine.scheduler._states)
     engine.add(request)
     engine.run()
     assert request.first_token_at is not None
     actual = request.first_token_at - request.queued_at
     assert predicted is not None
     # A seat is free for others while its last tokens are in flight; the forecast counts it until they are there.
-    most = 1.4 if window == 1 else 1.5
+    most = 1.4 if steps_in_flight == 1 else 1.5
     assert 0.6 < predicted / actual < most, f"{predicted} s predicted, {actual} s it took"
 
 
@@ -142,7 +142,7 @@ def test_chunks_of_a_long_prompt_take_a_step_each() -> None:
     warm_up(engine)
     engine.add(request_of(engine, 0, 10))
     request = request_of(engine, 1, 1000, max_tokens=1)
-    predicted = forecast_of(engine).wait_s(request, engine.scheduler._roster)
+    predicted = forecast_of(engine).wait_s(request, engine.scheduler._states)
     engine.add(request)
     while (0, 1) not in engine.outcomes:
         engine.plan()
@@ -156,7 +156,7 @@ def test_what_cannot_make_its_deadline_is_refused_with_the_predicted_wait() -> N
     warm_up(engine)
     for number in range(40):
         engine.add(request_of(engine, number, 500, max_tokens=2))
-    wait_s = forecast_of(engine).wait_s(request_of(engine, 100, 50), engine.scheduler._roster)
+    wait_s = forecast_of(engine).wait_s(request_of(engine, 100, 50), engine.scheduler._states)
     assert wait_s is not None
     assert wait_s > 40 * 500 * TOKEN_S
     with pytest.raises(DeadlineUnreachable, match=rf"in {wait_s:.2f} s .* in 1\.50 s") as refusal:
@@ -169,7 +169,7 @@ def test_what_cannot_make_its_deadline_is_refused_with_the_predicted_wait() -> N
 
 
 def test_nothing_is_refused_before_sixteen_steps_are_measured() -> None:
-    engine = make_engine(window=1, max_num_batched_tokens=512)
+    engine = make_engine(steps_in_flight=1, max_num_batched_tokens=512)
     for number in range(40):
         engine.add(request_of(engine, number, 500, max_tokens=2))
     for step in range(16):
@@ -207,7 +207,7 @@ def test_prompts_ahead_count_for_what_the_cache_is_likely_to_lack() -> None:
         engine.run()
     for number in range(200, 260):
         engine.add(make_request(number, prompt, max_tokens=2))
-    predicted = forecast_of(engine).wait_s(make_request(300, prompt), engine.scheduler._roster)
+    predicted = forecast_of(engine).wait_s(make_request(300, prompt), engine.scheduler._states)
     assert predicted is not None
     assert predicted < 61 * 500 * TOKEN_S / 4, "each computes 4 of its 500 tokens"
 

@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
         self.order = NaiveOrder()
         self.num_ends_seen = 0
-        self.admissible: set[Request] | None = None
+        self.allowed: set[Request] | None = None
         self.expected: dict[tuple[int, int], tuple[list[int], FinishReason, int | None]] = {}
         self.numbers = [0] * SESSIONS
 
@@ -225,25 +225,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         running, preemptions = scheduler.num_running, counters.num_preemptions
         candidates = [request for request in self.order.alive if request.state is RequestState.WAITING]
         rows = scheduler._rows
-        num_long = sum(self.is_long(rows.horizon[slot], rows.computed[slot]) for slot in rows.slot_to_request)
+        num_long = sum(
+            self.is_long(rows.num_expected[slot], rows.computed[slot]) for slot in rows.slot_to_request
+        )
         self.check_blocked()
         plan = self.engine.plan()
         if plan is None:
             is_stuck = scheduler.has_work and not scheduler.num_in_flight
-            assert not is_stuck or self.admissible is not None, "nothing will ever run"
+            assert not is_stuck or self.allowed is not None, "nothing will ever run"
             return
         self.check_plan(plan, running, has_preempted=counters.num_preemptions > preemptions)
         self.check_order(plan, candidates, num_long)
 
     def check_blocked(self) -> None:
         """A request that is not looked up again since it cannot fit does not fit."""
-        scheduler, roster = self.engine.scheduler, self.engine.scheduler._roster
-        arrival, least_room = scheduler._planner._blocked
+        scheduler, states = self.engine.scheduler, self.engine.scheduler._states
+        arrival, min_free_blocks = scheduler._planner._blocked
         num_promised = scheduler._rows.num_promised_blocks()
-        for request in roster.waiting._members:
-            if request.arrival == arrival and roster.blocks.room - num_promised < least_room:
-                hits = roster.cached_blocks(request)
-                assert roster.blocks.num_lacking(len(request.token_ids), hits, num_promised) > 0
+        for request in states.waiting._members:
+            if request.arrival == arrival and states.blocks.room - num_promised < min_free_blocks:
+                hits = states.cached_blocks(request)
+                assert states.blocks.num_lacking(len(request.token_ids), hits, num_promised) > 0
 
     def check_plan(self, plan: StepPlan, num_running: int, *, has_preempted: bool) -> None:
         config, scheduler = self.config, self.engine.scheduler
@@ -258,8 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_order(self, plan: StepPlan, candidates: list[Request], num_long: int) -> None:
         """`num_long`: those in partial prefill before it."""
         most_long = self.config["max_long_partial_prefills"]
-        if self.admissible is not None:
-            candidates = [request for request in candidates if request in self.admissible]
+        if self.allowed is not None:
+            candidates = [request for request in candidates if request in self.allowed]
         for row in plan.new_rows:
             eligible = candidates
             if most_long and num_long >= most_long:
@@ -290,10 +292,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.order.end(outcome.request)
             self.num_ends_seen += 1
 
-    @rule(num_steps=st.integers(1, 9), window=st.integers(1, MOST_IN_FLIGHT))
-    def run_for_a_while(self, num_steps: int, window: int) -> None:
+    @rule(num_steps=st.integers(1, 9), steps_in_flight=st.integers(1, MOST_IN_FLIGHT))
+    def run_for_a_while(self, num_steps: int, steps_in_flight: int) -> None:
         for _ in range(num_steps):
-            while len(self.engine.plans) < window:
+            while len(self.engine.plans) < steps_in_flight:
                 num_planned = len(self.engine.plans)
                 self.schedule()
                 if len(self.engine.plans) == num_planned:
@@ -347,12 +349,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.order.alive)
     @rule(choice=st.integers(0, 1 << 12))
     def admit_only(self, choice: int) -> None:
-        self.admissible = {request for place, request in enumerate(self.order.alive) if choice >> place & 1}
-        self.engine.scheduler.admit_only(self.admissible)
+        self.allowed = {request for place, request in enumerate(self.order.alive) if choice >> place & 1}
+        self.engine.scheduler.admit_only(self.allowed)
 
     @rule()
     def admit_all(self) -> None:
-        self.admissible = None
+        self.allowed = None
         self.engine.scheduler.admit_only(None)
 
     @rule()
@@ -365,7 +367,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
         assert scheduler.num_in_flight == len(self.engine.plans)
-        assert self.order.alive == list(scheduler._roster)
+        assert self.order.alive == list(scheduler._states)
         in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.PARKED)]
         assert scheduler.requests_in_flight().keys() == set(in_flight if self.engine.plans else [])
         assert scheduler.num_running + scheduler.num_waiting == len(self.expected) - len(self.engine.outcomes)

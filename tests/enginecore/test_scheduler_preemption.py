@@ -27,12 +27,12 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepResult
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("is_chunked", [True, False])
 @pytest.mark.parametrize("is_caching", [True, False])
 def test_few_blocks_yield_the_same_tokens_as_many(
-    window: int, policy: str, is_chunked: bool, is_caching: bool
+    steps_in_flight: int, policy: str, is_chunked: bool, is_caching: bool
 ) -> None:
     scheduler = make_scheduler(
         num_blocks=14,
@@ -44,7 +44,7 @@ def test_few_blocks_yield_the_same_tokens_as_many(
         enable_chunked_prefill=is_chunked,
         enable_prefix_caching=is_caching,
     )
-    engine = Engine(scheduler, window=window)
+    engine = Engine(scheduler, steps_in_flight=steps_in_flight)
     cases = {}
     for number in range(12):
         prompt = make_prompt(1 + 11 * number % 60, seed=number % 4)
@@ -68,9 +68,11 @@ def test_few_blocks_yield_the_same_tokens_as_many(
     assert scheduler.num_used_blocks == 0
 
 
-def crowded(policy: str, priorities: tuple[int, ...], *, window: int = 1) -> Engine:
+def crowded(policy: str, priorities: tuple[int, ...], *, steps_in_flight: int = 1) -> Engine:
     """Three requests fill six blocks to the last position but one; none is left to grow into."""
-    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy=policy), window=window)
+    engine = Engine(
+        make_scheduler(num_blocks=7, max_model_len=96, policy=policy), steps_in_flight=steps_in_flight
+    )
     for number, priority in enumerate(priorities):
         engine.add(make_request(number, make_prompt(31, seed=number), priority=priority, max_tokens=40))
     for _ in range(2):
@@ -88,7 +90,7 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
 ) -> None:
     engine = crowded(policy, priorities)
     engine.add(make_request(9, make_prompt(1)))
-    (victims_slot,) = (r.slot for r in engine.scheduler._roster.running if r.number == victim)
+    (victims_slot,) = (r.slot for r in engine.scheduler._states.running if r.number == victim)
     plan = engine.plan()
     assert plan is not None
     others = {0, 1, 2} - {victim}
@@ -100,7 +102,7 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted_though_there_is_room() -> None:
-    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96), window=1)
+    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96), steps_in_flight=1)
     engine.add(make_request(0, make_prompt(31, seed=0), priority=0, max_tokens=9))
     engine.add(make_request(1, make_prompt(62, seed=1), priority=5, max_tokens=9))
     for _ in range(2):
@@ -119,7 +121,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted_though_there_is_room() -> N
 
 def test_a_victim_refunds_its_tokens_to_those_who_stay() -> None:
     scheduler = make_scheduler(num_blocks=14, max_model_len=180, max_num_batched_tokens=40)
-    engine = Engine(scheduler, window=1)
+    engine = Engine(scheduler, steps_in_flight=1)
     engine.add(make_request(0, make_prompt(95, seed=0), priority=9, max_tokens=20))
     steps = []
     for step in range(5):
@@ -135,43 +137,47 @@ def test_a_victim_refunds_its_tokens_to_those_who_stay() -> None:
     assert len(engine.outcomes) == 2
 
 
-@pytest.mark.parametrize("window", [2, 3])
-def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps_them(window: int) -> None:
-    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=window)
+@pytest.mark.parametrize("steps_in_flight", [2, 3])
+def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps_them(
+    steps_in_flight: int,
+) -> None:
+    engine = Engine(
+        make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), steps_in_flight=steps_in_flight
+    )
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
     engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=20))
-    for _ in range(window):
+    for _ in range(steps_in_flight):
         engine.plan()
     while not engine.scheduler.counters.num_preemptions:
         engine.finish_step()
         engine.plan()
-    (parked,) = engine.scheduler._roster.parked.values()
-    assert parked.number == 1
-    num_known, expected = len(engine.tokens[0, 1]), parked.num_in_flight
-    assert expected == window - 1
+    (draining,) = engine.scheduler._states.draining.values()
+    assert draining.number == 1
+    num_known, expected = len(engine.tokens[0, 1]), draining.num_in_flight
+    assert expected == steps_in_flight - 1
     for _ in range(expected):
-        assert engine.scheduler._roster.waiting.peek() is None
+        assert engine.scheduler._states.waiting.peek() is None
         engine.finish_step()
     assert len(engine.tokens[0, 1]) == num_known + expected
-    assert engine.scheduler._roster.waiting.peek() is parked
-    assert list(parked.token_ids) == make_prompt(30, seed=1) + engine.tokens[0, 1]
+    assert engine.scheduler._states.waiting.peek() is draining
+    assert list(draining.token_ids) == make_prompt(30, seed=1) + engine.tokens[0, 1]
     engine.run()
     outputs, _, _ = naive_generation(make_prompt(30, seed=1), 1, SamplingParams(max_tokens=20), (), 64)
     assert engine.tokens[0, 1] == outputs
 
 
 def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
-    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), window=2)
+    engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), steps_in_flight=2)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
     engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=2))
     while not engine.scheduler.counters.num_preemptions:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (parked,) = engine.scheduler._roster.parked.values()
-    assert len(parked.token_ids) == 30 + 1
+    (draining,) = engine.scheduler._states.draining.values()
+    assert len(draining.token_ids) == 30 + 1
     engine.finish_step()
-    assert engine.outcomes[0, 1].request is parked
+    assert engine.outcomes[0, 1].request is draining
     assert engine.scheduler.num_waiting == 0
     engine.run()
     assert [len(engine.tokens[0, number]) for number in (0, 1)] == [20, 2]
@@ -179,7 +185,7 @@ def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
 
 def test_a_preempted_request_finds_its_prefix_again_and_reports_the_hits_of_its_first_admission() -> None:
     scheduler = make_scheduler(num_blocks=8, max_model_len=112, policy="fcfs")
-    engine = Engine(scheduler, window=1)
+    engine = Engine(scheduler, steps_in_flight=1)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=18))
     engine.add(make_request(1, make_prompt(62, seed=1), max_tokens=20))
     rows: list[NewRow] = []
@@ -199,7 +205,7 @@ def test_a_preempted_request_finds_its_prefix_again_and_reports_the_hits_of_its_
 
 def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
     scheduler = make_scheduler(num_blocks=11, max_model_len=160, max_num_batched_tokens=32)
-    engine = Engine(scheduler, window=1)
+    engine = Engine(scheduler, steps_in_flight=1)
     engine.add(make_request(0, make_prompt(100, seed=0), max_tokens=2))
     engine.add(make_request(1, make_prompt(110, seed=1), max_tokens=2))
     for _ in range(3):  # 32, 64, 96 tokens of the first: from 2 to 6 blocks
@@ -248,9 +254,11 @@ def test_the_waiting_never_make_the_running_give_way() -> None:
     assert len(engine.outcomes) == 4
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_lost", [0, 3, 7])
-def test_every_prompt_token_is_reported_once_whatever_starts_over(window: int, num_lost: int) -> None:
+def test_every_prompt_token_is_reported_once_whatever_starts_over(
+    steps_in_flight: int, num_lost: int
+) -> None:
     scheduler = make_scheduler(
         num_blocks=14,
         max_model_len=200,
@@ -258,13 +266,13 @@ def test_every_prompt_token_is_reported_once_whatever_starts_over(window: int, n
         max_num_batched_tokens=24,
         long_prefill_token_threshold=9,
     )
-    engine = Engine(scheduler, window=window)
+    engine = Engine(scheduler, steps_in_flight=steps_in_flight)
     for number in range(12):
         prompt = make_prompt(1 + 11 * number % 60, seed=number % 4)
         asked = {"prompt_logprobs": 1} if number % 3 else {}
         engine.add(make_request(number, prompt, max_tokens=30, ignore_eos=True, **asked))
     for _ in range(num_lost):
-        for _ in range(window):
+        for _ in range(steps_in_flight):
             engine.plan()
         if engine.plans:
             engine.finish_step()
@@ -275,7 +283,7 @@ def test_every_prompt_token_is_reported_once_whatever_starts_over(window: int, n
 
 
 def test_a_prompt_that_was_reported_is_found_in_the_cache_after_a_preemption() -> None:
-    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy="fcfs"), window=1)
+    engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy="fcfs"), steps_in_flight=1)
     for number in range(3):
         engine.add(make_request(number, make_prompt(31, seed=number), prompt_logprobs=1, max_tokens=40))
     rows: list[NewRow] = []
@@ -292,7 +300,7 @@ def test_a_prompt_that_was_reported_is_found_in_the_cache_after_a_preemption() -
 
 @pytest.mark.parametrize("changes", [{"first_position": 1}, {"first_position": 8}])
 def test_a_part_of_a_prompt_that_is_not_due_breaks_the_protocol(changes: dict[str, int]) -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=6), window=1)
+    engine = Engine(make_scheduler(max_num_batched_tokens=6), steps_in_flight=1)
     engine.add(make_request(0, make_prompt(20), prompt_logprobs=0))
     engine.plan()
     engine.finish_step()
@@ -311,8 +319,10 @@ def test_a_part_of_a_prompt_that_is_not_due_breaks_the_protocol(changes: dict[st
 class OneAtATime(StepPlanner):
     """Looks again after each preemption."""
 
-    def _make_room(self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int) -> int:
-        self._roster.preempt(candidates.pop())
+    def _preempt_for_space(
+        self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int
+    ) -> int:
+        self._states.preempt(candidates.pop())
         return 1
 
 

@@ -12,7 +12,7 @@ BUDGET = 40
 
 
 def make_engine(**config: object) -> Engine:
-    return Engine(make_scheduler(max_num_batched_tokens=BUDGET, **config), window=1)
+    return Engine(make_scheduler(max_num_batched_tokens=BUDGET, **config), steps_in_flight=1)
 
 
 def add(engine: Engine, number: int, length: int, priority: int = 0, max_tokens: int = 4) -> None:
@@ -88,7 +88,9 @@ def test_a_prompt_in_chunks_does_not_stop_those_that_decode() -> None:
     policy=st.sampled_from(["fcfs", "priority"]),
 )
 def test_no_step_leaves_tokens_that_somebody_wants(arrivals, budget, policy) -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=budget, policy=policy, max_num_seqs=8), window=1)
+    engine = Engine(
+        make_scheduler(max_num_batched_tokens=budget, policy=policy, max_num_seqs=8), steps_in_flight=1
+    )
     scheduler = engine.scheduler
     for number, (num_steps, length, priority) in enumerate(arrivals):
         add(engine, number, length, priority if policy == "priority" else 0)
@@ -96,8 +98,8 @@ def test_no_step_leaves_tokens_that_somebody_wants(arrivals, budget, policy) -> 
             rows = scheduler._rows
             num_wanted = int(rows.wanted(rows.running_order()).sum())
             num_wanted += sum(
-                len(request.token_ids) - len(scheduler._roster.cached_blocks(request)) * 16
-                for request in scheduler._roster.waiting._members
+                len(request.token_ids) - len(scheduler._states.cached_blocks(request)) * 16
+                for request in scheduler._states.waiting._members
             )
             if (plan := engine.plan()) is None:
                 break

@@ -39,13 +39,13 @@ class Untouchable(dict[Any, Any]):
     get = values = items = __getitem__  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_decode_step_lists_nothing_and_touches_no_request(window: int) -> None:
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int) -> None:
     scheduler = make_scheduler()
-    engine = Engine(scheduler, window=window)
+    engine = Engine(scheduler, steps_in_flight=steps_in_flight)
     for number in range(5):
         engine.add(make_request(number, make_prompt(18, seed=number), stop_token_ids=(200,), max_tokens=99))
-    for _ in range(window):
+    for _ in range(steps_in_flight):
         engine.plan()
     engine.finish_step()
     touchable = scheduler._rows.slot_to_request
@@ -76,7 +76,7 @@ def test_columns_of_a_plan_are_read_only() -> None:
 
 
 def test_a_row_grows_by_one_block_when_it_crosses_into_it() -> None:
-    engine = Engine(make_scheduler(), window=1)
+    engine = Engine(make_scheduler(), steps_in_flight=1)
     engine.add(make_request(0, make_prompt(15), max_tokens=40))
     grown = []
     for _ in range(20):
@@ -122,13 +122,13 @@ def test_a_removed_row_is_told_by_the_next_plan_and_its_slot_may_be_taken_in_it(
     plan = engine.plan()
     assert plan is not None
     assert plan.removed_slots.tolist() == [0]
-    assert [(row.slot, row.generation) for row in plan.new_rows] == [(0, 1)]
+    assert [(row.slot, row.slot_version) for row in plan.new_rows] == [(0, 1)]
     assert plan.last_result_seen == 1
     engine.finish_step()
 
 
 def test_a_budget_below_the_number_of_rows_skips_the_last() -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=4), window=1)
+    engine = Engine(make_scheduler(max_num_batched_tokens=4), steps_in_flight=1)
     for number in range(3):
         engine.add(make_request(number, make_prompt(2, seed=number), max_tokens=5))
     assert counts_by_number(engine.scheduler, engine.plan()) == {0: 2, 1: 2}
@@ -146,7 +146,7 @@ def test_a_budget_below_the_number_of_rows_skips_the_last() -> None:
 
 @pytest.mark.parametrize("length", [16, 48])
 def test_a_prompt_cached_whole_computes_its_last_token_alone_and_writes_nowhere(length: int) -> None:
-    engine = Engine(make_scheduler(), window=1)
+    engine = Engine(make_scheduler(), steps_in_flight=1)
     prompt = make_prompt(length)
     engine.add(make_request(0, prompt, max_tokens=3))
     engine.run()
@@ -193,9 +193,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
-def test_every_way_to_stop_ends_at_the_right_token_and_leaks_none_beyond(window: int) -> None:
-    engine = Engine(make_scheduler(eos_token_ids=(EOS, 11), max_model_len=90, max_num_seqs=7), window=window)
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
+def test_every_way_to_stop_ends_at_the_right_token_and_leaks_none_beyond(steps_in_flight: int) -> None:
+    engine = Engine(
+        make_scheduler(eos_token_ids=(EOS, 11), max_model_len=90, max_num_seqs=7),
+        steps_in_flight=steps_in_flight,
+    )
     reasons: list[tuple[FinishReason, int | None]] = []
     for number in range(4 * len(CASES)):
         prompt = make_prompt(1 + number % 37, seed=number)
@@ -214,9 +217,11 @@ def test_every_way_to_stop_ends_at_the_right_token_and_leaks_none_beyond(window:
     }, "the cases reach every way to stop"
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
-def test_a_stop_overruns_by_less_than_the_window(window: int) -> None:
-    engine = Engine(make_scheduler(eos_token_ids=(EOS,), enable_prefix_caching=False), window=window)
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
+def test_a_stop_overruns_by_less_than_the_window(steps_in_flight: int) -> None:
+    engine = Engine(
+        make_scheduler(eos_token_ids=(EOS,), enable_prefix_caching=False), steps_in_flight=steps_in_flight
+    )
     needed, num_stops = 0, 0
     for number in range(20):
         prompt, sampling = make_prompt(10, seed=number), SamplingParams(max_tokens=60)
@@ -227,7 +232,7 @@ def test_a_stop_overruns_by_less_than_the_window(window: int) -> None:
     engine.run()
     assert num_stops > 5
     scheduled = engine.scheduler.counters.num_scheduled_tokens
-    assert needed <= scheduled <= needed + num_stops * (window - 1)
+    assert needed <= scheduled <= needed + num_stops * (steps_in_flight - 1)
 
 
 @pytest.mark.parametrize(("eos_token_ids", "stop_token_id"), [((3, 9), None), ((9, 3), 3)])
@@ -240,7 +245,7 @@ def test_an_end_of_text_that_is_not_the_tokenizers_own_is_named(eos_token_ids, s
 
 
 def test_outputs_name_the_stream_the_request_and_the_row_of_each_token() -> None:
-    engine = Engine(make_scheduler(), window=1)
+    engine = Engine(make_scheduler(), steps_in_flight=1)
     engine.add(make_request(5, make_prompt(3), session=2, max_tokens=1))
     engine.add(make_request(9, make_prompt(4), session=1, max_tokens=3))
     engine.plan()
@@ -257,7 +262,7 @@ def test_outputs_name_the_stream_the_request_and_the_row_of_each_token() -> None
 
 
 def test_a_dropped_token_leaves_the_rows_of_the_others_in_place() -> None:
-    engine = Engine(make_scheduler(), window=2)
+    engine = Engine(make_scheduler(), steps_in_flight=2)
     engine.add(make_request(0, make_prompt(3), max_tokens=9), make_request(1, make_prompt(4), max_tokens=9))
     engine.plan()
     engine.plan()
@@ -304,7 +309,7 @@ def test_a_request_taken_over_with_emitted_tokens_continues_the_same(num_emitted
 
 def test_timings_tell_the_stages_apart() -> None:
     clock = Clock()
-    engine = Engine(make_scheduler(clock=clock), window=1)
+    engine = Engine(make_scheduler(clock=clock), steps_in_flight=1)
     request = make_request(0, make_prompt(3), max_tokens=2)
     engine.add(request)
     for seconds in (1, 2):
@@ -363,14 +368,14 @@ def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
     assert engine.scheduler._watched._watchers == before
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_a_row_whose_last_token_is_planned_serves_the_next_request_at_once(window: int) -> None:
-    engine = Engine(make_scheduler(max_num_seqs=2), window=window)
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_a_row_whose_last_token_is_planned_serves_the_next_request_at_once(steps_in_flight: int) -> None:
+    engine = Engine(make_scheduler(max_num_seqs=2), steps_in_flight=steps_in_flight)
     for number in range(6):
         engine.add(make_request(number, make_prompt(5, seed=number), max_tokens=5, ignore_eos=True))
     num_steps = 0
     while engine.scheduler.has_work:
-        while len(engine.plans) < window and engine.plan() is not None:
+        while len(engine.plans) < steps_in_flight and engine.plan() is not None:
             num_steps += 1
         engine.finish_step()
     assert num_steps == 3 * 5  # three pairs of five tokens, with no step between them

@@ -4,70 +4,74 @@ from __future__ import annotations
 
 import pytest
 
-from services.enginecore.workers.steps_in_flight import WindowControl
+from services.enginecore.workers.steps_in_flight import PipelineDepth
 from triptych.types.step import StepTimings
 
 STEP_NS = 5_000_000
 
 
-def note(window: WindowControl, *, idle_ns: int = 0, count: int = 16, step_ns: int = STEP_NS) -> None:
+def note(
+    steps_in_flight: PipelineDepth, *, idle_ns: int = 0, count: int = 16, step_ns: int = STEP_NS
+) -> None:
     for _ in range(count):
-        window.note(StepTimings(forward_ns=step_ns, idle_ns=idle_ns), 0.01, was_alone=False)
+        steps_in_flight.note(StepTimings(forward_ns=step_ns, idle_ns=idle_ns), 0.01, was_alone=False)
 
 
-def note_alone(window: WindowControl, overhead_ms: float, step_ns: int = STEP_NS) -> None:
-    window.note(StepTimings(forward_ns=step_ns), step_ns / 1e9 + overhead_ms / 1e3, was_alone=True)
+def note_alone(steps_in_flight: PipelineDepth, overhead_ms: float, step_ns: int = STEP_NS) -> None:
+    steps_in_flight.note(StepTimings(forward_ns=step_ns), step_ns / 1e9 + overhead_ms / 1e3, was_alone=True)
 
 
 @pytest.mark.parametrize(
     ("overhead_ms", "size"), [(0.0, 2), (0.4, 2), (4.9, 2), (5.1, 3), (9.9, 3), (10.1, 4), (100.0, 4)]
 )
 def test_the_first_step_tells_how_many_hide_the_network(overhead_ms, size) -> None:
-    window = WindowControl(0)
-    window.start(4)
-    assert window.size == 2
-    note_alone(window, overhead_ms)
-    assert window.size == size
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(4)
+    assert steps_in_flight.size == 2
+    note_alone(steps_in_flight, overhead_ms)
+    assert steps_in_flight.size == size
 
 
 def test_it_grows_while_the_worker_reports_gaps_up_to_what_was_granted() -> None:
-    window = WindowControl(0)
-    window.start(3)
-    note(window, idle_ns=STEP_NS // 50)
-    assert window.size == 3
-    note(window, idle_ns=STEP_NS // 50)
-    assert window.size == 3
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(3)
+    note(steps_in_flight, idle_ns=STEP_NS // 50)
+    assert steps_in_flight.size == 3
+    note(steps_in_flight, idle_ns=STEP_NS // 50)
+    assert steps_in_flight.size == 3
 
 
 def test_a_gap_of_less_than_a_hundredth_is_tolerated() -> None:
-    window = WindowControl(0)
-    window.start(4)
-    note(window, idle_ns=STEP_NS // 200, count=160)
-    assert window.size == 2
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(4)
+    note(steps_in_flight, idle_ns=STEP_NS // 200, count=160)
+    assert steps_in_flight.size == 2
 
 
 def test_waiting_with_nothing_queued_is_no_gap() -> None:
-    window = WindowControl(0)
-    window.start(4)
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(4)
     for _ in range(50):
-        window.note(StepTimings(forward_ns=STEP_NS, idle_ns=10 * STEP_NS), STEP_NS / 1e9, was_alone=True)
-    assert window.size == 2
+        steps_in_flight.note(
+            StepTimings(forward_ns=STEP_NS, idle_ns=10 * STEP_NS), STEP_NS / 1e9, was_alone=True
+        )
+    assert steps_in_flight.size == 2
 
 
 @pytest.mark.parametrize("fixed", [1, 2, 4])
 def test_what_the_operator_fixes_stays(fixed) -> None:
-    window = WindowControl(fixed)
-    window.start(4)
-    note_alone(window, 100.0)
-    note(window, idle_ns=STEP_NS, count=64)
-    assert window.size == fixed
+    steps_in_flight = PipelineDepth(fixed)
+    steps_in_flight.start(4)
+    note_alone(steps_in_flight, 100.0)
+    note(steps_in_flight, idle_ns=STEP_NS, count=64)
+    assert steps_in_flight.size == fixed
 
 
 def test_another_session_starts_over() -> None:
-    window = WindowControl(0)
-    window.start(4)
-    note_alone(window, 100.0)
-    window.start(4)
-    assert window.size == 2
-    window.start(1)
-    assert window.size == 1
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(4)
+    note_alone(steps_in_flight, 100.0)
+    steps_in_flight.start(4)
+    assert steps_in_flight.size == 2
+    steps_in_flight.start(1)
+    assert steps_in_flight.size == 1

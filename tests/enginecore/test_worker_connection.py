@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.enginecore.workers.base import Connected, WorkerLost
-from services.enginecore.workers.connection import Recovery, WorkerLink
+from services.enginecore.workers.connection import Recovery, WorkerConnection
 from tests.helpers.stack import NaiveRunner, make_config
 
 FACTS = NaiveRunner(make_config()).facts
@@ -28,23 +28,25 @@ class ScriptedExecutor:
 
 
 def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
-    return Connected(replace(FACTS, boot_id=boot_id), window=2, resume_ttl_s=10.0, is_resumed=is_resumed)
+    return Connected(
+        replace(FACTS, boot_id=boot_id), steps_in_flight=2, resume_ttl_s=10.0, is_resumed=is_resumed
+    )
 
 
 def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Recovery:
     """What the last of so many losses, one upon the other, comes to."""
 
     async def run() -> Recovery:
-        link = WorkerLink(
+        connection = WorkerConnection(
             ScriptedExecutor(welcome(), *welcomes),  # type: ignore[arg-type]
             address="nowhere",
             on_event=lambda: None,
             on_given_up=lambda: None,
             on_unreachable=lambda why: None,
         )
-        await link.connect()
+        await connection.connect()
         for _ in range(num_losses):
-            recovery = await link.recover(loss)
+            recovery = await connection.recover(loss)
         return recovery
 
     return asyncio.run(run())

@@ -432,34 +432,34 @@ async def test_an_engine_that_stopped_reading_refuses_more(monkeypatch: pytest.M
     monkeypatch.setattr(outbox_module, "MAX_UNCONFIRMED", 2)
     outbox = Outbox(lambda numbers, error: None)
     for number in (1, 2):
-        outbox.check_room(1, 100)
+        outbox.check_free_places(1, 100)
         outbox.submit(submission(number))
     with pytest.raises(QueueFull, match=r"2 choices of \d+ bytes wait .* limits are 2 and"):
-        outbox.check_room(1, 100)
+        outbox.check_free_places(1, 100)
     await written_by(outbox, RecordingCall())
     with pytest.raises(QueueFull):  # sent, and maybe to be sent again
-        outbox.check_room(1, 100)
+        outbox.check_free_places(1, 100)
     outbox.confirm(1)
-    outbox.check_room(2, 100)
+    outbox.check_free_places(2, 100)
 
 
 async def test_unconfirmed_submissions_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MAX_UNCONFIRMED_BYTES", 10_000)
     outbox = Outbox(lambda numbers, error: None)
     request = submission(1, num_tokens=2000)
-    outbox.check_room(1, request.num_bytes)
+    outbox.check_free_places(1, request.num_bytes)
     outbox.submit(request)
     with pytest.raises(QueueFull, match="the limits are 32768 and 10000"):
-        outbox.check_room(1, request.num_bytes)
+        outbox.check_free_places(1, request.num_bytes)
     outbox.abort(1)  # before it was sent
-    outbox.check_room(1, request.num_bytes)
+    outbox.check_free_places(1, request.num_bytes)
 
 
 async def test_a_request_above_the_limit_is_refused_before_it_is_kept() -> None:
     outbox = Outbox(lambda numbers, error: None)
     request = submission(1, allowed_token_ids=tuple(range(7_000_000)))
     with pytest.raises(InvalidRequest, match="above the limit 33554432"):
-        outbox.check_room(1, request.num_bytes)
+        outbox.check_free_places(1, request.num_bytes)
 
 
 async def test_a_request_of_many_choices_costs_one_prompt() -> None:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.frontend import app as app_module
-from services.frontend.grpc import generation_servicer as grpc_door_module
+from services.frontend.grpc import generation_servicer as servicer_module
 from services.frontend.grpc.generation_servicer import SERVICE, to_raw_request
 from services.frontend.requests.parse import RawChat, RawRequest
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -56,7 +56,7 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Door]:
+async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Door]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
     async with frontend_core(*engines, waits=waits) as core:
         server = app_module._create_server(config, core.generator, core.router)
@@ -97,9 +97,9 @@ async def error_of(call: Any) -> errors.TriptychError:
 
 
 async def test_generate_streams_admitted_deltas_finished() -> None:
-    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
+    async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
         request = GenerateRequest(request_id="mine", text="Hello", sampling={"max_tokens": 5, "seed": 7})
-        responses = [response async for response in door.generation.Generate(request)]
+        responses = [response async for response in servicer.generation.Generate(request)]
         kinds = [response.WhichOneof("event") for response in responses]
         assert kinds[0] == "admitted"
         assert kinds[-1] == "finished"
@@ -118,9 +118,9 @@ async def test_generate_streams_admitted_deltas_finished() -> None:
 async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
-        monkeypatch.setattr(door.core.generator, "_prepare", lambda *_: 1 // 0)
-        error = await error_of(door.generation.Generate(GenerateRequest(text="x")))
+    async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
+        monkeypatch.setattr(servicer.core.generator, "_prepare", lambda *_: 1 // 0)
+        error = await error_of(servicer.generation.Generate(GenerateRequest(text="x")))
     assert error.code == "INTERNAL"
     found = re.search(r"\(request ([0-9a-f-]{36})\)", error.message)
     assert found is not None
@@ -129,13 +129,13 @@ async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
 
 
 async def test_every_violation_travels_with_its_path() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
+    async with FakeEngine() as engine, open_api(engine) as servicer:
         request = GenerateRequest(
             token_ids={"ids": [1, 999999]},
             sampling={"temperature": float("nan"), "top_p": 0.0, "max_tokens": 0, "logprobs": 21},
             output_kind=9,
         )
-        error = await error_of(door.generation.Generate(request))
+        error = await error_of(servicer.generation.Generate(request))
         assert isinstance(error, errors.InvalidRequest)
         assert {violation.field for violation in error.violations} == {
             "token_ids.ids[1]",
@@ -194,12 +194,12 @@ async def test_every_violation_travels_with_its_path() -> None:
 async def test_bad_input_gets_its_status_and_the_next_request_succeeds(
     request_: GenerateRequest, kind: type[errors.TriptychError], words: str
 ) -> None:
-    async with FakeEngine(alphabet) as engine, open_door(engine) as door:
-        error = await error_of(door.generation.Generate(request_))
+    async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
+        error = await error_of(servicer.generation.Generate(request_))
         assert type(error) is kind
         assert re.search(words, error.message), error.message
         good = GenerateRequest(text="x", sampling={"max_tokens": 1})
-        assert len([response async for response in door.generation.Generate(good)]) == 3
+        assert len([response async for response in servicer.generation.Generate(good)]) == 3
 
 
 def test_only_fields_that_the_client_set_count_as_given() -> None:
@@ -227,15 +227,15 @@ def test_a_chat_arrives_with_its_names_and_variables() -> None:
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 async def test_a_client_that_leaves_is_aborted_in_the_engine(num_read: int) -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        call = door.generation.Generate(GenerateRequest(text="x"))
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        call = servicer.generation.Generate(GenerateRequest(text="x"))
         request = await engine.next_submit()
         for place in range(num_read):
             engine.emit(request, [65 + place])
             await call.read()
         call.cancel()
         await eventually(lambda: engine.aborted == [request.request_id])
-        await eventually(lambda: door.core.generator.num_active == 0)
+        await eventually(lambda: servicer.core.generator.num_active == 0)
 
 
 # Without its bandwidth probe gRPC keeps a client's window at 64 kB: more than that waits in the server.
@@ -246,8 +246,8 @@ async def test_a_client_that_leaves_while_it_does_not_read_is_aborted() -> None:
     """The handler then hangs in a write that flow control holds back, not in a wait for tokens."""
     async with (
         FakeEngine() as engine,
-        open_door(engine) as door,
-        grpc.aio.insecure_channel(door.address, options=NARROW) as narrow,
+        open_api(engine) as servicer,
+        grpc.aio.insecure_channel(servicer.address, options=NARROW) as narrow,
     ):
         call = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
         request = await engine.next_submit()
@@ -257,18 +257,18 @@ async def test_a_client_that_leaves_while_it_does_not_read_is_aborted() -> None:
             await asyncio.sleep(0)
         call.cancel()
         await eventually(lambda: engine.aborted == [request.request_id])
-        await eventually(lambda: door.core.generator.num_active == 0)
+        await eventually(lambda: servicer.core.generator.num_active == 0)
 
 
 async def test_a_stalled_client_does_not_delay_the_others() -> None:
     async with (
         FakeEngine() as engine,
-        open_door(engine) as door,
-        grpc.aio.insecure_channel(door.address, options=NARROW) as narrow,
+        open_api(engine) as servicer,
+        grpc.aio.insecure_channel(servicer.address, options=NARROW) as narrow,
     ):
         stalled = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
         slow = await engine.next_submit(0)
-        reader = door.generation.Generate(GenerateRequest(text="x"))
+        reader = servicer.generation.Generate(GenerateRequest(text="x"))
         fast = await engine.next_submit(1)
         assert (await reader.read()).HasField("admitted")
         for _ in range(50):  # 50 x 60 kB that nobody takes
@@ -284,8 +284,8 @@ async def test_a_stalled_client_does_not_delay_the_others() -> None:
 
 
 async def test_the_call_s_deadline_reaches_the_engine() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        error = await error_of(door.generation.Generate(GenerateRequest(text="x"), timeout=0.2))
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        error = await error_of(servicer.generation.Generate(GenerateRequest(text="x"), timeout=0.2))
         assert isinstance(error, errors.DeadlineExceeded)
         (request,) = engine.submitted
         assert request.deadline_remaining_ms is not None
@@ -294,12 +294,12 @@ async def test_the_call_s_deadline_reaches_the_engine() -> None:
 
 
 async def test_engine_loss_is_unavailable_before_tokens_and_aborted_after() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        with_token = door.generation.Generate(GenerateRequest(text="x", request_id="with"))
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        with_token = servicer.generation.Generate(GenerateRequest(text="x", request_id="with"))
         engine.emit(await engine.next_submit(0), [65])
         assert (await with_token.read()).HasField("admitted")
         assert (await with_token.read()).delta.token_ids == [65]
-        without_token = door.generation.Generate(GenerateRequest(text="x", request_id="without"))
+        without_token = servicer.generation.Generate(GenerateRequest(text="x", request_id="without"))
         await engine.next_submit(1)
         assert (await without_token.read()).HasField("admitted")
         await engine.die()
@@ -324,9 +324,9 @@ async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.Mo
         finally:
             closed.set()
 
-    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.3) as door:
-        monkeypatch.setattr(door.core.generator, "generate", torrent)
-        call = door.generation.Generate(GenerateRequest(text="x"))
+    async with FakeEngine() as engine, open_api(engine, client_timeout_s=0.3) as servicer:
+        monkeypatch.setattr(servicer.core.generator, "generate", torrent)
+        call = servicer.generation.Generate(GenerateRequest(text="x"))
         await call.read()
         await asyncio.wait_for(closed.wait(), 10)
         error = await error_of(read_rest(call))
@@ -335,8 +335,8 @@ async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.Mo
 
 
 async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
-    async with FakeEngine() as engine, open_door(engine, client_timeout_s=0.1) as door:
-        call = door.generation.Generate(GenerateRequest(text="x"))
+    async with FakeEngine() as engine, open_api(engine, client_timeout_s=0.1) as servicer:
+        call = servicer.generation.Generate(GenerateRequest(text="x"))
         request = await engine.next_submit()
         assert (await call.read()).WhichOneof("event") == "admitted"
         await asyncio.sleep(0.3)
@@ -346,8 +346,8 @@ async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
 
 
 async def test_operators_are_served_without_a_ready_engine_and_embeddings_are_not() -> None:
-    async with FakeEngine(is_ready=False) as engine, open_door(engine, waits=False) as door:
-        stub = health_pb2_grpc.HealthStub(door.channel)
+    async with FakeEngine(is_ready=False) as engine, open_api(engine, waits=False) as servicer:
+        stub = health_pb2_grpc.HealthStub(servicer.channel)
         for name, expected in (
             ("triptych.v1.AdminService", health_pb2.HealthCheckResponse.SERVING),
             ("triptych.v1.EmbeddingService", health_pb2.HealthCheckResponse.NOT_SERVING),
@@ -356,34 +356,34 @@ async def test_operators_are_served_without_a_ready_engine_and_embeddings_are_no
 
 
 async def test_connections_grow_no_older_than_asked_for() -> None:
-    async with FakeEngine(alphabet) as engine, open_door(engine, max_connection_age_s=0.2) as door:
+    async with FakeEngine(alphabet) as engine, open_api(engine, max_connection_age_s=0.2) as servicer:
         list_models = generation_pb2.ListModelsRequest()
-        await door.generation.ListModels(list_models)
+        await servicer.generation.ListModels(list_models)
         ready = grpc.ChannelConnectivity.READY
-        await asyncio.wait_for(door.channel.wait_for_state_change(ready), 10)
-        assert (await door.generation.ListModels(list_models)).models[0].name == "tiny"
+        await asyncio.wait_for(servicer.channel.wait_for_state_change(ready), 10)
+        assert (await servicer.generation.ListModels(list_models)).models[0].name == "tiny"
 
 
 async def test_a_long_conversation_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    plain = grpc_door_module._to_chat
+    plain = servicer_module._to_chat
 
     def to_chat(chat: generation_pb2.Chat) -> Any:
         threads.append(threading.get_ident())
         return plain(chat)
 
-    monkeypatch.setattr(grpc_door_module, "_to_chat", to_chat)
-    async with FakeEngine() as engine, open_door(engine) as door:
+    monkeypatch.setattr(servicer_module, "_to_chat", to_chat)
+    async with FakeEngine() as engine, open_api(engine) as servicer:
         for num_messages in (1, 200):
             chat = {"messages": [{"role": "user", "content": "x"}] * num_messages}
-            await door.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))  # type: ignore[arg-type]
+            await servicer.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))  # type: ignore[arg-type]
     short, long = threads
     assert short == threading.get_ident() != long
 
 
 async def test_health_follows_the_engines() -> None:
-    async with FakeEngine(is_ready=False) as engine, open_door(engine, waits=False) as door:
-        health = health_pb2_grpc.HealthStub(door.channel)
+    async with FakeEngine(is_ready=False) as engine, open_api(engine, waits=False) as servicer:
+        health = health_pb2_grpc.HealthStub(servicer.channel)
 
         async def status(name: str) -> int:
             return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
@@ -394,7 +394,7 @@ async def test_health_follows_the_engines() -> None:
         )
         assert (await status(""), await status(SERVICE)) == (serving, not_serving)
         assert isinstance(
-            await error_of(door.generation.Generate(GenerateRequest(text="x"))), errors.EngineUnavailable
+            await error_of(servicer.generation.Generate(GenerateRequest(text="x"))), errors.EngineUnavailable
         )
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == not_serving
@@ -407,8 +407,8 @@ async def test_health_follows_the_engines() -> None:
 
 
 async def test_reflection_lists_the_services() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        stub = reflection_pb2_grpc.ServerReflectionStub(door.channel)
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        stub = reflection_pb2_grpc.ServerReflectionStub(servicer.channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         async for response in call:
             names = {service.name for service in response.list_services_response.service}
@@ -421,8 +421,8 @@ async def test_reflection_lists_the_services() -> None:
 
 
 async def test_tokenize_detokenize_and_models() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        stub = door.generation
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        stub = servicer.generation
         tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(text="Größe"))
         assert list(tokenized.token_ids) == TOKENIZER.encode("Größe")
         assert tokenized.max_model_len == 64
@@ -442,25 +442,25 @@ async def test_tokenize_detokenize_and_models() -> None:
 
 
 async def test_embedding_is_refused_by_name() -> None:
-    async with FakeEngine() as engine, open_door(engine) as door:
-        error = await error_of(door.embedding.Embed(generation_pb2.EmbedRequest(inputs=["x"])))
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        error = await error_of(servicer.embedding.Embed(generation_pb2.EmbedRequest(inputs=["x"])))
         assert isinstance(error, errors.FeatureDisabled)
         assert "EmbeddingService.Embed" in error.message
 
 
 async def test_the_operator_s_calls_reach_the_engine_named() -> None:
-    async with FakeEngine() as a, FakeEngine(engine_id="engine-1") as b, open_door(a, b) as door:
+    async with FakeEngine() as a, FakeEngine(engine_id="engine-1") as b, open_api(a, b) as servicer:
         for name in ("engine-0", "engine-1"):
-            response = await door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name))
+            response = await servicer.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name))
             assert (response.status.engine_id, response.status.num_running) == (name, 3)
         for name in ("", "engine-7"):
-            error = await error_of(door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name)))
+            error = await error_of(servicer.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id=name)))
             assert isinstance(error, errors.InvalidRequest)
             assert "engine-0, engine-1" in error.message
-        watch = door.admin.WatchStatus(admin_pb2.WatchStatusRequest(engine_id="engine-1"))
+        watch = servicer.admin.WatchStatus(admin_pb2.WatchStatusRequest(engine_id="engine-1"))
         for _ in range(2):
             assert (await watch.read()).status.engine_id == "engine-1"
         watch.cancel()
         await b.die()
-        error = await error_of(door.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id="engine-1")))
+        error = await error_of(servicer.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id="engine-1")))
         assert isinstance(error, errors.EngineUnavailable)

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
-from tests.helpers.http_api import open_door
+from tests.helpers.http_api import open_api
 from triptych.types.submit import SubmitRequest
 
 TOKENIZER = byte_tokenizer()
@@ -30,10 +30,10 @@ async def test_text_of_many_bytes_per_character_streams_whole() -> None:
     async with (
         FakeEngine(say(text)) as engine,
         frontend_core(engine) as core,
-        open_door(core.generator) as door,
+        open_api(core.generator) as servicer,
     ):
-        whole = await door.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=40)
-        stream = await door.client.chat.completions.create(
+        whole = await servicer.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=40)
+        stream = await servicer.client.chat.completions.create(
             model="tiny", messages=CHAT, max_tokens=40, stream=True
         )
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -46,9 +46,9 @@ async def test_a_stop_string_over_several_tokens_never_leaks() -> None:
     async with (
         FakeEngine(say("one two three")) as engine,
         frontend_core(engine) as core,
-        open_door(core.generator) as door,
+        open_api(core.generator) as servicer,
     ):
-        stream = await door.client.completions.create(model="tiny", prompt="a", stop="wo t", stream=True)
+        stream = await servicer.client.completions.create(model="tiny", prompt="a", stop="wo t", stream=True)
         parts = [chunk.choices[0] async for chunk in stream]
     assert "".join(part.text for part in parts) == "one t"
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
@@ -58,9 +58,9 @@ async def test_each_choice_and_prompt_is_submitted_under_its_own_name() -> None:
     async with (
         FakeEngine(say("xyz")) as engine,
         frontend_core(engine) as core,
-        open_door(core.generator) as door,
+        open_api(core.generator) as servicer,
     ):
-        answer = await door.client.completions.create(
+        answer = await servicer.client.completions.create(
             model="tiny", prompt=["a", "b"], n=2, seed=7, max_tokens=2, extra_headers={"X-Request-Id": "r"}
         )
     assert [(choice.index, choice.text) for choice in answer.choices] == [(i, "xy") for i in range(4)]
@@ -74,8 +74,8 @@ async def test_each_choice_and_prompt_is_submitted_under_its_own_name() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_client_that_leaves_is_aborted_at_the_engine(is_stream: bool) -> None:
-    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
-        _, writer = await door.connect("/v1/completions", {"prompt": "a", "n": 2, "stream": is_stream})
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
+        _, writer = await servicer.connect("/v1/completions", {"prompt": "a", "n": 2, "stream": is_stream})
         await engine.next_submit(1)
         engine.emit(engine.submitted[0], [65])
         writer.close()
@@ -88,9 +88,9 @@ async def test_a_full_queue_at_the_engine_is_a_429_with_a_retry_time() -> None:
     async with (
         FakeEngine(is_mute=True) as engine,
         frontend_core(engine) as core,
-        open_door(core.generator) as door,
+        open_api(core.generator) as servicer,
     ):
-        reader, writer = await door.connect("/v1/completions", {"prompt": "a"})
+        reader, writer = await servicer.connect("/v1/completions", {"prompt": "a"})
         refused = await engine.next_submit()
         engine.fail(
             refused, "QUEUE_FULL", "queue full: 64 requests wait, the limit is 64", retry_after_ms=1500
@@ -106,25 +106,25 @@ async def test_a_template_that_refuses_names_the_messages() -> None:
     async with (
         FakeEngine() as engine,
         frontend_core(engine, tokenizer=tokenizer) as core,
-        open_door(core.generator) as door,
+        open_api(core.generator) as servicer,
     ):
         with pytest.raises(openai.BadRequestError, match="roles must alternate") as caught:
-            await door.client.chat.completions.create(model="tiny", messages=CHAT)
+            await servicer.client.chat.completions.create(model="tiny", messages=CHAT)
     assert caught.value.param == "messages"
 
 
 async def test_health_follows_the_engine() -> None:
-    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
-        assert (await door.http.get("/health")).status_code == 200
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
+        assert (await servicer.http.get("/health")).status_code == 200
         engine.set_ready(False, "the worker is loading")
         await eventually(lambda: not core.generator.is_ready)
-        response = await door.http.get("/health")
+        response = await servicer.http.get("/health")
     assert response.status_code == 503
     assert "the worker is loading" in response.json()["error"]["message"]
 
 
 async def test_what_tokenize_refuses_is_named_in_the_client_s_words() -> None:
-    async with FakeEngine() as engine, frontend_core(engine) as core, open_door(core.generator) as door:
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}}
-        response = await door.http.post("/tokenize", json=body)
+        response = await servicer.http.post("/tokenize", json=body)
     assert response.json()["error"]["param"] == "chat_template_kwargs.messages"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.frontend.openai import reading
 from services.frontend.openai.reading import loads_in_parts
-from tests.helpers.http_api import open_door
+from tests.helpers.http_api import open_api
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -61,7 +61,7 @@ async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
         return json.loads(text)
 
     monkeypatch.setattr(reading, "loads_in_parts", spy)
-    async with open_door() as door:
+    async with open_api() as servicer:
         for size in (100, 10_000):
-            await door.post("/v1/completions", '{"prompt": "a"}'.ljust(size))
+            await servicer.post("/v1/completions", '{"prompt": "a"}'.ljust(size))
     assert threads[100] == threading.get_ident() != threads[10_000]

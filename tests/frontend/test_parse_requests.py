@@ -22,7 +22,7 @@ FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, has_priorities=False)
 
 
 def raw_request(prompt: Any = "Hello", engine: EngineWelcome = ENGINE, **fields: Any) -> RawRequest:
-    return RawRequest(door="test", prompt=prompt, **fields)
+    return RawRequest(servicer="test", prompt=prompt, **fields)
 
 
 def sampling_of(given: dict[str, Any], defaults: dict[str, float] | None = None) -> SamplingParams:
@@ -145,7 +145,7 @@ def test_bad_request_is_refused_with_field_value_and_limit(
 
 def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
     raw = RawRequest(
-        door="test",
+        servicer="test",
         prompt=[7, 300],
         sampling={"temperature": 3.0, "top_p": 0, "max_tokens": 0, "logprobs": 21},
         priority=5,
@@ -195,7 +195,7 @@ def test_sampling_that_nobody_has_built_is_refused_by_name(sampling: dict[str, A
 
 
 def test_everything_that_nobody_has_built_is_named() -> None:
-    raw = raw_request(adapter="lora", unserved=("chat.tools_json",), sampling={"bad_words": ["x"]})
+    raw = raw_request(adapter="lora", unsupported=("chat.tools_json",), sampling={"bad_words": ["x"]})
     with pytest.raises(FeatureDisabled, match=r"^chat\.tools_json, bad_words, adapter: "):
         parse(raw, ENGINE, {})
 

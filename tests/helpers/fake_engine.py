@@ -343,7 +343,7 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
             num_used_blocks=2,
             num_cached_blocks=1,
             num_steps=7,
-            window=2,
+            steps_in_flight=2,
             step_ns=5,
             prefix_queries=0,
             prefix_hits=0,

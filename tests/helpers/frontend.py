@@ -62,7 +62,7 @@ async def frontend_core(
 
 
 def raw_request(prompt: object = "Hello", **fields: object) -> RawRequest:
-    return RawRequest(door="test", prompt=prompt, **fields)  # type: ignore[arg-type]
+    return RawRequest(servicer="test", prompt=prompt, **fields)  # type: ignore[arg-type]
 
 
 async def collect(generator: Generator, raw: RawRequest) -> list[Event]:

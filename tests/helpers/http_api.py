@@ -60,7 +60,7 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_api(
     generator: Generator | None = None, *, client_timeout_s: float = 60.0
 ) -> AsyncIterator[Door]:
     """Over a new fake generator, or over the given one, of any kind."""

@@ -20,7 +20,7 @@ from triptych.types.submit import single_choice
 
 
 class InProcessEngine:
-    """Generates as the two services do, `window` steps being launched before the oldest is waited for."""
+    """Generates as the two services do, `steps_in_flight` steps being launched before the oldest is waited for."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class InProcessEngine:
         *,
         num_blocks: int = 0,
         max_model_len: int = 0,
-        window: int = 2,
+        steps_in_flight: int = 2,
         enable_prefix_caching: bool = True,
         **scheduler: Any,
     ) -> None:
@@ -46,7 +46,7 @@ class InProcessEngine:
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""
         self._runner = runner
-        self._window = window
+        self._window = steps_in_flight
         runner.reset()
 
     def generate(

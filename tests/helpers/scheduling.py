@@ -196,10 +196,10 @@ class NaiveWorker:
             row, span = self.rows[slot], spans[slot]
             row.num_computed += len(span)
             if slot in failing_slots and span:
-                errors.append(RowError(slot, row.new.generation, "told to fail"))
+                errors.append(RowError(slot, row.new.slot_version, "told to fail"))
             elif slot in refused_slots and span:
                 fault = RowFault.of_client("sampling: told to be refused")
-                errors.append(fault.at(slot, row.new.generation))
+                errors.append(fault.at(slot, row.new.slot_version))
             if span and row.num_computed == len(row.tokens):
                 fingerprint = prefix_fingerprints(row.tokens)[-1]
                 token_id = sample(row.new.seed, len(row.tokens), fingerprint)
@@ -226,7 +226,7 @@ class NaiveWorker:
             -positions[:, None].astype(np.float32),
             np.ones(len(positions), np.uint32),
         )
-        return RowPromptLogprobs(row.new.slot, row.new.generation, part)
+        return RowPromptLogprobs(row.new.slot, row.new.slot_version, part)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for slot in plan.removed_slots.tolist():
@@ -288,11 +288,11 @@ class NaiveWorker:
 
 @dataclass
 class Engine:
-    """A scheduler and a worker in one room, with up to `window` plans in flight."""
+    """A scheduler and a worker in one room, with up to `steps_in_flight` plans in flight."""
 
     scheduler: Scheduler
     worker: NaiveWorker = field(default_factory=NaiveWorker)
-    window: int = 2
+    steps_in_flight: int = 2
     plans: deque[StepPlan] = field(default_factory=deque)
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     outcomes: dict[tuple[int, int], Finished | Failed] = field(default_factory=dict)
@@ -373,7 +373,7 @@ class Engine:
     def run_while_it_can(self, max_steps: int = 100_000) -> None:
         """Until there is nothing to compute, though requests may wait."""
         for _ in range(max_steps):
-            while len(self.plans) < self.window and self.plan() is not None:
+            while len(self.plans) < self.steps_in_flight and self.plan() is not None:
                 pass
             if not self.plans:
                 return

@@ -15,18 +15,18 @@ import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.enginecore.frontends.servicer import ADMIN_SERVICE, AdminDoor, EngineCoreDoor
+from services.enginecore.frontends.servicer import ADMIN_SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.frontends.servicer import SERVICE as ENGINE_SERVICE
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_WINDOW
+from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from services.worker.runner.base import CompletedStep
-from services.worker.service.lease import SessionGate
+from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE as WORKER_SERVICE
-from services.worker.service.servicer import WorkerDoor
+from services.worker.service.servicer import WorkerServicer
 from services.worker.service.sleep import SleepControl
-from services.worker.service.status import InfoBoard
+from services.worker.service.status import StatusPublisher
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
 from triptych.config.shared import shared_config
@@ -74,7 +74,7 @@ class NaiveRunner:
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_window=4,
+            max_steps_in_flight=4,
         )
 
     def launch(self, plan: StepPlan) -> CompletedStep:
@@ -108,23 +108,30 @@ class WorkerStack:
 
     def __init__(self, config: EngineConfig, runner: NaiveRunner) -> None:
         self.runner = runner
-        self.board = InfoBoard()
+        self.status_publisher = StatusPublisher()
         self._server = RpcServer(services=(WORKER_SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
 
         def on_ready(_: object) -> None:
-            self.board.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
+            self.status_publisher.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
 
         self._thread = RunnerThread(
             lambda on_phase: runner,
-            on_phase=lambda phase, progress: self.board.change(phase=phase, progress=progress),
+            on_phase=lambda phase, progress: self.status_publisher.change(phase=phase, progress=progress),
             on_ready=on_ready,
         )
-        self._gate = SessionGate(
-            self.board, self._thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
+        self._lease = WorkerLease(
+            self.status_publisher,
+            self._thread,
+            shared_config(config),
+            resume_ttl_s=config.engine.resume_ttl_s,
         )
-        sleep = SleepControl(self._gate, self._thread, self.board, set_ready=self._server.set_ready)
-        door = WorkerDoor(self._gate, sleep, self.board, WorkerMetrics.create(CollectorRegistry()))
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(door, self._server.grpc)
+        sleep = SleepControl(
+            self._lease, self._thread, self.status_publisher, set_ready=self._server.set_ready
+        )
+        servicer = WorkerServicer(
+            self._lease, sleep, self.status_publisher, WorkerMetrics.create(CollectorRegistry())
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.grpc)
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
@@ -134,12 +141,12 @@ class WorkerStack:
 
     @property
     def num_in_flight(self) -> int:
-        return self._gate.num_in_flight
+        return self._lease.num_in_flight
 
     def drain(self) -> None:
         """As the app does on SIGTERM."""
-        self.board.change(phase=Phase.DRAINING, progress=0.0)
-        self._gate.drain()
+        self.status_publisher.change(phase=Phase.DRAINING, progress=0.0)
+        self._lease.drain()
 
     async def stop(self, grace_s: float = 0.0) -> None:
         await self._server.stop(grace_s)
@@ -159,15 +166,15 @@ class EngineStack:
                 engine_id=config.engine.engine_id,
                 epoch=time.time_ns() // 1_000_000,
                 shared_config=shared_config(config),
-                window=config.scheduler.window or MAX_WINDOW,
+                steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
             ),
             epoch=1,
             metrics=EngineMetrics.create(CollectorRegistry()),
             on_ready_change=lambda ready: None,
         )
-        self.door = EngineCoreDoor(self.loop, resume_ttl_s=config.engine.resume_ttl_s)
-        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self.door, self._server.grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminDoor(self.loop), self._server.grpc)
+        self.servicer = EngineCoreServicer(self.loop, resume_ttl_s=config.engine.resume_ttl_s)
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self.servicer, self._server.grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.loop), self._server.grpc)
         self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0, option='engine.port')}"
 
     async def start(self) -> None:
@@ -176,7 +183,7 @@ class EngineStack:
 
     async def stop(self) -> None:
         await self._server.stop(0)
-        self.door.close()
+        self.servicer.close()
         self.task.cancel()
         await asyncio.wait([self.task])
 

@@ -15,9 +15,9 @@ def _no_options_in_the_environment(monkeypatch):
 
 def test_options_go_by_bare_name_or_by_key():
     config = config_from_overrides(
-        {"max_num_seqs": 16, "scheduler.window": 1, "enable_prefix_caching": False}
+        {"max_num_seqs": 16, "scheduler.steps_in_flight": 1, "enable_prefix_caching": False}
     )
-    assert (config.scheduler.max_num_seqs, config.scheduler.window) == (16, 1)
+    assert (config.scheduler.max_num_seqs, config.scheduler.steps_in_flight) == (16, 1)
     assert config.cache.enable_prefix_caching is False
 
 

@@ -41,7 +41,7 @@ TABLE = [
     (errors.StaleEpoch("epoch 7, epoch 8 holds the worker"), "FAILED_PRECONDITION", 500),
     (errors.SequenceGap("step 9 after step 7"), "ABORTED", 500),
     (errors.ProtocolViolation("expected a step, got a welcome"), "ABORTED", 500),
-    (errors.ConfigError("scheduler.window: 9 is out of range"), "FAILED_PRECONDITION", 500),
+    (errors.ConfigError("scheduler.steps_in_flight: 9 is out of range"), "FAILED_PRECONDITION", 500),
     (errors.ModelError("config.json: no such file"), "FAILED_PRECONDITION", 500),
     (errors.RankUnavailable("rank 1 of 2 is gone"), "UNAVAILABLE", 503),
     (errors.EngineFailure("the row gave no finite logits"), "INTERNAL", 500),

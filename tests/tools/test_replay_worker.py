@@ -71,7 +71,7 @@ async def test_a_worker_computes_the_same_tokens_again_over_two_sessions(tmp_pat
         assert result.divergence == ""
         assert result.num_steps == run.engine.scheduler.counters.num_steps
         assert await replayed(tmp_path, stack) == result  # it left in order, nobody holds the worker
-        assert stack.board.state.held_by == ""
+        assert stack.status_publisher.state.held_by == ""
 
 
 async def test_the_first_other_token_is_told_with_step_slot_and_request(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) ->
         told = next(record for record in caplog.records if "fingerprint" in record.getMessage())
         assert told.levelno == logging.WARNING
         assert "engine expects " + "f" * 64 + ", worker has " + "0" * 64 in told.getMessage()
-        assert not other.board.state.held_by
+        assert not other.status_publisher.state.held_by
         await other.stop()
 
 
@@ -192,7 +192,7 @@ async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() ->
             engine_id="engine-0",
             epoch=1,
             shared_config=shared_config(config),
-            window=2,
+            steps_in_flight=2,
         )
         for _ in range(2)
     ]
@@ -203,7 +203,7 @@ async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() ->
         await news.wait()
     with pytest.raises(WorkerLost, match="dialled again"):
         executors[0].receive()
-    assert "engine-0" in worker.board.state.held_by
+    assert "engine-0" in worker.status_publisher.state.held_by
     for executor in executors:
         await executor.close()
     await worker.stop()
@@ -387,7 +387,7 @@ async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
     try:
         async with asyncio.timeout(0.5):
             while True:
-                await engine.loop.wait_for_room()
+                await engine.loop.wait_until_below_limit()
                 engine.loop.submit(session, make_submit(num_submitted, [1], max_tokens=1))
                 num_submitted += 1
     except TimeoutError:
@@ -395,7 +395,7 @@ async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
     assert 100 < num_submitted < 100_000
     await engine.start()
     async with asyncio.timeout(DEADLINE_S):
-        await engine.loop.wait_for_room()
+        await engine.loop.wait_until_below_limit()
     await engine.stop()
 
 
@@ -407,13 +407,13 @@ async def test_an_engine_that_is_busy_takes_no_more_bytes_than_it_can_hold(monke
     with suppress(TimeoutError):
         async with asyncio.timeout(0.2):
             while True:
-                await engine.loop.wait_for_room()
+                await engine.loop.wait_until_below_limit()
                 engine.loop.submit(session, make_submit(num_submitted, [1] * 5000, max_tokens=1))
                 num_submitted += 1
     assert 4 <= num_submitted <= 6  # of 20 kB each
     await engine.start()
     async with asyncio.timeout(DEADLINE_S):
-        await engine.loop.wait_for_room()
+        await engine.loop.wait_until_below_limit()
     await engine.stop()
 
 
@@ -453,7 +453,7 @@ async def test_a_reset_of_the_cache_while_results_are_on_their_way_spoils_nothin
 async def test_streams_end_in_order_when_the_engine_has_drained() -> None:
     async with running_stack() as (_, engine, frontend):
         engine.loop.stop_taking()
-        engine.door.close()
+        engine.servicer.close()
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()
         assert not frontend.welcomes[-1].ready

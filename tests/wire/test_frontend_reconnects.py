@@ -106,7 +106,7 @@ class Stand:
 
     @property
     def num_sessions(self) -> int:
-        return len(self.engine.door._sessions._by_name) - 1  # the operator's is one
+        return len(self.engine.servicer._sessions._by_name) - 1  # the operator's is one
 
     async def cut(self) -> None:
         """And wait until it was noticed."""
@@ -413,12 +413,12 @@ async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
         yield engine_core_pb2.ConnectRequest(abort=b"")
 
     async with stand() as s:
-        sessions = s.engine.door._sessions
+        sessions = s.engine.servicer._sessions
         session = sessions.open("other", "boot")
-        await s.engine.door._read(late(), session, stream=1)
+        await s.engine.servicer._read(late(), session, stream=1)
         assert session.messages_received == 1
         assert sessions.resume(session.name, 0) is session
-        await s.engine.door._read(late(), session, stream=1)
+        await s.engine.servicer._read(late(), session, stream=1)
         assert session.messages_received == 1
         sessions.end(session, "left")
 
@@ -450,7 +450,7 @@ async def test_an_engine_that_stops_in_order_keeps_nobody_waiting() -> None:
         s.worker.runner.may_step.clear()
         s.submit(5, max_tokens=300)
         await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 5)
-        s.engine.door.close()
+        s.engine.servicer.close()
         await s.all_end()
         assert all("the engine closed the stream" in sink.end for sink in s.sinks)
 

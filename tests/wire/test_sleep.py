@@ -66,8 +66,8 @@ async def test_what_is_kept_over_a_sleep_goes_on_with_the_same_tokens(level: Sle
         await frontend.wait_for(lambda: len(frontend.tokens.get(1, [])) > 20)
         assert await sleep(frontend, KEEP, level=level.value) == level.value << 30
         assert worker.runner.level is level
-        assert worker.board.state.phase == Phase.ASLEEP
-        assert worker.board.state.held_by == ""
+        assert worker.status_publisher.state.phase == Phase.ASLEEP
+        assert worker.status_publisher.state.held_by == ""
         num_steps = worker.runner.num_steps
         await submit(frontend, 2, SHORT)
         status = await frontend.wait_status(lambda status: status.num_waiting == 2)
@@ -217,7 +217,7 @@ async def test_a_worker_without_the_memory_to_wake_says_so_sleeps_on_and_wakes_l
         assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         status = await frontend.status()
         assert (status.asleep, status.ready, status.num_waiting) == (True, True, 1)
-        assert worker.board.state.phase == Phase.ASLEEP
+        assert worker.status_publisher.state.phase == Phase.ASLEEP
         worker.runner.wake_error = None
         await wake(frontend)
         await frontend.wait_for(lambda: 1 in frontend.ends)
@@ -331,7 +331,10 @@ async def test_nobody_but_the_engine_that_holds_a_worker_puts_it_to_sleep() -> N
                 await stub.Sleep(worker_pb2.SleepRequest(session_name="boot/1", level=1))
             call = stub.Execute()
             hello = worker_pb2.Hello(
-                min_protocol=PROTOCOL_VERSION, max_protocol=PROTOCOL_VERSION, engine_id="other", window=1
+                min_protocol=PROTOCOL_VERSION,
+                max_protocol=PROTOCOL_VERSION,
+                engine_id="other",
+                steps_in_flight=1,
             )
             await call.write(worker_pb2.ExecuteRequest(hello=hello))
             assert await call.code() is grpc.StatusCode.UNAVAILABLE

@@ -332,7 +332,7 @@ async def test_an_engine_whose_place_was_taken_ends() -> None:
             engine_id="engine-0",
             epoch=(1 << 50),
             shared_config=shared_config(make_config()),
-            window=2,
+            steps_in_flight=2,
         )
         async with asyncio.timeout(DEADLINE_S):
             while True:

@@ -146,7 +146,7 @@ row_contents = build(RowContent, prompt_token_ids=u32_column(), sampling=samplin
 new_rows = build(
     NewRow,
     slot=u32,
-    generation=u32,
+    slot_version=u32,
     content=row_contents,
     emitted_token_ids=u32_column(),
     num_computed_tokens=u32,
@@ -183,13 +183,13 @@ results = build(
     token_ids=u32_column(),
     logprobs=st.none() | logprob_columns(),
     prompt_logprobs=st.lists(
-        build(RowPromptLogprobs, slot=u32, generation=u32, logprobs=prompt_logprobs()), max_size=2
+        build(RowPromptLogprobs, slot=u32, slot_version=u32, logprobs=prompt_logprobs()), max_size=2
     ).map(tuple),
     row_errors=st.lists(
         build(
             RowError,
             slot=u32,
-            generation=u32,
+            slot_version=u32,
             message=words,
             code=st.sampled_from(RowErrorCode),
             kv_is_valid=st.booleans(),
@@ -226,7 +226,7 @@ worker_facts = build(
     ),
     max_num_seqs=u32,
     max_num_batched_tokens=u32,
-    max_window=u32,
+    max_steps_in_flight=u32,
     device_name=words,
     kernels=words,
     weight_bytes=u64,

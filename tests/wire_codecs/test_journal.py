@@ -100,14 +100,15 @@ def test_rows_are_followed_as_a_worker_follows_them(tmp_path: Path) -> None:
             pass
         plan = run.plans[0]
         before = {
-            slot: (row.new.generation, row.num_computed, len(row.tokens)) for slot, row in worker.rows.items()
+            slot: (row.new.slot_version, row.num_computed, len(row.tokens))
+            for slot, row in worker.rows.items()
         }
         run.finish_step()
         followed = rows.take(plan)
         computed, sampled = {}, []
         for slot, row in sorted(worker.rows.items()):
-            generation, start, num_tokens = before.get(slot, (-1, 0, 0))
-            if generation != row.new.generation:
+            slot_version, start, num_tokens = before.get(slot, (-1, 0, 0))
+            if slot_version != row.new.slot_version:
                 start, num_tokens = row.new.num_computed_tokens, len(row.new.token_ids)
             if row.num_computed > start:
                 computed[slot] = (row.num_computed - start, row.num_computed)

@@ -11,8 +11,8 @@ from torch import Tensor
 from services.worker.runner.cuda.streams import DeviceTimes
 
 
-class DeferredLink:
-    """A `DeviceLink`; two blocks take turns, as on a device."""
+class DeferredStream:
+    """A `DeviceStream`; two blocks take turns, as on a device."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -62,7 +62,7 @@ def simulated_runner(
         kv=KvShape(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_window=4,
+        max_steps_in_flight=4,
     )
     return SimulatedRunner(
         facts=facts,

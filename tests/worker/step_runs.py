@@ -16,7 +16,7 @@ from services.worker.context.resolved import ResolvedConfig
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan, tiny_facts
 from triptych.types.step import StepPlan, StepResult
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def runner_for(
-    model: nn.Module, config: ResolvedConfig, link: DeferredLink | None, group: RankGroup | None = None
+    model: nn.Module, config: ResolvedConfig, stream: DeferredStream | None, group: RankGroup | None = None
 ) -> ModelRunner:
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     facts = tiny_facts(config, kv.max_model_len, kv.shape)
@@ -34,7 +34,7 @@ def runner_for(
         kv_caches=allocate_kv_cache(kv.shape, CPU),
         facts=facts,
         enforce_eager=True,
-        link=link,
+        stream=stream,
         group=group,
     )
 
@@ -57,7 +57,7 @@ def plans(kinds: list[str], num_steps: int) -> list[StepPlan]:
     decodes = [step_plan(step_id) for step_id in range(3, num_steps + 1)]
     middle = len(decodes) // 2
     content = replace(rows[0].content, prompt_token_ids=rows[0].token_ids[::-1].copy())
-    successor = replace(rows[0], generation=9, content=content)
+    successor = replace(rows[0], slot_version=9, content=content)
     decodes[middle] = step_plan(middle + 3, removed=[0], new=[successor], chunks={0: 6})
     return [first, second, *decodes]
 
@@ -68,7 +68,7 @@ def assert_same(one: StepResult, other: StepResult) -> None:
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.row_errors == other.row_errors
     for one_prompt, other_prompt in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
-        assert (one_prompt.slot, one_prompt.generation) == (other_prompt.slot, other_prompt.generation)
+        assert (one_prompt.slot, one_prompt.slot_version) == (other_prompt.slot, other_prompt.slot_version)
         first, second = one_prompt.logprobs, other_prompt.logprobs
         assert first.first_position == second.first_position
         np.testing.assert_array_equal(first.token_ids, second.token_ids)

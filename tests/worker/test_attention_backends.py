@@ -28,7 +28,7 @@ from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.attention_packages import Call, Calls, attend_pages, install
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config, tiny_facts
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import isa
@@ -243,7 +243,9 @@ def test_flashinfer_takes_its_workspace_at_once(calls: Calls, heads_per_kv_head,
     assert decodes.bound["float_workspace_buffer"] is rows.bound["float_workspace_buffer"]
 
 
-def run_steps(attention: AttentionBackend | None, link: DeferredLink | None, *, block_size: int, eager: bool):
+def run_steps(
+    attention: AttentionBackend | None, stream: DeferredStream | None, *, block_size: int, eager: bool
+):
     """Tokens of two requests through prompts, a mixed step and decodes; and the runner that said them."""
     architecture = tiny_architecture(num_heads=6, num_kv_heads=3)
     config = tiny_config(architecture, block_size=block_size, num_blocks=20)
@@ -256,7 +258,7 @@ def run_steps(attention: AttentionBackend | None, link: DeferredLink | None, *, 
         facts=tiny_facts(config, kv.max_model_len, kv.shape),
         attention=attention,
         enforce_eager=eager,
-        link=link,
+        stream=stream,
     )
     num_blocks = -(-24 // block_size)
     first, second = np.arange(1, 1 + num_blocks), np.arange(1 + num_blocks, 1 + 2 * num_blocks)
@@ -270,13 +272,13 @@ def run_steps(attention: AttentionBackend | None, link: DeferredLink | None, *, 
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("link", [None, DeferredLink], ids=["waiting", "asynchronous"])
-def test_a_model_says_what_it_says_with_our_own_attention(calls: Calls, name: str, link) -> None:
+@pytest.mark.parametrize("stream", [None, DeferredStream], ids=["waiting", "asynchronous"])
+def test_a_model_says_what_it_says_with_our_own_attention(calls: Calls, name: str, stream) -> None:
     make, block_sizes = BACKENDS[name]
     backend = make()
     block_size = block_sizes[-1]
-    own, _ = run_steps(PagedAttention("torch"), link and link(), block_size=block_size, eager=True)
-    tokens, runner = run_steps(backend, link and link(), block_size=block_size, eager=True)
+    own, _ = run_steps(PagedAttention("torch"), stream and stream(), block_size=block_size, eager=True)
+    tokens, runner = run_steps(backend, stream and stream(), block_size=block_size, eager=True)
     assert tokens == own
     assert len(tokens[-1]) == 2
     assert len({*np.ravel(tokens[3:])}) > 1

@@ -20,7 +20,7 @@ from services.worker.runner.cuda.forward import DeviceEagerBackend, DeviceForwar
 from services.worker.runner.cuda.graph_recorder import Cut, Replay
 from services.worker.runner.cuda.inputs import DeviceInputs
 from services.worker.runner.model_runner import ModelRunner
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.test_overlapped_steps import continuation
@@ -86,8 +86,8 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     """Of the graphs of every runner over a link that is made from now on."""
     recorder = FakeRecorder()
 
-    def create(model, kv_caches, inputs, *, link, last_tokens, max_model_len, vocab_size, **_):
-        device_inputs = DeviceInputs(inputs, link)
+    def create(model, kv_caches, inputs, *, stream, last_tokens, max_model_len, vocab_size, **_):
+        device_inputs = DeviceInputs(inputs, stream)
         launch = DeviceForward(LengthsFromTensors(model), kv_caches, last_tokens)
         return CudaGraphBackend(
             launch,
@@ -95,7 +95,7 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
             host=inputs,
             others=DeviceEagerBackend(launch, device_inputs),
             recorder=recorder,
-            device=link.device,
+            device=stream.device,
             max_seq_len=max_model_len,
             vocab_size=vocab_size,
         )
@@ -107,7 +107,7 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
 def echo_runner(**arguments: int) -> tuple[ModelRunner, EchoModel]:
     model = EchoModel(VOCAB)
     config = tiny_config(tiny_architecture(vocab_size=VOCAB), **arguments)
-    return runner_for(model, config, DeferredLink()), model
+    return runner_for(model, config, DeferredStream()), model
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_model_says_the_same_replayed_and_one_by_one(recorder: FakeRecorder, k
     assert isinstance(model, nn.Module)
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(kinds, 20)]
-    replayed = runner_for(model, config, DeferredLink())
+    replayed = runner_for(model, config, DeferredStream())
     flying = [replayed.launch(plan) for plan in plans(kinds, 20)]
     for one, other in zip((step.wait() for step in flying), expected, strict=True):
         assert_same(one, other)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from services.worker.layers.moe import HeldExpert, HeldExperts, Router
+from services.worker.layers.moe import PackedExpert, PackedExperts, Router
 from services.worker.layers.weights import find_weight_targets
 from services.worker.loader import open_checkpoint
 from services.worker.models.registry import create_model
@@ -92,7 +92,7 @@ def test_experts_quantized_to_8_bits_say_nearly_the_same(oracle: Any, directory:
     if not isa():
         pytest.skip("no native kernels are built for this processor")
     model, architecture = load_checkpoint(directory, quantization="q8")
-    experts = [module for module in model.modules() if isinstance(module, HeldExpert)]
+    experts = [module for module in model.modules() if isinstance(module, PackedExpert)]
     assert (
         {type(expert.w13) for expert in experts}
         == {type(expert.w2) for expert in experts}
@@ -154,7 +154,7 @@ def test_on_a_device_quantized_experts_stand_in_one_piece_for_each_product(
     )  # fmt: skip
     config = replace(tiny_config(architecture), rank=RankFacts(device="meta"), quantization=quantization)
     model = create_model(config=config)
-    (layer,) = (module for module in model.modules() if isinstance(module, HeldExperts))
+    (layer,) = (module for module in model.modules() if isinstance(module, PackedExperts))
     targets = find_weight_targets(layer)
     assert len(targets) == 3 * 4
     for name, stack, size in (("w13", layer.w13, 256 * 64), ("w2", layer.w2, 64 * 128)):

@@ -85,7 +85,7 @@ def test_a_slot_and_its_blocks_serve_the_next_request_in_the_plan_that_frees_the
     runner = echo_runner()
     runner.execute(step_plan(1, new=[new_row(0, range(7), [1, 2])], chunks={0: 7}))
     result = runner.execute(
-        step_plan(2, removed=[0], new=[new_row(0, [8, 9], [2], generation=2)], chunks={0: 2})
+        step_plan(2, removed=[0], new=[new_row(0, [8, 9], [2], slot_version=2)], chunks={0: 2})
     )
     assert result.token_ids.tolist() == continuation([8, 9], 1)
     assert runner.execute(step_plan(3)).token_ids.tolist() == continuation([8, 9], 2)[1:]
@@ -109,12 +109,12 @@ def test_a_step_with_nothing_to_compute_has_an_empty_result():
 def test_a_row_whose_logits_are_nan_fails_alone():
     poison = 50
     runner = echo_runner(poisoned_tokens=[poison])
-    rows = [new_row(0, [1, 2], [1]), new_row(1, [3, poison], [2], generation=7), new_row(3, [4, 5], [3])]
+    rows = [new_row(0, [1, 2], [1]), new_row(1, [3, poison], [2], slot_version=7), new_row(3, [4, 5], [3])]
     result = runner.execute(step_plan(1, new=rows, chunks={0: 2, 1: 2, 3: 2}))
     first, third = continuation([1, 2], 2), continuation([4, 5], 2)
     assert result.token_ids.tolist() == [first[0], 0, third[0]]
     (error,) = result.row_errors
-    assert (error.slot, error.generation) == (1, 7)
+    assert (error.slot, error.slot_version) == (1, 7)
     assert "NaN" in error.message
     result = runner.execute(step_plan(2, removed=[1]))
     assert result.token_ids.tolist() == [first[1], third[1]]

@@ -14,7 +14,7 @@ from services.worker.context.rank_group import OneRank
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.model_runner import ModelRunner
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.test_random_plans import BUDGET, MAX_NUM_SEQS, NUM_BLOCKS, VOCAB, NaiveEngine
@@ -31,10 +31,10 @@ from triptych.types.sampling import SamplingParams
 CPU = torch.device("cpu")
 
 
-def echo_runner(model: EchoModel | None = None) -> tuple[ModelRunner, DeferredLink]:
-    link = DeferredLink()
+def echo_runner(model: EchoModel | None = None) -> tuple[ModelRunner, DeferredStream]:
+    stream = DeferredStream()
     config = tiny_config(tiny_architecture(vocab_size=VOCAB))
-    return runner_for(model or EchoModel(VOCAB), config, link), link
+    return runner_for(model or EchoModel(VOCAB), config, stream), stream
 
 
 def continuation(prompt: list[int], length: int) -> list[int]:
@@ -45,7 +45,7 @@ def continuation(prompt: list[int], length: int) -> list[int]:
 
 
 def test_the_next_steps_are_launched_before_a_token_is_known() -> None:
-    runner, link = echo_runner()
+    runner, stream = echo_runner()
     prompt = [5, 6, 7]
     pending = [
         runner.launch(plan)
@@ -60,7 +60,7 @@ def test_the_next_steps_are_launched_before_a_token_is_known() -> None:
     tokens = [step.wait().token_ids.tolist() for step in pending]
     said = continuation(prompt, 4)
     assert tokens == [[said[0]], [said[1]], [said[2]], [*continuation([8, 8], 1), said[3]]]
-    assert [read.done for read in link.reads] == [True] * 4
+    assert [read.done for read in stream.reads] == [True] * 4
 
 
 def test_waiting_for_a_step_waits_for_those_before_it() -> None:
@@ -76,7 +76,7 @@ def test_waiting_for_a_step_waits_for_those_before_it() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_random_plans_say_what_single_requests_would_with_any_window(random: Any, window: int) -> None:
-    model, link = EchoModel(VOCAB), DeferredLink()
+    model, stream = EchoModel(VOCAB), DeferredStream()
     config = tiny_config(
         tiny_architecture(vocab_size=VOCAB),
         max_num_seqs=MAX_NUM_SEQS,
@@ -84,7 +84,7 @@ def test_random_plans_say_what_single_requests_would_with_any_window(random: Any
         num_blocks=NUM_BLOCKS,
         max_model_len=23,
     )
-    runner = runner_for(model, config, link)
+    runner = runner_for(model, config, stream)
     engine = NaiveEngine(random, 4, runner.facts.model.max_model_len)
     flying = []
     for _ in range(25):
@@ -111,7 +111,7 @@ def test_a_model_says_the_same_with_steps_in_flight_and_without(kinds: list[str]
     assert isinstance(model, nn.Module)
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(kinds, 20)]
-    ahead = runner_for(model, config, DeferredLink())
+    ahead = runner_for(model, config, DeferredStream())
     flying = [ahead.launch(plan) for plan in plans(kinds, 20)]
     for one, other in zip((step.wait() for step in flying), expected, strict=True):
         assert_same(one, other)
@@ -119,21 +119,21 @@ def test_a_model_says_the_same_with_steps_in_flight_and_without(kinds: list[str]
 
 @pytest.mark.parametrize(("kind", "waits"), [(kind, kind == "penalties") for kind in KINDS])
 def test_only_penalties_wait_for_the_tokens_before(kind: str, waits: bool) -> None:
-    runner, link = echo_runner()
+    runner, stream = echo_runner()
     row = new_row(0, [5, 6], [1], sampling=KINDS[kind], seed=1)
     runner.launch(step_plan(1, new=[row], chunks={0: 2}))
     second = runner.launch(step_plan(2))
-    assert [read.done for read in link.reads] == [waits, False]
+    assert [read.done for read in stream.reads] == [waits, False]
     runner.launch(step_plan(3, removed=[0], new=[new_row(1, [5], [2])]))
     assert not second.is_done() or waits, "who has left asks nothing"
-    assert not link.reads[1].done
+    assert not stream.reads[1].done
 
 
 def test_a_token_that_arrives_late_is_not_written_into_the_next_request_of_its_slot() -> None:
     runner, _ = echo_runner()
     first = runner.launch(step_plan(1, new=[new_row(0, [5, 6, 7], [1])], chunks={0: 3}))
     prompt = [9, 10, 11, 12, 13, 14]
-    entering = new_row(0, prompt, [2, 3], generation=2)
+    entering = new_row(0, prompt, [2, 3], slot_version=2)
     second = runner.launch(step_plan(2, removed=[0], new=[entering], chunks={0: 2}))
     assert first.wait().token_ids.tolist() == continuation([5, 6, 7], 1)
     assert second.wait().token_ids.size == 0
@@ -151,27 +151,27 @@ def test_a_row_that_was_skipped_goes_on_with_the_token_that_has_arrived_meanwhil
 def test_a_row_that_fails_is_named_when_its_step_is_waited_for() -> None:
     poison = 50
     runner, _ = echo_runner(EchoModel(VOCAB, poisoned_tokens=[poison]))
-    rows = [new_row(0, [1, 2], [1]), new_row(3, [3, poison], [2], generation=7)]
+    rows = [new_row(0, [1, 2], [1]), new_row(3, [3, poison], [2], slot_version=7)]
     first = runner.launch(step_plan(1, new=rows, chunks={0: 2, 3: 2}))
     second = runner.launch(step_plan(2))
-    successor = new_row(3, [4], [5], generation=8)
+    successor = new_row(3, [4], [5], slot_version=8)
     third = runner.launch(step_plan(3, removed=[3], new=[successor]))
     said = continuation([1, 2], 3)
     result = first.wait()
     assert result.token_ids.tolist() == [said[0], 0]
     (error,) = result.row_errors
-    assert (error.slot, error.generation) == (3, 7)
+    assert (error.slot, error.slot_version) == (3, 7)
     assert "NaN" in error.message
     assert second.wait().token_ids.tolist() == [said[1], next_token([3, poison, 0], VOCAB)]
     assert third.wait().token_ids.tolist() == [said[2], *continuation([4], 1)]
 
 
 def test_a_reset_waits_for_what_is_in_flight_and_forgets_it() -> None:
-    runner, link = echo_runner()
+    runner, stream = echo_runner()
     runner.launch(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))
     runner.launch(step_plan(2))
     runner.reset()
-    assert [read.done for read in link.reads] == [True, True]
+    assert [read.done for read in stream.reads] == [True, True]
     first = runner.launch(step_plan(1, new=[new_row(0, [3], [2])]))
     second = runner.launch(step_plan(2))
     assert [int(step.wait().token_ids[0]) for step in (first, second)] == continuation([3], 2)
@@ -186,12 +186,12 @@ def test_timings_are_the_devices_own() -> None:
 
 
 def test_a_decode_of_one_row_sends_little_of_the_longest_step() -> None:
-    link = DeferredLink()
+    stream = DeferredStream()
     config = tiny_config(tiny_architecture(vocab_size=VOCAB), max_num_seqs=64, budget=4096)
-    runner = runner_for(EchoModel(VOCAB), config, link)
+    runner = runner_for(EchoModel(VOCAB), config, stream)
     runner.execute(step_plan(1, new=[new_row(0, range(9), [1, 2, 3])], chunks={0: 9}))
     runner.execute(step_plan(2))
-    assert link.uploaded_bytes[1] < 5_000
+    assert stream.uploaded_bytes[1] < 5_000
 
 
 class MemoryHog(EchoModel):
@@ -218,7 +218,7 @@ def test_a_step_that_lacks_memory_once_is_tried_again() -> None:
 def test_a_step_that_lacks_memory_is_not_tried_again_while_other_ranks_wait_in_it() -> None:
     model = MemoryHog(VOCAB)
     config = tiny_config(tiny_architecture(vocab_size=VOCAB))
-    runner = runner_for(model, config, DeferredLink(), OneRank(0, 2))
+    runner = runner_for(model, config, DeferredStream(), OneRank(0, 2))
     model.num_failures = 1
     with pytest.raises(torch.OutOfMemoryError):
         runner.launch(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))
@@ -228,16 +228,16 @@ def test_a_step_that_lacks_memory_is_not_tried_again_while_other_ranks_wait_in_i
 def test_a_step_that_never_fits_fails_its_own_requests_by_name() -> None:
     model = MemoryHog(VOCAB)
     runner, _ = echo_runner(model)
-    rows = [new_row(0, [1, 2], [1]), new_row(1, [7], [3], generation=5)]
+    rows = [new_row(0, [1, 2], [1]), new_row(1, [7], [3], slot_version=5)]
     first = runner.launch(step_plan(1, new=rows, chunks={0: 2}))
     model.num_failures = 4
-    entering = new_row(2, [4, 5, 6], [6], generation=4)
+    entering = new_row(2, [4, 5, 6], [6], slot_version=4)
     second = runner.launch(step_plan(2, new=[entering], chunks={2: 2}, skipped=[1]))
     third = runner.launch(step_plan(3, removed=[0, 2]))
     assert first.wait().token_ids.tolist() == [*continuation([1, 2], 1), *continuation([7], 1)]
     result = second.wait()
     assert result.token_ids.tolist() == [0]
-    assert [(error.slot, error.generation) for error in result.row_errors] == [(0, 1), (2, 4)]
+    assert [(error.slot, error.slot_version) for error in result.row_errors] == [(0, 1), (2, 4)]
     assert "no memory for a step of 3 tokens of 2 requests" in result.row_errors[0].message
     assert third.wait().token_ids.tolist() == continuation([7], 2)[1:]
 
@@ -262,7 +262,7 @@ def test_a_step_without_memory_is_computed_without_its_newest_prompts() -> None:
     older = new_row(2, [9] * 5, [5, 6])
     second = runner.launch(step_plan(2, new=[older], chunks={2: 2}))
     model.max_tokens = 6
-    newer = new_row(0, [4, 5, 6, 7], [8], generation=4)
+    newer = new_row(0, [4, 5, 6, 7], [8], slot_version=4)
     third = runner.launch(step_plan(3, new=[newer], chunks={2: 3, 0: 4}))
     fourth = runner.launch(step_plan(4, removed=[0], blocks=[(1, 9)]))
     said = [continuation([1, 2], 4), continuation([9] * 5, 2), continuation([7], 4)]
@@ -270,7 +270,7 @@ def test_a_step_without_memory_is_computed_without_its_newest_prompts() -> None:
     assert second.wait().token_ids.tolist() == [said[0][1], said[2][1]]
     result = third.wait()
     assert result.token_ids.tolist() == [0, said[0][2], said[1][0], said[2][2]]
-    assert [(error.slot, error.generation) for error in result.row_errors] == [(0, 4)]
+    assert [(error.slot, error.slot_version) for error in result.row_errors] == [(0, 4)]
     assert "no memory for a step of 9 tokens of 4 requests" in result.row_errors[0].message
     assert result.logprobs is not None
     assert (result.logprobs.rows.tolist(), int(result.logprobs.token_ids[0])) == ([3], said[2][2])

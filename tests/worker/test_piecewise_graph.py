@@ -23,7 +23,7 @@ from services.worker.runner.cuda.piecewise_graph import (
     token_buckets,
 )
 from services.worker.runner.model_runner import ModelRunner
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
@@ -88,7 +88,7 @@ def test_pieces_captured_at_start_are_replayed_from_the_first_step_on(graphs: Tr
     config, model = tiny_model(max_num_seqs=8, num_blocks=80)
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(list(KINDS), 20)]
-    replayed = runner_for(model, config, DeferredLink())
+    replayed = runner_for(model, config, DeferredStream())
     told: list[float] = []
     replayed.capture_graphs(told.append)
     sizes = token_buckets(64)
@@ -107,7 +107,7 @@ def test_a_model_says_the_same_in_pieces_and_one_by_one(
     config, model = tiny_model(max_num_seqs=8, num_blocks=80)
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(kinds, 20)]
-    replayed = runner_for(model, config, DeferredLink())
+    replayed = runner_for(model, config, DeferredStream())
     flying = []
     results = []
     for plan in plans(kinds, 20):
@@ -124,7 +124,7 @@ def test_a_model_says_the_same_in_pieces_and_one_by_one(
 
 def test_a_long_step_is_not_recorded(graphs: TracedGraphs) -> None:
     config, model = tiny_model(max_num_seqs=10, budget=600, block_size=16, num_blocks=80)
-    runner = runner_for(model, config, DeferredLink())
+    runner = runner_for(model, config, DeferredStream())
     rows = [new_row(slot, [5] * 60, range(1 + 4 * slot, 5 + 4 * slot)) for slot in range(10)]
     runner.execute(step_plan(1, new=rows, chunks=dict.fromkeys(range(10), 52)))
     assert graphs.num_recorded == 0
@@ -134,7 +134,7 @@ def test_a_long_step_is_not_recorded(graphs: TracedGraphs) -> None:
 
 def test_queries_and_results_of_all_layers_share_memory(graphs: TracedGraphs) -> None:
     config, model = tiny_model()
-    runner = runner_for(model, config, DeferredLink())
+    runner = runner_for(model, config, DeferredStream())
     rows = [new_row(0, [5, 6, 7], [1, 2])]
     runner.execute(step_plan(1, new=rows, chunks={0: 3}))
     (bucket,) = backend_of(runner)._buckets.values()
@@ -149,7 +149,7 @@ def test_without_memory_for_pieces_steps_go_on_and_the_log_says_so_once(
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(["greedy"], 8)]
     graphs.failure = torch.OutOfMemoryError("tried to allocate 2.00 MiB")
-    runner = runner_for(model, config, DeferredLink())
+    runner = runner_for(model, config, DeferredStream())
     with caplog.at_level(logging.WARNING):
         for plan, other in zip(plans(["greedy"], 8), expected, strict=True):
             assert_same(runner.execute(plan), other)
@@ -162,6 +162,6 @@ def test_a_model_that_cannot_be_recorded_is_refused_and_the_way_out_is_named(gra
     config, model = tiny_model()
     forward = model.model.layers[0].mlp.forward  # type: ignore[attr-defined]
     model.model.layers[0].mlp.forward = lambda hidden: forward(hidden) * (hidden.sum().item() > -1e9)  # type: ignore[attr-defined]
-    runner = runner_for(model, config, DeferredLink())
+    runner = runner_for(model, config, DeferredStream())
     with pytest.raises(ConfigError, match=r"enforce_eager: steps of 16 tokens .* not permitted .* true"):
         runner.execute(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))

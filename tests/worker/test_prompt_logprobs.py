@@ -15,7 +15,7 @@ from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.base import StepRunner
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker import step_runs
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.simulated import simulated_runner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import EchoModel, new_row, runner_for, step_plan, tiny_architecture, tiny_config
@@ -36,7 +36,7 @@ def make_runner(kind: str) -> StepRunner:
     model = load_model(config, RandomCheckpoint(architecture, seed=3))
     assert isinstance(model, nn.Module)
     if kind == "device":
-        return step_runs.runner_for(model, config, DeferredLink())
+        return step_runs.runner_for(model, config, DeferredStream())
     return runner_for(model, config, enforce_eager=kind == "eager")
 
 
@@ -155,7 +155,7 @@ def test_neighbours_report_their_own_and_others_nothing(runner: StepRunner) -> N
 
 def test_a_slot_that_is_free_again_asks_for_nothing(runner: StepRunner) -> None:
     in_chunks(runner, row(), 4)
-    plain = row(generation=2, sampling=SamplingParams(temperature=0.0))
+    plain = row(slot_version=2, sampling=SamplingParams(temperature=0.0))
     assert not runner.execute(step_plan(2, removed=[0], new=[plain], chunks={0: 11})).prompt_logprobs
 
 
@@ -166,17 +166,19 @@ def test_logits_are_computed_for_those_who_ask_only() -> None:
     assert model.num_logit_rows == 1
     result = runner.execute(step_plan(2, removed=[0], new=[row(1)], chunks={1: len(PROMPT)}))
     assert model.num_logit_rows == len(PROMPT) - 1
-    assert [entry.generation for entry in result.prompt_logprobs] == [1]
+    assert [entry.slot_version for entry in result.prompt_logprobs] == [1]
 
 
-@pytest.mark.parametrize("link", [None, DeferredLink()])
-def test_a_prompt_whose_logits_are_nan_fails_alone(link: DeferredLink | None) -> None:
+@pytest.mark.parametrize("stream", [None, DeferredStream()])
+def test_a_prompt_whose_logits_are_nan_fails_alone(stream: DeferredStream | None) -> None:
     model = EchoModel(VOCAB, poisoned_tokens=[50])
-    runner: ModelRunner = step_runs.runner_for(model, tiny_config(tiny_architecture(vocab_size=VOCAB)), link)
-    rows = [row(0), row(1, [3, 50, 4, 5]), row(2, [3, 50], generation=7)]
+    runner: ModelRunner = step_runs.runner_for(
+        model, tiny_config(tiny_architecture(vocab_size=VOCAB)), stream
+    )
+    rows = [row(0), row(1, [3, 50, 4, 5]), row(2, [3, 50], slot_version=7)]
     result = runner.execute(step_plan(1, new=rows, chunks={0: len(PROMPT), 1: 3, 2: 2}))
     assert [entry.slot for entry in result.prompt_logprobs] == [0, 2]
-    assert [(error.slot, error.generation) for error in result.row_errors] == [(2, 7), (1, 1)]
+    assert [(error.slot, error.slot_version) for error in result.row_errors] == [(2, 7), (1, 1)]
     assert all("NaN" in error.message for error in result.row_errors)
 
 

@@ -50,7 +50,7 @@ class NaiveEngine:
     running: dict[int, Request] = field(default_factory=dict)
     holders: list[int] = field(default_factory=lambda: [0] * NUM_BLOCKS)
     step_id: int = 0
-    generation: int = 0
+    slot_version: int = 0
 
     def plan(self) -> StepPlan:
         random, self.step_id = self.random, self.step_id + 1
@@ -140,7 +140,7 @@ class NaiveEngine:
         for slot in self.random.sample(sorted(self.running), len(self.running)):
             request = self.running[slot]
             if slot in entering:
-                self.generation += 1
+                self.slot_version += 1
                 new.append(
                     new_row(
                         slot,
@@ -149,7 +149,7 @@ class NaiveEngine:
                         computed=request.computed,
                         cached=request.cached,
                         num_prompt=request.num_prompt,
-                        generation=self.generation,
+                        slot_version=self.slot_version,
                     )
                 )
             else:

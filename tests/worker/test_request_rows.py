@@ -122,9 +122,9 @@ def test_a_skipped_row_waits_and_goes_on_unchanged():
 def test_a_slot_is_reused_in_the_plan_that_frees_it_with_nothing_left_of_the_old_row():
     rows = make_rows()
     take_step(rows, step_plan(1, new=[new_row(0, range(9), [1, 2, 3])], chunks={0: 9}), 50)
-    plan = step_plan(2, removed=[0], new=[new_row(0, [7, 8], [3], generation=2)], chunks={0: 2})
+    plan = step_plan(2, removed=[0], new=[new_row(0, [7, 8], [3], slot_version=2)], chunks={0: 2})
     batch = gather_input_batch(rows, take_step(rows, plan, 51) and rows.apply(step_plan(3)))
-    assert rows.generation[0] == 2
+    assert rows.slot_version[0] == 2
     assert rows.block_table[0].tolist() == [3, 0, 0, 0, 0]
     assert batch.token_ids.tolist() == [51]
     assert batch.attention.block_tables.tolist() == [[3]]
@@ -193,11 +193,11 @@ def test_a_request_for_what_is_not_built_is_an_error_of_its_own():
     rows = make_rows()
     asking = SamplingParams(bad_words=("x",))
     step = rows.apply(
-        step_plan(1, new=[new_row(0, [1], [1]), new_row(2, [2], [2], sampling=asking, generation=8)])
+        step_plan(1, new=[new_row(0, [1], [1]), new_row(2, [2], [2], sampling=asking, slot_version=8)])
     )
     assert step.slots.tolist() == [0, 2]
     (error,) = step.row_errors
-    assert (error.slot, error.generation) == (2, 8)
+    assert (error.slot, error.slot_version) == (2, 8)
     assert "sampling.bad_words" in error.message
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from services.worker.runner.base import CompletedStep
 from services.worker.service.hello import EngineHello
-from services.worker.service.lease import Entry, SessionGate
+from services.worker.service.lease import Entry, WorkerLease
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.session import DrainNotice
-from services.worker.service.status import InfoBoard
+from services.worker.service.status import StatusPublisher
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
@@ -52,7 +52,7 @@ class StepCounter:
             KvShape(8, 16, 1, 1, 1, "float32"),
             max_num_seqs=4,
             max_num_batched_tokens=64,
-            max_window=4,
+            max_steps_in_flight=4,
         )
 
     def launch(self, plan: StepPlan) -> CompletedStep:
@@ -71,18 +71,24 @@ class StepCounter:
 
 
 @asynccontextmanager
-async def ready_gate(resume_ttl_s: float = 60.0) -> AsyncIterator[tuple[SessionGate, StepCounter, InfoBoard]]:
-    board, runner, ready = InfoBoard(), StepCounter(), asyncio.Event()
+async def ready_gate(
+    resume_ttl_s: float = 60.0,
+) -> AsyncIterator[tuple[WorkerLease, StepCounter, StatusPublisher]]:
+    status_publisher, runner, ready = StatusPublisher(), StepCounter(), asyncio.Event()
 
     def on_ready(_: object) -> None:
-        board.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
+        status_publisher.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
         ready.set()
 
     thread = RunnerThread(lambda on_phase: runner, on_phase=lambda phase, progress: None, on_ready=on_ready)
     thread.start()
     async with asyncio.timeout(DEADLINE_S):
         await ready.wait()
-        yield SessionGate(board, thread, SHARED, resume_ttl_s=resume_ttl_s), runner, board
+        yield (
+            WorkerLease(status_publisher, thread, SHARED, resume_ttl_s=resume_ttl_s),
+            runner,
+            status_publisher,
+        )
         runner.may_step.set()
         await thread.stop(DEADLINE_S)
     assert thread.ended.done()
@@ -102,24 +108,24 @@ def resume(entry: Entry, last_result_seen: int) -> EngineHello:
 
 
 async def test_steps_are_computed_in_order_one_window_at_a_time() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         assert not entry.is_resumed
         runner.may_step.clear()
         entry.stream.submit(plan(1))
         entry.stream.submit(plan(2))
-        assert gate.num_in_flight == 2
+        assert lease.num_in_flight == 2
         runner.may_step.set()
         assert await take(entry, 2) == [1, 2]
         entry.stream.submit(plan(3, 2))
         assert await take(entry, 1) == [3]
-        assert gate.num_in_flight == 0
+        assert lease.num_in_flight == 0
         assert runner.executed == [1, 2, 3]
 
 
 async def test_a_gap_is_refused_and_has_no_effect() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         with pytest.raises(SequenceGap, match="step 2 after step 0"):
             entry.stream.submit(plan(2))
         entry.stream.submit(plan(1))
@@ -128,8 +134,8 @@ async def test_a_gap_is_refused_and_has_no_effect() -> None:
 
 
 async def test_a_repeated_step_is_answered_again_and_computed_once() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         runner.may_step.clear()
         entry.stream.submit(plan(1))
         entry.stream.submit(plan(1))  # it is being computed: one answer is enough
@@ -144,8 +150,8 @@ async def test_a_repeated_step_is_answered_again_and_computed_once() -> None:
 
 
 async def test_a_step_beyond_the_window_breaks_the_protocol() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         runner.may_step.clear()
         entry.stream.submit(plan(1))
         entry.stream.submit(plan(2))
@@ -154,8 +160,8 @@ async def test_a_step_beyond_the_window_breaks_the_protocol() -> None:
 
 
 async def test_a_result_that_does_not_exist_cannot_be_acknowledged() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         runner.may_step.clear()
         entry.stream.submit(plan(1))
         with pytest.raises(ProtocolViolation, match="last_result_seen: 1 is above 0"):
@@ -163,22 +169,22 @@ async def test_a_result_that_does_not_exist_cannot_be_acknowledged() -> None:
 
 
 async def test_the_window_is_capped_by_what_the_runner_takes() -> None:
-    async with ready_gate() as (gate, _, _):
-        assert gate.open(replace(HELLO, window=100)).session.window == 4
+    async with ready_gate() as (lease, _, _):
+        assert lease.open(replace(HELLO, steps_in_flight=100)).session.steps_in_flight == 4
 
 
 async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() -> None:
-    async with ready_gate() as (gate, runner, board):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, status_publisher):
+        first = lease.open(HELLO)
         first.stream.submit(plan(1))
         assert await take(first, 1) == [1]
         runner.may_step.clear()
         first.stream.submit(plan(2, last_result_seen=1))
         first.stream.submit(plan(3, last_result_seen=1))
-        gate.leave(first)
-        assert board.state.held_by == str(HELLO), "its rows are still here"
+        lease.leave(first)
+        assert status_publisher.state.held_by == str(HELLO), "its rows are still here"
         runner.may_step.set()
-        second = gate.open(resume(first, last_result_seen=1))
+        second = lease.open(resume(first, last_result_seen=1))
         assert second.is_resumed
         assert second.session.state.last_step_received == 3
         assert await take(second, 2) == [2, 3]
@@ -188,30 +194,32 @@ async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() ->
 
 
 async def test_results_completed_while_the_engine_was_away_are_sent_first() -> None:
-    async with ready_gate() as (gate, runner, _):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        first = lease.open(HELLO)
         first.stream.submit(plan(1))
         first.stream.submit(plan(2))
-        gate.leave(first)
+        lease.leave(first)
         async with asyncio.timeout(DEADLINE_S):
-            while gate.num_in_flight:
+            while lease.num_in_flight:
                 await asyncio.sleep(0)
-        second = gate.open(resume(first, last_result_seen=0))
+        second = lease.open(resume(first, last_result_seen=0))
         assert second.session.state.last_step_completed == 2
         assert await take(second, 2) == [1, 2]
         assert runner.executed == [1, 2]
 
 
 async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> None:
-    async with ready_gate() as (gate, runner, board):
-        first = gate.open(HELLO)
-        second = gate.open(resume(first, last_result_seen=0))
+    async with ready_gate() as (lease, runner, status_publisher):
+        first = lease.open(HELLO)
+        second = lease.open(resume(first, last_result_seen=0))
         with pytest.raises(ProtocolViolation, match="dialled again"):
             await first.stream.next_outcome()
         first.stream.submit(plan(1))
         first.stream.leave()
-        gate.leave(first)
-        assert board.state.held_by == str(HELLO), "the end of the first stream took the second one's place"
+        lease.leave(first)
+        assert status_publisher.state.held_by == str(HELLO), (
+            "the end of the first stream took the second one's place"
+        )
         second.stream.submit(plan(1))
         assert await take(second, 1) == [1]
         assert runner.executed == [1]
@@ -219,14 +227,14 @@ async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> N
 
 @pytest.mark.parametrize("seen", [0, 3], ids=["results that were acknowledged", "results that do not exist"])
 async def test_a_session_that_cannot_go_on_without_loss_starts_anew(seen) -> None:
-    async with ready_gate() as (gate, runner, _):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        first = lease.open(HELLO)
         first.stream.submit(plan(1))
         assert await take(first, 1) == [1]
         first.stream.submit(plan(2, last_result_seen=1))
         assert await take(first, 1) == [2]
-        gate.leave(first)
-        second = gate.open(resume(first, last_result_seen=seen))
+        lease.leave(first)
+        second = lease.open(resume(first, last_result_seen=seen))
         assert not second.is_resumed
         assert second.session.name != first.session.name
         second.stream.submit(plan(1))
@@ -235,13 +243,13 @@ async def test_a_session_that_cannot_go_on_without_loss_starts_anew(seen) -> Non
 
 
 async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
-    async with ready_gate() as (gate, runner, _):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        first = lease.open(HELLO)
         runner.may_step.clear()
         first.stream.submit(plan(1))
         first.stream.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
-        second = gate.open(HELLO)
+        second = lease.open(HELLO)
         with pytest.raises(ProtocolViolation, match="dialled again"):
             await first.stream.next_outcome()
         second.stream.submit(plan(1))
@@ -251,17 +259,17 @@ async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
 
 
 async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_computed() -> None:
-    async with ready_gate() as (gate, runner, board):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, status_publisher):
+        first = lease.open(HELLO)
         runner.may_step.clear()
         first.stream.submit(plan(1))
         first.stream.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         first.stream.leave()
         assert await first.stream.next_outcome() is None
-        gate.leave(first)
-        assert board.state.held_by == ""
-        second = gate.open(replace(HELLO, engine_id="engine-1"))
+        lease.leave(first)
+        assert status_publisher.state.held_by == ""
+        second = lease.open(replace(HELLO, engine_id="engine-1"))
         second.stream.submit(plan(1))
         runner.may_step.set()
         assert await take(second, 1) == [1]
@@ -271,26 +279,26 @@ async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_com
 
 async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
     monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
-    async with ready_gate(resume_ttl_s=0.01) as (gate, _, board):
-        first = gate.open(HELLO)
-        gate.leave(first)
+    async with ready_gate(resume_ttl_s=0.01) as (lease, _, status_publisher):
+        first = lease.open(HELLO)
+        lease.leave(first)
         async with asyncio.timeout(DEADLINE_S):
-            while board.state.held_by:
+            while status_publisher.state.held_by:
                 await asyncio.sleep(0.001)
-        assert not gate.open(resume(first, last_result_seen=0)).is_resumed
+        assert not lease.open(resume(first, last_result_seen=0)).is_resumed
 
 
 async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean() -> None:
-    async with ready_gate() as (gate, runner, _):
-        first = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        first = lease.open(HELLO)
         runner.fail = True
         first.stream.submit(plan(1))
         first.stream.submit(plan(2))
         with pytest.raises(EngineFailure, match=r"step 1 failed: ValueError\('no such slot'\)"):
             await first.stream.next_outcome()
-        gate.leave(first)
+        lease.leave(first)
         runner.fail = False
-        second = gate.open(resume(first, last_result_seen=0))
+        second = lease.open(resume(first, last_result_seen=0))
         assert not second.is_resumed
         second.stream.submit(plan(1))
         assert await take(second, 1) == [1]
@@ -298,63 +306,63 @@ async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean(
 
 
 async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_holds() -> None:
-    async with ready_gate() as (gate, _, _):
-        gate.open(HELLO)
+    async with ready_gate() as (lease, _, _):
+        lease.open(HELLO)
         for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8), replace(HELLO, epoch=6)):
             with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 7\)"):
-                gate.open(other)
+                lease.open(other)
 
 
 async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fences_the_lower() -> None:
-    async with ready_gate() as (gate, _, board):
-        first = gate.open(HELLO)
-        gate.leave(first)
+    async with ready_gate() as (lease, _, status_publisher):
+        first = lease.open(HELLO)
+        lease.leave(first)
         with pytest.raises(WorkerHeld):
-            gate.open(replace(HELLO, engine_id="engine-1"))  # it did not start later
-        second = gate.open(replace(HELLO, epoch=8))
-        assert board.state.held_by == "engine engine-0 (epoch 8)"
+            lease.open(replace(HELLO, engine_id="engine-1"))  # it did not start later
+        second = lease.open(replace(HELLO, epoch=8))
+        assert status_publisher.state.held_by == "engine engine-0 (epoch 8)"
         with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 8\)"):
-            gate.open(HELLO)  # one that has held nothing may wait
+            lease.open(HELLO)  # one that has held nothing may wait
         with pytest.raises(StaleEpoch, match=r"\(epoch 7\) is stale: engine engine-0 \(epoch 8\)"):
-            gate.open(resume(first, last_result_seen=0))
+            lease.open(resume(first, last_result_seen=0))
         second.stream.leave()
-        gate.leave(second)
-        assert board.state.held_by == ""
+        lease.leave(second)
+        assert status_publisher.state.held_by == ""
         with pytest.raises(StaleEpoch):
-            gate.open(HELLO)
+            lease.open(HELLO)
 
 
 async def test_a_draining_session_gives_what_is_in_flight_and_takes_no_more() -> None:
-    async with ready_gate() as (gate, runner, _):
-        entry = gate.open(HELLO)
+    async with ready_gate() as (lease, runner, _):
+        entry = lease.open(HELLO)
         runner.may_step.clear()
         entry.stream.submit(plan(1))
-        gate.drain()
+        lease.drain()
         entry.stream.submit(plan(2))
         runner.may_step.set()
         assert isinstance(await entry.stream.next_outcome(), DrainNotice)
         assert await take(entry, 1) == [1]
-        assert gate.num_in_flight == 0
+        assert lease.num_in_flight == 0
         with pytest.raises(EngineUnavailable, match="stopping"):
             await entry.stream.next_outcome()
         assert runner.executed == [1]
 
 
 async def test_an_idle_session_that_drains_ends_at_once() -> None:
-    async with ready_gate() as (gate, _, _):
-        entry = gate.open(HELLO)
-        gate.drain()
+    async with ready_gate() as (lease, _, _):
+        entry = lease.open(HELLO)
+        lease.drain()
         assert isinstance(await entry.stream.next_outcome(), DrainNotice)
         with pytest.raises(EngineUnavailable, match="stopping"):
             await entry.stream.next_outcome()
 
 
 async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_drains() -> None:
-    async with ready_gate() as (gate, _, board):
+    async with ready_gate() as (lease, _, status_publisher):
         for phase in (Phase.LOADING, Phase.DRAINING):
-            board.change(phase=phase, progress=0.25)
+            status_publisher.change(phase=phase, progress=0.25)
             with pytest.raises(EngineUnavailable, match=phase):
-                gate.open(HELLO)
+                lease.open(HELLO)
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason() -> None:
@@ -386,28 +394,28 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
 
 
 async def test_a_session_is_dismissed_by_its_name_when_no_step_is_in_flight() -> None:
-    async with ready_gate() as (gate, runner, board):
+    async with ready_gate() as (lease, runner, status_publisher):
         with pytest.raises(EngineUnavailable, match="'boot/1' is over"):
-            gate.dismiss("boot/1")
-        entry = gate.open(HELLO)
+            lease.dismiss("boot/1")
+        entry = lease.open(HELLO)
         with pytest.raises(WorkerHeld, match="held by engine engine-0"):
-            gate.dismiss("boot/9")
+            lease.dismiss("boot/9")
         runner.may_step.clear()
         entry.stream.submit(plan(1))
         with pytest.raises(ProtocolViolation, match="1 steps are in flight"):
-            gate.dismiss(entry.session.name)
+            lease.dismiss(entry.session.name)
         runner.may_step.set()
         assert await take(entry, 1) == [1]
-        gate.dismiss(entry.session.name)
-        assert board.state.held_by == ""
+        lease.dismiss(entry.session.name)
+        assert status_publisher.state.held_by == ""
         with pytest.raises(WorkerAsleep):
             await entry.stream.next_outcome()
-        assert not gate.open(resume(entry, 1)).is_resumed
+        assert not lease.open(resume(entry, 1)).is_resumed
 
 
 async def test_a_worker_that_drains_does_not_fall_asleep() -> None:
-    async with ready_gate() as (gate, _, board):
-        entry = gate.open(HELLO)
-        board.change(phase=Phase.DRAINING)
+    async with ready_gate() as (lease, _, status_publisher):
+        entry = lease.open(HELLO)
+        status_publisher.change(phase=Phase.DRAINING)
         with pytest.raises(EngineUnavailable, match="the worker is draining"):
-            gate.dismiss(entry.session.name)
+            lease.dismiss(entry.session.name)

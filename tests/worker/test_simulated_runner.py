@@ -35,7 +35,7 @@ def prompts(count):
 def alone(prompt, sampling, seed, **runner):
     """A request's tokens with nobody beside it, its prompt whole, one step at a time."""
     engine = InProcessEngine(
-        simulated_runner(**runner), window=1, max_num_seqs=1, enable_prefix_caching=False
+        simulated_runner(**runner), steps_in_flight=1, max_num_seqs=1, enable_prefix_caching=False
     )
     return engine.generate([prompt], replace(sampling, seed=seed))[0]
 
@@ -135,7 +135,11 @@ def test_allowed_ids_alone_are_drawn_be_they_words_or_not():
 def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_steps():
     sampling = SamplingParams(min_tokens=2, allowed_token_ids=(EOS,))
     runner = simulated_runner()
-    rows = [new_row(0, [5], [1]), new_row(1, [5], [2], sampling=sampling, generation=7), new_row(2, [5], [3])]
+    rows = [
+        new_row(0, [5], [1]),
+        new_row(1, [5], [2], sampling=sampling, slot_version=7),
+        new_row(2, [5], [3]),
+    ]
     result = runner.execute(step_plan(1, new=rows))
     assert result.row_errors == (NOTHING_ALLOWED.at(1, 7),)
     assert result.token_ids[1] == 0
@@ -153,9 +157,9 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
 )
 def test_what_cannot_be_simulated_is_refused_by_name_once(sampling, message):
     runner = simulated_runner()
-    result = runner.execute(step_plan(1, new=[new_row(3, [5], [1], sampling=sampling, generation=2)]))
+    result = runner.execute(step_plan(1, new=[new_row(3, [5], [1], sampling=sampling, slot_version=2)]))
     (error,) = result.row_errors
-    assert (error.slot, error.generation) == (3, 2)
+    assert (error.slot, error.slot_version) == (3, 2)
     assert message in error.message
     assert runner.execute(step_plan(2)).row_errors == ()
 

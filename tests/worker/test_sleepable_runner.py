@@ -183,10 +183,10 @@ def test_memory_that_runs_out_on_the_way_is_given_back_and_it_wakes_later(
     sleeper: tuple[SleepableRunner, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, expected = sleeper
-    begun: list[weakref.ref[torch.Tensor]] = []
+    started: list[weakref.ref[torch.Tensor]] = []
 
     def warm_up(inner) -> None:
-        begun.append(weakref.ref(inner))
+        started.append(weakref.ref(inner))
         raise torch.OutOfMemoryError("told to")
 
     storages = [] if runner._model is None else list(runner._model.parameters())
@@ -195,7 +195,7 @@ def test_memory_that_runs_out_on_the_way_is_given_back_and_it_wakes_later(
         patch.setattr(create, "warm_up", warm_up)
         with pytest.raises(MemoryShort, match="waking takes"):
             runner.wake()
-    assert begun[0]() is None, "what it has taken is kept by the error"
+    assert started[0]() is None, "what it has taken is kept by the error"
     assert [parameter.untyped_storage().nbytes() for parameter in storages] == held
     runner.wake()
     assert tokens(runner) == expected

@@ -28,7 +28,7 @@ from tests.worker.checkpoints import (
     random_prompts,
     save_checkpoint,
 )
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
@@ -79,7 +79,7 @@ def test_steps_cut_at_attention_keep_the_window(graphs: TracedGraphs) -> None:
     config = tiny_config(architecture, max_num_seqs=8, num_blocks=80)
     model = load_model(config, RandomCheckpoint(architecture, seed=3))
     assert isinstance(model, nn.Module)
-    alone, replayed = runner_for(model, config, None), runner_for(model, config, DeferredLink())
+    alone, replayed = runner_for(model, config, None), runner_for(model, config, DeferredStream())
     for one, other in zip(plans(["greedy"], 12), plans(["greedy"], 12), strict=True):
         assert_same(replayed.execute(one), alone.execute(other))
     assert graphs.num_replayed > 8

@@ -86,7 +86,7 @@ def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvShape) -> Worke
         kv=kv,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_window=4,
+        max_steps_in_flight=4,
     )
 
 
@@ -118,14 +118,14 @@ def new_row(
     *,
     computed: int = 0,
     cached: int | None = None,
-    generation: int = 1,
+    slot_version: int = 1,
     num_prompt: int | None = None,
     sampling: SamplingParams = GREEDY,
     seed: int = 0,
 ) -> NewRow:
     return NewRow(
         slot=slot,
-        generation=generation,
+        slot_version=slot_version,
         content=RowContent(u32(*token_ids[:num_prompt]), sampling),
         emitted_token_ids=u32(*token_ids[len(token_ids) if num_prompt is None else num_prompt :]),
         num_computed_tokens=computed,

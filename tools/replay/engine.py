@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal.recorder import HeldClock
+from services.enginecore.journal.recorder import FrozenClock
 from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import EngineConfig
 from triptych.config.loader import load_config
@@ -93,7 +93,7 @@ class _Replayer:
 
     def __init__(self, config: EngineConfig) -> None:
         self.num_steps = self.num_requests = 0
-        self._clock = HeldClock()
+        self._clock = FrozenClock()
         self._engine = EngineCore(config, self._clock)
         self._names = RowNames()
         self._started_s: float | None = None

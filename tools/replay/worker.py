@@ -186,7 +186,7 @@ class _Replayer:
             epoch=self._epoch,
             fingerprint=recorded.model.fingerprint,
             shared_config=self._shared,
-            window=1,
+            steps_in_flight=1,
         )
         self._call = self._stub.Execute()
         try:

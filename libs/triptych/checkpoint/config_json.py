@@ -35,7 +35,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
     """
     config = _JsonFile.read(directory / CONFIG_FILE)
     generation = _JsonFile.read_optional(directory / GENERATION_CONFIG_FILE)
-    _refuse_unserved(config)
+    _check_supported(config)
 
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
@@ -251,7 +251,7 @@ def _tokenizer_eos_token_id(directory: Path) -> int | None:
     return None
 
 
-def _refuse_unserved(config: _JsonFile) -> None:
+def _check_supported(config: _JsonFile) -> None:
     """Stop at facts that `ModelArchitecture` cannot carry, rather than compute something else."""
     quantization = config.section("quantization_config")
     if quantization is not None:

@@ -102,8 +102,8 @@ class Batch:
 
     async def _next_done(self) -> set[asyncio.Task[RequestOutput]]:
         """Wait for a job to end, or for the hold to pass if there is room for another job by then."""
-        has_room = bool(self._waiting) and len(self._running) < self._window
-        pause_s = max(0.0, self._hold_until - time.monotonic()) if has_room else None
+        has_space = bool(self._waiting) and len(self._running) < self._window
+        pause_s = max(0.0, self._hold_until - time.monotonic()) if has_space else None
         if not self._running:
             await asyncio.sleep(pause_s or 0.0)
             return set()

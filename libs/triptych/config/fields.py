@@ -186,7 +186,7 @@ class SchedulerConfig:
         ENGINE,
         ge=0,
     )
-    window: int = value(
+    steps_in_flight: int = value(
         0,
         "Steps in flight towards the worker; 1 turns overlap off; 0: as many as the measured round trip and step "
         "time need, 2 to 4.",

@@ -66,7 +66,7 @@ class WorkerFacts:
     kv: KvShape
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_window: int
+    max_steps_in_flight: int
     device_name: str = ""
     kernels: str = ""
     """What computes, in words: the instruction set of the native kernels and how they are called, or torch."""
@@ -121,7 +121,7 @@ class EngineStatus:
     num_cached_blocks: int
     """Free blocks whose content can still be hit."""
     num_steps: int
-    window: int
+    steps_in_flight: int
     step_ns: int
     """Moving average between two results while busy."""
     prefix_queries: int

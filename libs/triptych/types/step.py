@@ -57,7 +57,7 @@ class NewRow:
     """A row that enters the worker's batch: sent once, at admission or after preemption."""
 
     slot: int
-    generation: int
+    slot_version: int
     content: RowContent
     """Prompt and sampling, the same object for all choices of one request."""
     emitted_token_ids: U32
@@ -185,7 +185,7 @@ class RowPromptLogprobs:
     """What one row of a step reports of its prompt."""
 
     slot: int
-    generation: int
+    slot_version: int
     logprobs: PromptLogprobs
 
 
@@ -203,7 +203,7 @@ class RowError:
     """One request's failure inside a step; data, not an exception: its neighbours go on."""
 
     slot: int
-    generation: int
+    slot_version: int
     message: str
     code: RowErrorCode = RowErrorCode.ENGINE_FAILURE
     kv_is_valid: bool = False
@@ -224,8 +224,8 @@ class RowFault:
         """No token can be chosen as the client asked; what the row computed is right."""
         return cls(message, RowErrorCode.INVALID_REQUEST, kv_is_valid=True)
 
-    def at(self, slot: int, generation: int) -> RowError:
-        return RowError(slot, generation, self.message, self.code, self.kv_is_valid)
+    def at(self, slot: int, slot_version: int) -> RowError:
+        return RowError(slot, slot_version, self.message, self.code, self.kv_is_valid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class WatchStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine_id", "ready", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "window", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "paused", "journal", "asleep")
+    __slots__ = ("engine_id", "ready", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "steps_in_flight", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "paused", "journal", "asleep")
     class NumFinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,7 +62,7 @@ class EngineStatus(_message.Message):
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
@@ -82,7 +82,7 @@ class EngineStatus(_message.Message):
     num_used_blocks: int
     num_cached_blocks: int
     num_steps: int
-    window: int
+    steps_in_flight: int
     step_ns: int
     prefix_queries: int
     prefix_hits: int
@@ -93,7 +93,7 @@ class EngineStatus(_message.Message):
     paused: bool
     journal: str
     asleep: bool
-    def __init__(self, engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., window: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Mapping[str, int]] = ..., model: _Optional[str] = ..., paused: bool = ..., journal: _Optional[str] = ..., asleep: bool = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Mapping[str, int]] = ..., model: _Optional[str] = ..., paused: bool = ..., journal: _Optional[str] = ..., asleep: bool = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("engine_id", "mode")

@@ -49,7 +49,7 @@ class SessionRows:
     def __init__(self) -> None:
         self._is_live = np.zeros(0, np.bool_)
         self._computed: Ints = np.zeros(0, np.int64)
-        self._horizon: Ints = np.zeros(0, np.int64)
+        self._num_expected: Ints = np.zeros(0, np.int64)
         """Tokens known to the worker, and those that steps before this one sample."""
         self._num_entered_with: Ints = np.zeros(0, np.int64)
 
@@ -66,19 +66,19 @@ class SessionRows:
         starts = self._computed[slots]
         seq_lens = starts + query_lens
         self._computed[slots] = seq_lens
-        is_sampling = seq_lens == self._horizon[slots]
-        self._horizon[slots[is_sampling]] += 1
+        is_sampling = seq_lens == self._num_expected[slots]
+        self._num_expected[slots[is_sampling]] += 1
         return RowsOfStep(slots, query_lens, seq_lens, starts < self._num_entered_with[slots], is_sampling)
 
     def _enter(self, row: NewRow) -> None:
         if (lacking := row.slot + 1 - len(self._is_live)) > 0:
             self._is_live = np.append(self._is_live, np.zeros(lacking, np.bool_))
             self._computed = np.append(self._computed, np.zeros(lacking, np.int64))
-            self._horizon = np.append(self._horizon, np.zeros(lacking, np.int64))
+            self._num_expected = np.append(self._num_expected, np.zeros(lacking, np.int64))
             self._num_entered_with = np.append(self._num_entered_with, np.zeros(lacking, np.int64))
         self._is_live[row.slot] = True
         self._computed[row.slot] = row.num_computed_tokens
-        self._horizon[row.slot] = self._num_entered_with[row.slot] = row.num_known_tokens
+        self._num_expected[row.slot] = self._num_entered_with[row.slot] = row.num_known_tokens
 
 
 class RowNames:

@@ -193,7 +193,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
         row_errors=[
             worker_pb2.RowError(
                 slot=error.slot,
-                generation=error.generation,
+                slot_version=error.slot_version,
                 message=error.message,
                 code=_CODE_TO_PROTO[error.code],
                 kv_is_valid=error.kv_is_valid,
@@ -207,7 +207,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.Result:
         gap_ns=timings.gap_ns,
         prompt_logprobs=[
             worker_pb2.RowPromptLogprobs(
-                slot=row.slot, generation=row.generation, logprobs=prompt_logprobs_to_proto(row.logprobs)
+                slot=row.slot, slot_version=row.slot_version, logprobs=prompt_logprobs_to_proto(row.logprobs)
             )
             for row in result.prompt_logprobs
         ],
@@ -225,7 +225,7 @@ def result_from_proto(message: worker_pb2.Result) -> StepResult:
         row_errors=tuple(
             RowError(
                 error.slot,
-                error.generation,
+                error.slot_version,
                 error.message,
                 _PROTO_TO_CODE.get(error.code, RowErrorCode.ENGINE_FAILURE),
                 error.kv_is_valid,
@@ -236,7 +236,7 @@ def result_from_proto(message: worker_pb2.Result) -> StepResult:
             message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
         ),
         prompt_logprobs=tuple(
-            RowPromptLogprobs(row.slot, row.generation, prompt_logprobs_from_proto(row.logprobs))
+            RowPromptLogprobs(row.slot, row.slot_version, prompt_logprobs_from_proto(row.logprobs))
             for row in message.prompt_logprobs
         ),
     )
@@ -331,7 +331,7 @@ def worker_facts_to_proto(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         ),
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
-        max_window=facts.max_window,
+        max_steps_in_flight=facts.max_steps_in_flight,
         device_name=facts.device_name,
         kernels=facts.kernels,
         weight_bytes=facts.weight_bytes,
@@ -355,7 +355,7 @@ def worker_facts_from_proto(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         ),
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
-        max_window=message.max_window,
+        max_steps_in_flight=message.max_steps_in_flight,
         device_name=message.device_name,
         kernels=message.kernels,
         weight_bytes=message.weight_bytes,
@@ -366,7 +366,7 @@ def worker_facts_from_proto(message: worker_pb2.WorkerFacts) -> WorkerFacts:
 def _row_to_proto(row: NewRow, content_id: int) -> worker_pb2.NewRow:
     return worker_pb2.NewRow(
         slot=row.slot,
-        generation=row.generation,
+        slot_version=row.slot_version,
         content_id=content_id,
         emitted_token_ids=u32_to_bytes(row.emitted_token_ids),
         num_computed_tokens=row.num_computed_tokens,
@@ -380,7 +380,7 @@ def _row_to_proto(row: NewRow, content_id: int) -> worker_pb2.NewRow:
 def _row_from_proto(message: worker_pb2.NewRow, content: RowContent) -> NewRow:
     return NewRow(
         slot=message.slot,
-        generation=message.generation,
+        slot_version=message.slot_version,
         content=content,
         emitted_token_ids=u32_from_bytes(message.emitted_token_ids),
         num_computed_tokens=message.num_computed_tokens,

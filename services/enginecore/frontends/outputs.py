@@ -22,7 +22,7 @@ class _Gathered:
     """Of one session, since the last batch."""
 
     num_batches: int = 0
-    is_told_full: bool = False
+    is_full: bool = False
     """The last batch said that the queue has no room."""
     streaming: set[int] = field(default_factory=set)
     """The session's requests whose tokens somebody looks at as they come; kept over batches."""
@@ -105,10 +105,10 @@ class SessionOutputs:
         """
         batches = {}
         for session, gathered in self._gathered.items():
-            if gathered.is_due or (gathered.is_told_full and num_free_places):
+            if gathered.is_due or (gathered.is_full and num_free_places):
                 batches[session] = _to_batch(gathered, num_free_places)
                 self._gathered[session] = _Gathered(
-                    gathered.num_batches + 1, is_told_full=not num_free_places, streaming=gathered.streaming
+                    gathered.num_batches + 1, is_full=not num_free_places, streaming=gathered.streaming
                 )
         return batches
 

@@ -37,7 +37,7 @@ _DEFAULT_INTERVAL_MS = 1000
 _MIN_INTERVAL_MS = 100
 
 
-class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
+class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
     """Serves `triptych.internal.v1.EngineCoreService`."""
 
     def __init__(self, loop: EngineLoop, *, resume_ttl_s: float) -> None:
@@ -105,7 +105,7 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 if session.stream != stream:  # what came late here comes once more on the next stream
                     return
                 self._take(request, session)
-                await self._loop.wait_for_room()
+                await self._loop.wait_until_below_limit()
         except Exception as error:
             session.outbox.close(error)
             self._sessions.end(session, f"ended by an error: {error}")
@@ -136,7 +136,7 @@ class EngineCoreDoor(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 raise ProtocolViolation(f"expected a submit, an abort or a goodbye, got {other}")
 
 
-class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Serves `triptych.v1.AdminService`; frontends forward to it."""
 
     def __init__(self, loop: EngineLoop) -> None:

@@ -56,7 +56,7 @@ class JournalFile:
             if self._file is None:
                 self._file = self._create()
             data = framed(event_to_bytes(event))
-            if not self._has_room(len(data) + _CLOSING_BYTES):
+            if not self._has_space(len(data) + _CLOSING_BYTES):
                 self._end("full", _closing(event.at_s, "journal.max_bytes is reached"))
                 log.warning(
                     "journal %s: journal.max_bytes of %d is reached; this run is recorded no further",
@@ -109,7 +109,7 @@ class JournalFile:
             self._earlier.append((path, size := path.stat().st_size))
             self._num_bytes += size
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _has_space(self, num_bytes: int) -> bool:
         while self._num_bytes + num_bytes > self._max_bytes and self._earlier:
             path, size = self._earlier.popleft()
             path.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ def recorded_config(config: EngineConfig) -> dict[str, str]:
     }
 
 
-class HeldClock:
+class FrozenClock:
     """Stands still until it is set."""
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class JournaledEngine(EngineCore):
     def __init__(
         self, config: EngineConfig, file: JournalFile, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._held_clock = HeldClock()
+        self._frozen_clock = FrozenClock()
         self._real_clock = clock
         self._file = file
         self._was_idle = False
         """Nothing has been recorded since a plan found nothing to compute, and no requests."""
-        super().__init__(config, self._held_clock)
+        super().__init__(config, self._frozen_clock)
 
     def worker_ready(self, facts: WorkerFacts, *, after_crash: bool) -> None:
         self._record(WorkerReady(facts, after_crash))
@@ -116,7 +116,7 @@ class JournaledEngine(EngineCore):
         super().expire()
 
     def plan(self) -> StepPlan | None:
-        self._held_clock.now_s = self._real_clock()
+        self._frozen_clock.now_s = self._real_clock()
         try:
             plan = super().plan()
         except Exception:
@@ -146,8 +146,8 @@ class JournaledEngine(EngineCore):
         self._record(Resumed())
         super().resume()
 
-    def status(self, *, ready: bool, why_not_ready: str, window: int) -> EngineStatus:
-        status = super().status(ready=ready, why_not_ready=why_not_ready, window=window)
+    def status(self, *, ready: bool, why_not_ready: str, steps_in_flight: int) -> EngineStatus:
+        status = super().status(ready=ready, why_not_ready=why_not_ready, steps_in_flight=steps_in_flight)
         return dataclasses.replace(status, journal=self._file.state)
 
     def close(self) -> None:
@@ -155,9 +155,9 @@ class JournaledEngine(EngineCore):
         super().close()
 
     def _record(self, what: What) -> None:
-        self._held_clock.now_s = self._real_clock()
+        self._frozen_clock.now_s = self._real_clock()
         self._write(what)
 
     def _write(self, what: What) -> None:
         self._was_idle = False
-        self._file.write(JournalEvent(self._held_clock.now_s, what))
+        self._file.write(JournalEvent(self._frozen_clock.now_s, what))

@@ -30,5 +30,5 @@ class BlockTable:
     """Whether `hashes` belongs to all choices of one prompt, and must be copied to grow."""
     num_hits: int = 0
     """Leading blocks that another request computed."""
-    num_offered: int = 0
+    num_cached: int = 0
     """Leading blocks whose hashes stand in the prefix cache, hits included."""

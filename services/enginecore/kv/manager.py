@@ -23,7 +23,7 @@ class BlockManager:
         self._pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._offered: list[int] = []
+        self._newly_cached: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -99,34 +99,34 @@ class BlockManager:
             return None
         if hits:
             self._pool.share(hits)
-            table.num_hits = table.num_offered = len(hits)
+            table.num_hits = table.num_cached = len(hits)
         added = [*hits, *self._pool.take(num_new)] if num_new > 0 else [*hits]
         table.block_ids += added
         return added
 
-    def offer_full_blocks(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> None:
+    def cache_full_blocks(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> None:
         """Let others find the blocks that the first `num_tokens` tokens fill.
 
         The caller vouches that these tokens are known and that a planned step computes each of them:
         whoever hits such a block is planned later, so it reads what was written.
         """
         num_full = num_tokens // self.block_size
-        if num_full <= table.num_offered or not self.enable_prefix_caching:
+        if num_full <= table.num_cached or not self.enable_prefix_caching:
             return
         self._extend_hashes(table, token_ids, num_full)
-        new = slice(table.num_offered, num_full)
-        self._offered += self._pool.offer(table.block_ids[new], table.hashes[new])
-        table.num_offered = num_full
+        new = slice(table.num_cached, num_full)
+        self._newly_cached += self._pool.offer(table.block_ids[new], table.hashes[new])
+        table.num_cached = num_full
 
-    def drain_offered(self) -> list[int]:
+    def take_newly_cached(self) -> list[int]:
         """The blocks offered since the last call; the step now planned is the last that writes to them."""
-        offered, self._offered = self._offered, []
+        offered, self._newly_cached = self._newly_cached, []
         return offered
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
+    def uncache(self, blocks: Iterable[int]) -> None:
         """Take offers back, for a step that failed."""
         for block in blocks:
-            self._pool.withdraw(block)
+            self._pool.uncache(block)
 
     def named_blocks(self, table: BlockTable) -> list[int]:
         """Whatever blocks the cache holds of a table's content; its own may be given back."""
@@ -136,7 +136,7 @@ class BlockManager:
         """Give all of a request's blocks back, last first, so that its tail is evicted before its head."""
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
-        table.num_hits = table.num_offered = 0
+        table.num_hits = table.num_cached = 0
 
     def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[int]:
         """Yield, for each table in turn, how many more blocks would be free if it were given back, too."""
@@ -154,7 +154,7 @@ class BlockManager:
         if self._pool.num_held:
             return False
         self._pool.forget_all()
-        self._offered.clear()
+        self._newly_cached.clear()
         return True
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
@@ -162,7 +162,7 @@ class BlockManager:
         references: Counter[int] = Counter()
         for table in tables:
             assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
-            assert table.num_hits <= table.num_offered <= len(table.block_ids), "more offered than held"
+            assert table.num_hits <= table.num_cached <= len(table.block_ids), "more offered than held"
             references.update(table.block_ids)
         self._pool.check_integrity(references)
 

@@ -105,7 +105,7 @@ class BlockPool:
         self.num_shareable_gained += len(named)
         return named
 
-    def withdraw(self, block: int) -> None:
+    def uncache(self, block: int) -> None:
         """Take a block's name back: nobody finds it any more. Its holders keep it."""
         if self._block_to_hash[block] is None:
             return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.forecast import FirstTokenForecast
-from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.submit import MAX_SUBMIT_BYTES
@@ -65,7 +65,7 @@ class Admission:
         """Choices that can be running and waiting together."""
         return self._config.max_num_seqs + self._config.max_num_waiting
 
-    def check(self, choices: Sequence[Request], roster: Roster, now: float) -> None:
+    def check(self, choices: Sequence[Request], states: RequestStates, now: float) -> None:
         """Check that the choices of one client's request may be added, room in the queue aside.
 
         Args:
@@ -100,7 +100,7 @@ class Admission:
                 f"prompt and sampling parameters take {first.content.num_bytes} bytes, above the limit "
                 f"{MAX_SUBMIT_BYTES}",
             )
-        if roster.has_id(first.session, first.request_id):
+        if states.has_id(first.session, first.request_id):
             raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
         for request in choices:
             num_known, limit = len(request.token_ids), self.limit_of(request)
@@ -108,12 +108,12 @@ class Admission:
                 raise InvalidRequest(
                     "emitted_token_ids", f"{num_known} known tokens reach the request's limit of {limit}"
                 )
-            if roster.by_number(request.session, request.number) is not None:
+            if states.by_number(request.session, request.number) is not None:
                 raise DuplicateRequest(f"number {request.number} is alive on this session")
         if first.deadline is not None:
-            self._check_deadline(first, roster, first.deadline - now)
+            self._check_deadline(first, states, first.deadline - now)
 
-    def make_room(self, choices: Sequence[Request], roster: Roster) -> list[Request]:
+    def displace_for(self, choices: Sequence[Request], states: RequestStates) -> list[Request]:
         """Decide who leaves a full queue so that these choices can be added; nobody where there is room.
 
         Those that leave have never run, here or elsewhere. They belong to the tenant with the most waiting requests on
@@ -127,24 +127,24 @@ class Admission:
         num_places = self.max_choices
         if first.has_emitted:
             num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
-        num_missing = min(len(roster) + len(choices) - num_places, len(choices))
-        has_bytes = roster.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes
+        num_missing = min(len(states) + len(choices) - num_places, len(choices))
+        has_bytes = states.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes
         if num_missing <= 0 and has_bytes:
             return []
         if not has_bytes:
             raise QueueFull(
-                f"requests that run or wait hold {roster.num_content_bytes} bytes of prompts and sampling parameters; "
+                f"requests that run or wait hold {states.num_content_bytes} bytes of prompts and sampling parameters; "
                 f"with this one scheduler.max_waiting_bytes {config.max_waiting_bytes} is exceeded",
-                self._retry_after_s(roster),
+                self._retry_after_s(states),
             )
         leaving: list[Request] = []
-        shares = roster.shares
+        shares = states.shares
         greediest = shares.greediest()
         if greediest is not None and greediest.priority >= first.priority:
             is_more_urgent = greediest.priority > first.priority
             num_mine = shares.num_waiting(first.priority, first.tenant) + len(choices)
-            for group in roster.waiting.latest_of(greediest.account):
-                if len(group) != roster.num_alive_of(group[0]):
+            for group in states.waiting.latest_of(greediest.account):
+                if len(group) != states.num_alive_of(group[0]):
                     continue  # some of its choices run
                 if not is_more_urgent and greediest.num_waiting - len(leaving) - len(group) < num_mine:
                     break
@@ -152,25 +152,25 @@ class Admission:
                 if len(leaving) >= num_missing:
                     return leaving
         raise QueueFull(
-            f"{len(roster)} choices run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
+            f"{len(states)} choices run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
             f"scheduler.max_num_waiting {config.max_num_waiting} allow",
-            self._retry_after_s(roster),
+            self._retry_after_s(states),
         )
 
-    def displaced(self, roster: Roster) -> QueueFull:
+    def displaced(self, states: RequestStates) -> QueueFull:
         """Return the error for a waiting request that has to make room for another."""
         return QueueFull(
             "the queue is full, and this request was the last of the tenant with the most waiting requests; "
             "it made room for a more urgent one or another tenant's",
-            self._retry_after_s(roster),
+            self._retry_after_s(states),
         )
 
-    def _retry_after_s(self, roster: Roster) -> float:
-        return self.forecast.endings.refuse(roster.num_seats)
+    def _retry_after_s(self, states: RequestStates) -> float:
+        return self.forecast.endings.refuse(states.num_seats)
 
-    def _check_deadline(self, request: Request, roster: Roster, remaining_s: float) -> None:
+    def _check_deadline(self, request: Request, states: RequestStates, remaining_s: float) -> None:
         """What has expired already is not refused here: it ends as expired."""
-        wait_s = self.forecast.wait_s(request, roster)
+        wait_s = self.forecast.wait_s(request, states)
         if wait_s is not None and wait_s > remaining_s > 0:
             raise DeadlineUnreachable(
                 f"the first token is predicted in {wait_s:.2f} s and the deadline is in {remaining_s:.2f} s: "

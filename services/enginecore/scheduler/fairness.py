@@ -154,7 +154,7 @@ class FairShares:
     def settle(self, rows: RowColumns) -> None:
         """Charge what the running rows have put out since the last time; before counters are compared."""
         slots = rows.running_order()
-        np.add.at(self.service, rows.account[slots], OUTPUT_WEIGHT * rows.take_uncharged(slots))
+        np.add.at(self.service, rows.account[slots], OUTPUT_WEIGHT * rows.take_tokens_to_charge(slots))
 
     def ahead_of(self, priority: int, tenant: str) -> tuple[int, int]:
         """Requests that have never run and would be admitted before one more of this tenant, and their tokens.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.pace import EndingPace, StepPace
-from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.step_builder import LONG_SHARE, most_short
 from triptych.config import SchedulerConfig
 
@@ -32,49 +32,49 @@ class FirstTokenForecast:
         share = 1.0 - num_computed_tokens / num_tokens
         self._computed_share += _WEIGHT * (share - self._computed_share)
 
-    def wait_s(self, request: Request, roster: Roster) -> float | None:
+    def wait_s(self, request: Request, states: RequestStates) -> float | None:
         """Seconds to the first token of a request that is not in the roster yet.
 
         None where nothing can be said: too few steps are measured, or the engine is idle. It tries whatever
         comes first then, and so a measurement that was wrong mends itself.
         """
-        if self.steps.num_steps < _LEAST_STEPS or not len(roster):
+        if self.steps.num_steps < _LEAST_STEPS or not len(states):
             return None
-        num_ahead, num_tokens_ahead = self._ahead_of(request, roster)
-        num_running = len(roster.rows.slot_to_request)
-        num_short, num_long = self._prefilling(request, roster)
-        num_hits = len(roster.cached_blocks(request)) * roster.blocks.block_size
+        num_ahead, num_tokens_ahead = self._ahead_of(request, states)
+        num_running = len(states.rows.slot_to_request)
+        num_short, num_long = self._prefilling(request, states)
+        num_hits = len(states.cached_blocks(request)) * states.blocks.block_size
         num_own = max(len(request.token_ids) - num_hits, 1)
         for_budget = self._prefill_s(num_short + num_long + num_tokens_ahead + num_own, num_running)
         if num_long and num_own <= self._most_short:
             for_budget = min(
                 for_budget, self._beside_long_s(num_tokens_ahead + num_own, num_running + num_short)
             )
-        num_endings = max(num_running + num_ahead + 1 - roster.num_seats, 0)
-        for_seat = num_endings * (self.endings.interval_s(roster.num_seats) or 0.0)
+        num_endings = max(num_running + num_ahead + 1 - states.num_seats, 0)
+        for_seat = num_endings * (self.endings.interval_s(states.num_seats) or 0.0)
         return max(for_budget, for_seat + self._chunks_s(num_own, num_running))
 
-    def _ahead_of(self, request: Request, roster: Roster) -> tuple[int, int]:
+    def _ahead_of(self, request: Request, states: RequestStates) -> tuple[int, int]:
         """Requests that come before it, and how many of their tokens must be computed."""
-        roster.settle()
-        num_requests, num_tokens = roster.shares.ahead_of(request.priority, request.tenant)
-        num_returning, num_returning_tokens = roster.waiting.returning_ahead(request.priority)
+        states.settle()
+        num_requests, num_tokens = states.shares.ahead_of(request.priority, request.tenant)
+        num_returning, num_returning_tokens = states.waiting.returning_ahead(request.priority)
         num_requests += num_returning
         num_tokens = round(num_tokens * self._computed_share) + num_returning_tokens
-        for preempted in roster.parked.values():
+        for preempted in states.draining.values():
             if preempted.priority <= request.priority:
                 num_requests += 1
                 num_tokens += len(preempted.token_ids)
         return num_requests, num_tokens
 
-    def _prefilling(self, request: Request, roster: Roster) -> tuple[int, int]:
+    def _prefilling(self, request: Request, states: RequestStates) -> tuple[int, int]:
         """Prompt tokens that short prompts which run still want, and that long ones do which come before it."""
-        slots = roster.rows.running_order()
-        wanted = roster.rows.wanted(slots)
+        slots = states.rows.running_order()
+        wanted = states.rows.wanted(slots)
         is_long = wanted > self._most_short
         num_long = 0
         for slot, count in zip(slots[is_long].tolist(), wanted[is_long].tolist(), strict=True):
-            if roster.rows.slot_to_request[slot].priority <= request.priority:
+            if states.rows.slot_to_request[slot].priority <= request.priority:
                 num_long += count
         return int(wanted[(wanted > 1) & ~is_long].sum()), num_long
 

@@ -23,7 +23,7 @@ class InFlightStep:
     """[s] ascending: the slots that the result's tokens belong to."""
     generations: U32
     """[s] of the rows that were in them: a token for another one is nobody's."""
-    offered_blocks: list[int]
+    newly_cached_blocks: list[int]
     """Blocks that others may hit since this plan, on the promise that it computes what stands in them."""
 
 

@@ -18,9 +18,9 @@ from math import inf
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Ints, Slots
-from services.enginecore.scheduler.step_builder import LONG_SHARE, StepDraft, most_short, share_budget
+from services.enginecore.scheduler.step_builder import LONG_SHARE, StepBuilder, most_short, share_budget
 from triptych.config import SchedulerConfig
 
 _MOST_LOOKED_UP = 8192
@@ -37,9 +37,9 @@ class StepPlanner:
     """Owned by the scheduler. What it gives out stands in the roster at once; counters advance when the
     draft is committed."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, states: RequestStates, block_size: int) -> None:
         self._config = config
-        self._roster = roster
+        self._states = states
         self._block_size = block_size
         # A request takes at most this much of a step; the budget alone limits where no threshold is set.
         self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -47,33 +47,33 @@ class StepPlanner:
         self._blocked: tuple[int, int] = (-1, 0)
         """Arrival of the last request that blocks were too few for, and the room in which it may fit."""
 
-    def draft(self) -> StepDraft:
+    def build(self) -> StepBuilder:
         """The running come first; the waiting only if nobody had to make room."""
-        if len(self._roster.waiting):
+        if len(self._states.waiting):
             self._release_planned()
-        draft = self._plan_running()
-        self._roster.is_short_of_blocks = draft.num_preempted > 0
-        if not draft.num_preempted:
-            self._plan_waiting(draft)
-            if draft.num_reserved and draft.budget:
-                self._extend_chunks(draft)
-        return draft
+        build = self._plan_running()
+        self._states.is_short_of_blocks = build.num_preempted > 0
+        if not build.num_preempted:
+            self._plan_waiting(build)
+            if build.num_reserved and build.budget:
+                self._extend_chunks(build)
+        return build
 
     def _release_planned(self) -> None:
         """Take the rows and blocks of those whose last token is planned: others need them while it is in flight."""
-        rows = self._roster.rows
+        rows = self._states.rows
         slots = rows.running_order()
-        for slot in slots[rows.horizon[slots] > rows.last[slots]].tolist():
-            self._roster.preempt(rows.slot_to_request[slot])
+        for slot in slots[rows.num_expected[slots] > rows.last[slots]].tolist():
+            self._states.preempt(rows.slot_to_request[slot])
 
-    def _plan_running(self) -> StepDraft:
+    def _plan_running(self) -> StepBuilder:
         """Share the budget, and preempt until the free blocks suffice for it.
 
         Who is preempted is settled before anyone is given anything. So a victim's tokens are refunded by
         sharing the budget again, and a block that a victim would have filled was never offered. Since those who stay
         may grow by what is refunded, there may be a second round.
         """
-        rows, blocks, budget = self._roster.rows, self._roster.blocks, self._config.max_num_batched_tokens
+        rows, blocks, budget = self._states.rows, self._states.blocks, self._config.max_num_batched_tokens
         candidates: list[Request] | None = None
         num_preempted = 0
         while True:
@@ -90,13 +90,13 @@ class StepPlanner:
             if candidates is None:
                 candidates = self._most_urgent_first()
             slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))
-            num_preempted += self._make_room(candidates, slot_to_need, num_lacking)
-        draft = StepDraft(
+            num_preempted += self._preempt_for_space(candidates, slot_to_need, num_lacking)
+        build = StepBuilder(
             slots, wanted, counts, ends, budget - int(counts.sum()), num_preempted, num_reserved
         )
         if len(growing):
-            draft.block_slots, draft.block_ids = self._roster.grow(slots[growing], ends[growing])
-        return draft
+            build.block_slots, build.block_ids = self._states.grow(slots[growing], ends[growing])
+        return build
 
     def _share(self, slots: Slots, wanted: Ints, *, may_reserve: bool) -> tuple[Ints, int]:
         """Return what each row gets of the budget, [len(slots)], and how much is left to those that wait."""
@@ -108,36 +108,36 @@ class StepPlanner:
             return share_budget(wanted, budget), 0
         counts = share_budget(np.where(is_long, 0, wanted), budget)
         rest, num_reserved = budget - int(counts.sum()), 0
-        if may_reserve and self._roster.rows.num_free and len(self._roster.waiting):
+        if may_reserve and self._states.rows.num_free and len(self._states.waiting):
             num_reserved = rest // LONG_SHARE
         places = self._by_urgency(slots, np.flatnonzero(is_long))
         counts[places] = share_budget(wanted[places], rest - num_reserved)
         return counts, num_reserved
 
-    def _extend_chunks(self, draft: StepDraft) -> None:
+    def _extend_chunks(self, build: StepBuilder) -> None:
         """Give the long prompts what those that wait have left, as far as there are blocks for it."""
-        places = self._by_urgency(draft.slots, np.flatnonzero(draft.wanted > draft.counts))
-        extra = share_budget((draft.wanted - draft.counts)[places], draft.budget)
-        room = self._roster.rows.capacity[draft.slots[places]] - draft.ends[places]
-        num_free = self._roster.blocks.num_free
+        places = self._by_urgency(build.slots, np.flatnonzero(build.wanted > build.counts))
+        extra = share_budget((build.wanted - build.counts)[places], build.budget)
+        room = self._states.rows.capacity[build.slots[places]] - build.ends[places]
+        num_free = self._states.blocks.num_free
         for place, count, held in zip(places.tolist(), extra.tolist(), room.tolist(), strict=True):
             count = min(count, held + num_free * self._block_size)
             num_free -= max(-(-(count - held) // self._block_size), 0)
-            draft.counts[place] += count
-            draft.ends[place] += count
-            draft.budget -= count
-        slots, ends = draft.slots[places], draft.ends[places]
-        is_growing = ends > self._roster.rows.capacity[slots]
+            build.counts[place] += count
+            build.ends[place] += count
+            build.budget -= count
+        slots, ends = build.slots[places], build.ends[places]
+        is_growing = ends > self._states.rows.capacity[slots]
         if is_growing.any():
-            block_slots, block_ids = self._roster.grow(slots[is_growing], ends[is_growing])
-            draft.block_slots += block_slots
-            draft.block_ids += block_ids
+            block_slots, block_ids = self._states.grow(slots[is_growing], ends[is_growing])
+            build.block_slots += block_slots
+            build.block_ids += block_ids
 
     def _by_urgency(self, slots: Slots, places: Slots) -> Slots:
         """Sort places in `slots` as they are served: by priority and arrival, or in running order."""
         if self._config.policy == "fcfs" or len(places) < 2:
             return places
-        slot_to_request = self._roster.rows.slot_to_request
+        slot_to_request = self._states.rows.slot_to_request
         by_urgency = sorted(
             places.tolist(), key=lambda place: _by_urgency(slot_to_request[int(slots[place])])
         )
@@ -145,16 +145,18 @@ class StepPlanner:
 
     def _most_urgent_first(self) -> list[Request]:
         """Return those who run in the order in which they keep their blocks; the last makes room first."""
-        running = self._roster.running
+        running = self._states.running
         if self._config.policy == "priority":
             running.sort(key=_by_urgency)
         return running
 
-    def _make_room(self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int) -> int:
+    def _preempt_for_space(
+        self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int
+    ) -> int:
         """Preempt, and take from the end of `candidates`, the fewest whose blocks and needs cover `num_lacking` blocks;
         returns how many."""
         victims: list[Request] = []
-        freed = self._roster.blocks.blocks_freed_by(request.blocks for request in reversed(candidates))
+        freed = self._states.blocks.blocks_freed_by(request.blocks for request in reversed(candidates))
         for num_freed in freed:
             victim = candidates[-1 - len(victims)]
             victims.append(victim)
@@ -163,54 +165,54 @@ class StepPlanner:
                 break
         del candidates[-len(victims) :]
         for victim in victims:
-            self._roster.preempt(victim)
+            self._states.preempt(victim)
         return len(victims)
 
-    def _plan_waiting(self, draft: StepDraft) -> None:
+    def _plan_waiting(self, build: StepBuilder) -> None:
         """Admit in order until rows, budget or blocks run out. Nobody is preempted, and nobody skips ahead but
         past long prompts that wait for others of their kind."""
-        roster, blocks = self._roster, self._roster.blocks
-        if not (draft.budget and roster.rows.num_free and len(roster.waiting)):
+        states, blocks = self._states, self._states.blocks
+        if not (build.budget and states.rows.num_free and len(states.waiting)):
             return
-        roster.settle()
-        num_long_left = self._num_long_left(draft)
-        num_promised = roster.rows.num_promised_blocks()
+        states.settle()
+        num_long_left = self._num_long_left(build)
+        num_promised = states.rows.num_promised_blocks()
         num_looked_up = 0
-        while draft.budget and roster.rows.num_free:
-            if num_looked_up >= _MOST_LOOKED_UP or draft.num_new_bytes >= _MOST_NEW_BYTES:
+        while build.budget and states.rows.num_free:
+            if num_looked_up >= _MOST_LOOKED_UP or build.num_new_bytes >= _MOST_NEW_BYTES:
                 break
-            request = roster.waiting.peek(pass_over_long=num_long_left <= 0)
+            request = states.waiting.peek(pass_over_long=num_long_left <= 0)
             if request is None:
                 break
-            arrival, least_room = self._blocked
-            if arrival == request.arrival and blocks.room - num_promised < least_room:
-                roster.is_short_of_blocks = True
+            arrival, min_free_blocks = self._blocked
+            if arrival == request.arrival and blocks.room - num_promised < min_free_blocks:
+                states.is_short_of_blocks = True
                 break
-            hits = roster.cached_blocks(request)
+            hits = states.cached_blocks(request)
             num_looked_up += len(hits)
             num_known = len(request.token_ids)
             # A sequence that is cached whole still needs its last token computed, for the logits.
             num_computed = min(len(hits) * self._block_size, num_known - 1)
             count = min(num_known - num_computed, self._most_per_request)
-            if count > draft.budget and not self._config.enable_chunked_prefill:
+            if count > build.budget and not self._config.enable_chunked_prefill:
                 break
             # All of it must fit before its first chunk runs, beside the later chunks of those that run, or long prompts
             # would evict each other.
             num_lacking = blocks.num_lacking(num_known, hits, num_promised)
             if num_lacking > 0:
                 self._blocked = request.arrival, blocks.room - num_promised + num_lacking
-                roster.is_short_of_blocks = True
+                states.is_short_of_blocks = True
                 break
-            count = min(count, draft.budget)
+            count = min(count, build.budget)
             num_long_left -= num_known - num_computed > self._most_per_request
-            draft.add_row(request, roster.admit(request, hits, num_computed, count), count)
+            build.add_row(request, states.admit(request, hits, num_computed, count), count)
             num_promised += blocks.blocks_for(num_known) - len(request.blocks.block_ids)
 
-    def _num_long_left(self, draft: StepDraft) -> float:
+    def _num_long_left(self, build: StepBuilder) -> float:
         """How many more long prompts may be in partial prefill: with more left to compute than one chunk."""
         if not (most := self._config.max_long_partial_prefills):
             return inf
-        wanted = self._roster.rows.wanted(draft.slots)
+        wanted = self._states.rows.wanted(build.slots)
         return most - int(np.count_nonzero(wanted > self._most_per_request))
 
 

@@ -7,12 +7,14 @@ its former row reports late belongs to no row any more, and the next row compute
 from __future__ import annotations
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler.request_states import Roster
+from services.enginecore.scheduler.request_states import RequestStates
 from triptych.errors import ProtocolViolation
 from triptych.types.step import PromptLogprobs, StepResult
 
 
-def prompt_logprobs_of(result: StepResult, roster: Roster) -> tuple[tuple[Request, PromptLogprobs], ...]:
+def prompt_logprobs_of(
+    result: StepResult, states: RequestStates
+) -> tuple[tuple[Request, PromptLogprobs], ...]:
     """Return what a result reports of prompts, but for rows that are gone; changes nothing.
 
     Raises:
@@ -21,8 +23,8 @@ def prompt_logprobs_of(result: StepResult, roster: Roster) -> tuple[tuple[Reques
     reported = []
     row_to_end: dict[tuple[int, int], int] = {}
     for entry in result.prompt_logprobs:
-        row, part = (entry.slot, entry.generation), entry.logprobs
-        request = roster.by_row(*row)
+        row, part = (entry.slot, entry.slot_version), entry.logprobs
+        request = states.by_row(*row)
         if request is None:
             continue
         due = row_to_end.get(row, max(request.prompt_logprobs_start, 1))

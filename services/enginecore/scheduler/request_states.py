@@ -16,7 +16,7 @@ from services.enginecore.scheduler.waiting_queue import WaitingQueue
 from triptych.types.step import NewRow, empty_u32
 
 
-class Roster:
+class RequestStates:
     """Owned by the scheduler. Others decide who moves; here stands what a move entails.
 
     add -> waiting -- admit --> running -- end -->
@@ -41,7 +41,7 @@ class Roster:
         self.watched = watched
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares, long_prompt_tokens)
-        self.parked: dict[tuple[int, int], Request] = {}
+        self.draining: dict[tuple[int, int], Request] = {}
         """By the slot and generation that their results still come for."""
         self.removed_slots: list[int] = []
         """Rows that the worker holds and does not know to be gone: the next plan tells it."""
@@ -80,12 +80,12 @@ class Roster:
     def by_number(self, session: int, number: int) -> Request | None:
         return self._alive.get((session, number))
 
-    def by_row(self, slot: int, generation: int) -> Request | None:
+    def by_row(self, slot: int, slot_version: int) -> Request | None:
         """The request that results for this row belong to, running or parked."""
         request = self.rows.slot_to_request.get(slot)
-        if request is not None and request.generation == generation:
+        if request is not None and request.slot_version == slot_version:
             return request
-        return self.parked.get((slot, generation))
+        return self.draining.get((slot, slot_version))
 
     def reads_cache(self, request: Request) -> bool:
         """Logprobs of a prompt are not in the cache: who waits for them computes all of it."""
@@ -108,7 +108,7 @@ class Roster:
         self.settle()
         self.waiting.add(request)
 
-    def adopt(self, previous: Roster) -> None:
+    def adopt(self, previous: RequestStates) -> None:
         """Take over all that wait in the roster of a worker that is gone, with their tenants' accounts."""
         assert not self._alive, "only an empty roster takes over another"
         assert len(previous.waiting) == len(previous), "something still runs there"
@@ -133,7 +133,7 @@ class Roster:
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without room"
-        self.blocks.offer_full_blocks(table, request.token_ids, num_tokens)
+        self.blocks.cache_full_blocks(table, request.token_ids, num_tokens)
         self.rows.place(request, num_computed_tokens)
         self.watched.add(request.sampling.stop_token_ids)
         emitted = request.token_ids[request.num_prompt_tokens :]
@@ -142,7 +142,7 @@ class Roster:
         emitted_token_ids.flags.writeable = block_ids.flags.writeable = False
         return NewRow(
             slot=request.slot,
-            generation=request.generation,
+            slot_version=request.slot_version,
             content=request.content,
             emitted_token_ids=emitted_token_ids,
             num_computed_tokens=num_computed_tokens,
@@ -164,7 +164,7 @@ class Roster:
             request = rows.slot_to_request[slot]
             added = self.blocks.allocate(request.blocks, end)
             assert added is not None, "grown without room"
-            self.blocks.offer_full_blocks(request.blocks, request.token_ids, filled)
+            self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
             block_slots += [slot] * len(added)
             block_ids += added
         block_size = self.blocks.block_size
@@ -179,7 +179,7 @@ class Roster:
         for slot, filled in zip(slots.tolist(), num_filled.tolist(), strict=True):
             request = rows.slot_to_request[slot]
             rows.close_block(request)
-            self.blocks.offer_full_blocks(request.blocks, request.token_ids, filled)
+            self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's row and blocks. It starts over with all its tokens, those in flight included, unless
@@ -187,13 +187,13 @@ class Roster:
         self._take_off(request)
         if request.num_in_flight:
             request.state = RequestState.PARKED
-            self.parked[request.slot, request.generation] = request
+            self.draining[request.slot, request.slot_version] = request
         else:
             self._wait(request)
 
     def unpark(self, request: Request) -> None:
         """Let a parked request wait for admission; what is still in flight for it is nobody's."""
-        del self.parked[request.slot, request.generation]
+        del self.draining[request.slot, request.slot_version]
         self._wait(request)
 
     def append_late(self, request: Request, token_id: int) -> None:
@@ -213,7 +213,7 @@ class Roster:
         if request.state is RequestState.RUNNING:
             self._take_off(request, is_trusted=is_trusted)
         elif request.state is RequestState.PARKED:
-            del self.parked[request.slot, request.generation]
+            del self.draining[request.slot, request.slot_version]
         else:
             self.waiting.remove(request)
         self.shares.close(request)
@@ -236,7 +236,7 @@ class Roster:
         assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
         num_bytes = sum({(r.session, r.request_id): r.content.num_bytes for r in self}.values())
         assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
-        assert len(running) + len(self.parked) + len(self.waiting) == len(self._alive), "a request is lost"
+        assert len(running) + len(self.draining) + len(self.waiting) == len(self._alive), "a request is lost"
         for request in self:
             name = f"request {request.request_id}"
             if request.state is RequestState.RUNNING:
@@ -244,7 +244,9 @@ class Roster:
                 continue
             assert not request.blocks.block_ids, f"{name} holds blocks and does not run"
             if request.state is RequestState.PARKED:
-                assert self.parked.get((request.slot, request.generation)) is request, f"{name} is not parked"
+                assert self.draining.get((request.slot, request.slot_version)) is request, (
+                    f"{name} is not parked"
+                )
                 assert request.num_in_flight > 0, f"{name} is parked for nothing"
             else:
                 assert request in self.waiting, f"{name} is {request.state} and not in the queue"
@@ -252,12 +254,12 @@ class Roster:
     def _take_off(self, request: Request, *, is_trusted: bool = True) -> None:
         """Empty its row, and give back its blocks: with their content, if that is to be trusted."""
         num_computed_tokens = int(self.rows.computed[request.slot])
-        (num_uncharged,) = self.rows.take_uncharged(np.array([request.slot])).tolist()
-        self.shares.charge(request, num_output_tokens=num_uncharged)
+        (num_tokens_to_charge,) = self.rows.take_tokens_to_charge(np.array([request.slot])).tolist()
+        self.shares.charge(request, num_output_tokens=num_tokens_to_charge)
         self.rows.remove(request)
         if is_trusted:
             num_filled = min(num_computed_tokens, len(request.token_ids))
-            self.blocks.offer_full_blocks(request.blocks, request.token_ids, num_filled)
+            self.blocks.cache_full_blocks(request.blocks, request.token_ids, num_filled)
         self.blocks.free(request.blocks)
         self.watched.discard(request.sampling.stop_token_ids)
         self.removed_slots.append(request.slot)

@@ -36,12 +36,12 @@ class RowColumns:
         """Positions whose KV stands in blocks, or will once the steps sent are done."""
         self.known: Ints = np.zeros(max_num_seqs, np.int64)
         """Tokens that the engine has seen."""
-        self.horizon: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_expected: Ints = np.zeros(max_num_seqs, np.int64)
         """Those and the ones in flight."""
         self.last: Ints = np.zeros(max_num_seqs, np.int64)
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
         """Positions that its blocks hold."""
-        self.generation: U32 = np.zeros(max_num_seqs, np.uint32)
+        self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         """Of the row in the slot, or of the next one if it is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)
         self.number: U32 = np.zeros(max_num_seqs, np.uint32)
@@ -55,7 +55,7 @@ class RowColumns:
         """In running order: first admitted, first planned."""
         self._block_size = block_size
         self._charged: Ints = np.zeros(max_num_seqs, np.int64)
-        """Known tokens that `take_uncharged` has told of, or that came with the row."""
+        """Known tokens that `take_tokens_to_charge` has told of, or that came with the row."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
 
@@ -75,14 +75,14 @@ class RowColumns:
         slot = heappop(self._free_slots)
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
-        self.known[slot] = self.horizon[slot] = self._charged[slot] = num_known
+        self.known[slot] = self.num_expected[slot] = self._charged[slot] = num_known
         self.last[slot] = request.limit - 1
         self.capacity[slot] = len(request.blocks.block_ids) * self._block_size
         self.session[slot] = request.session
         self.number[slot] = request.number
         self.account[slot] = request.account
         self.awaits_first_token[slot] = request.first_token_at is None
-        request.slot, request.generation = slot, int(self.generation[slot])
+        request.slot, request.slot_version = slot, int(self.slot_version[slot])
         request.state = RequestState.RUNNING
         self.slot_to_request[slot] = request
         self._running_order = None
@@ -91,15 +91,15 @@ class RowColumns:
         """Bring a request's tokens up to date and empty its slot: results for it match no row any more."""
         self.close_block(request)
         slot = request.slot
-        request.num_in_flight = int(self.horizon[slot] - self.known[slot])
-        self.generation[slot] += 1
+        request.num_in_flight = int(self.num_expected[slot] - self.known[slot])
+        self.slot_version[slot] += 1
         del self.slot_to_request[slot]
         heappush(self._free_slots, slot)
         self._running_order = None
 
     def wanted(self, slots: Slots) -> Ints:
         """[len(slots)] tokens that each could compute now."""
-        return np.minimum(self.horizon[slots], self.last[slots]) - self.computed[slots]
+        return np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
 
     def num_promised_blocks(self) -> int:
         """Blocks that the running rows still need for tokens that are known: those of prompts computed in chunks."""
@@ -107,12 +107,12 @@ class RowColumns:
         lacking = np.maximum(self.known[slots] - self.capacity[slots], 0)
         return int((-(-lacking // self._block_size)).sum())
 
-    def take_uncharged(self, slots: Slots) -> Ints:
+    def take_tokens_to_charge(self, slots: Slots) -> Ints:
         """[len(slots)] tokens that each has put out since this was last asked."""
         known = self.known[slots]
-        uncharged = known - self._charged[slots]
+        tokens_to_charge = known - self._charged[slots]
         self._charged[slots] = known
-        return uncharged
+        return tokens_to_charge
 
     def append(self, slots: Slots, token_ids: U32) -> tuple[Flags, Flags]:
         """One more known token for each slot: [len(slots)] whether it filled the open block, and whether it is
@@ -135,15 +135,19 @@ class RowColumns:
         """Raises AssertionError naming the request and what is off."""
         for slot, request in self.slot_to_request.items():
             name = f"request {request.request_id} in slot {slot}"
-            known, horizon = int(self.known[slot]), int(self.horizon[slot])
+            known, num_expected = int(self.known[slot]), int(self.num_expected[slot])
             computed, capacity = int(self.computed[slot]), int(self.capacity[slot])
             assert request.state is RequestState.RUNNING, f"{name} is {request.state}"
-            assert (request.slot, request.generation) == (slot, self.generation[slot]), f"{name} is elsewhere"
-            assert computed < horizon, f"{name}: computed {computed} has passed horizon {horizon}"
-            assert known <= horizon <= self.last[slot] + 1, f"{name}: {known}, {horizon}, {self.last[slot]}"
+            assert (request.slot, request.slot_version) == (slot, self.slot_version[slot]), (
+                f"{name} is elsewhere"
+            )
+            assert computed < num_expected, f"{name}: computed {computed} has passed horizon {num_expected}"
+            assert known <= num_expected <= self.last[slot] + 1, (
+                f"{name}: {known}, {num_expected}, {self.last[slot]}"
+            )
             assert computed <= capacity, f"{name}: computed {computed} of capacity {capacity}"
             assert capacity == len(request.blocks.block_ids) * self._block_size, f"{name}: wrong capacity"
-            offered = request.blocks.num_offered * self._block_size
+            offered = request.blocks.num_cached * self._block_size
             assert offered <= min(known, computed + 1), f"{name}: offers unknown or uncomputed tokens"
             assert known - len(request.token_ids) < self._block_size, f"{name}: open block overflows"
         in_use = set(self.slot_to_request)

@@ -15,10 +15,10 @@ from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
 from services.enginecore.scheduler.planner import StepPlanner
 from services.enginecore.scheduler.prompt_logprobs import prompt_logprobs_of
-from services.enginecore.scheduler.request_states import Roster
-from services.enginecore.scheduler.row_failures import DoubtfulBlocks, error_of
+from services.enginecore.scheduler.request_states import RequestStates
+from services.enginecore.scheduler.row_failures import SuspectBlocks, error_of
 from services.enginecore.scheduler.running_rows import Flags, RowColumns, Slots
-from services.enginecore.scheduler.step_builder import StepDraft
+from services.enginecore.scheduler.step_builder import StepBuilder
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
 from triptych.config import SchedulerConfig
@@ -61,7 +61,7 @@ class Scheduler:
             num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
         self._watched = WatchedTokens(eos_token_ids)
-        self._roster = Roster(
+        self._states = RequestStates(
             rows=self._rows,
             blocks=self._blocks,
             watched=self._watched,
@@ -70,16 +70,16 @@ class Scheduler:
             ),
         )
         self._admission = Admission(config, max_model_len)
-        self._planner = StepPlanner(config, self._roster, block_size)
+        self._planner = StepPlanner(config, self._states, block_size)
         self._in_flight = StepsInFlight()
-        self._doubtful = DoubtfulBlocks(self._roster, self._in_flight)
+        self._suspect_blocks = SuspectBlocks(self._states, self._in_flight)
         self._last_result_at = clock()
         self._deadlines = LazyHeap(_by_deadline)
         self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
-        return len(self._roster) > 0
+        return len(self._states) > 0
 
     @property
     def num_in_flight(self) -> int:
@@ -93,7 +93,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """All that do not run."""
-        return len(self._roster) - self.num_running
+        return len(self._states) - self.num_running
 
     @property
     def num_blocks(self) -> int:
@@ -114,12 +114,12 @@ class Scheduler:
 
         Raises:
             InvalidRequest, DuplicateRequest, DeadlineUnreachable: As `Admission.check` says; nothing has changed.
-            QueueFull: As `Admission.make_room` says; nothing has changed.
+            QueueFull: As `Admission.displace_for` says; nothing has changed.
         """
         now = self._clock()
-        self._admission.check(choices, self._roster, now)
-        leaving = self._admission.make_room(choices, self._roster)
-        displaced = tuple(self._fail(request, self._admission.displaced(self._roster)) for request in leaving)
+        self._admission.check(choices, self._states, now)
+        leaving = self._admission.displace_for(choices, self._states)
+        displaced = tuple(self._fail(request, self._admission.displaced(self._states)) for request in leaving)
         tables = [request.blocks for request in choices]
         self._blocks.hash_prompt(tables, choices[0].token_ids, choices[0].num_prompt_tokens)
         for request in choices:
@@ -127,7 +127,7 @@ class Scheduler:
             request.arrival = self._num_arrivals
             request.queued_at = now
             self._num_arrivals += 1
-            self._roster.add(request)
+            self._states.add(request)
             if request.deadline is not None:
                 self._deadlines.push(request)
         return displaced
@@ -135,27 +135,27 @@ class Scheduler:
     @property
     def num_places(self) -> int:
         """Return how many more choices can be added before the queue is full."""
-        return max(self._admission.max_choices - len(self._roster), 0)
+        return max(self._admission.max_choices - len(self._states), 0)
 
     def abort(self, session: int, number: int) -> Finished | None:
         """End a request for its client's sake; None if it is not alive. Its blocks are free at once, and
         the next plan takes its row from the worker."""
-        request = self._roster.by_number(session, number)
+        request = self._states.by_number(session, number)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
     def abort_session(self, session: int) -> tuple[Finished, ...]:
         """End all that came on one stream."""
-        orphans = [request for request in self._roster if request.session == session]
+        orphans = [request for request in self._states if request.session == session]
         return tuple(self._finish(request, FinishReason.ABORT) for request in orphans)
 
     def abort_all(self) -> tuple[Finished, ...]:
         """End everything, wherever it stands."""
-        return tuple(self._finish(request, FinishReason.ABORT) for request in list(self._roster))
+        return tuple(self._finish(request, FinishReason.ABORT) for request in list(self._states))
 
     @property
-    def begun(self) -> list[Request]:
+    def started(self) -> list[Request]:
         """Those with a row, or with results still to come."""
-        return [*self._roster.running, *self._roster.parked.values()]
+        return [*self._states.running, *self._states.draining.values()]
 
     def expired(self, now: float) -> tuple[Failed, ...]:
         """End those whose deadline has passed, wherever they stand. Called before `schedule`, so that what
@@ -176,11 +176,11 @@ class Scheduler:
         """The worker is lost, with all its rows and blocks. What ran waits again, with prompt and emitted
         tokens; what is in flight never comes; step ids start at 1 again."""
         self._in_flight.forget()
-        for request in list(self._roster.parked.values()):
-            self._roster.unpark(request)
-        for request in self._roster.running:
-            self._roster.requeue(request)
-        self._roster.removed_slots.clear()
+        for request in list(self._states.draining.values()):
+            self._states.unpark(request)
+        for request in self._states.running:
+            self._states.requeue(request)
+        self._states.removed_slots.clear()
         is_reset = self._blocks.reset()
         assert is_reset, "blocks are held although nothing runs"
 
@@ -193,9 +193,9 @@ class Scheduler:
         previous.requeue_all()
         self.counters, self._num_arrivals = previous.counters, previous._num_arrivals
         self._admission.forecast, self._deadlines = previous._admission.forecast, previous._deadlines
-        self._roster.adopt(previous._roster)
+        self._states.adopt(previous._states)
         failed = []
-        for request in list(self._roster):
+        for request in list(self._states):
             request.limit = self._admission.limit_of(request)
             if len(request.token_ids) >= request.limit:
                 why = f"{len(request.token_ids)} tokens reach {request.limit}, all that the new worker's blocks hold"
@@ -207,14 +207,14 @@ class Scheduler:
         position of each: its known tokens and those in flight."""
         if not self._in_flight:
             return {}
-        positions = {request: int(self._rows.horizon[request.slot]) for request in self._roster.running}
-        for request in self._roster.parked.values():
+        positions = {request: int(self._rows.num_expected[request.slot]) for request in self._states.running}
+        for request in self._states.draining.values():
             positions[request] = len(request.token_ids) + request.num_in_flight
         return positions
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """While this is a set, nobody else is admitted, whatever its place; None lifts it. What runs goes on."""
-        self._roster.waiting.admit_only(requests)
+        self._states.waiting.admit_only(requests)
 
     def fail(self, request: Request, error: EngineFailure) -> Failed:
         """End a request through no fault of its client's."""
@@ -222,30 +222,30 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
-        draft = self._planner.draft()
-        self.counters.num_preemptions += draft.num_preempted
-        return None if draft.is_empty else self._commit(draft)
+        build = self._planner.build()
+        self.counters.num_preemptions += build.num_preempted
+        return None if build.is_empty else self._commit(build)
 
-    def _commit(self, draft: StepDraft) -> StepPlan:
+    def _commit(self, build: StepBuilder) -> StepPlan:
         """From here on the step counts as computed."""
-        draft.close()
-        rows, slots = self._rows, draft.slots
-        rows.computed[slots] = draft.ends
-        sampling_slots = np.sort(slots[draft.ends == rows.horizon[slots]])
-        rows.horizon[sampling_slots] += 1  # a placeholder for the token that each will sample
-        self._note_admitted(draft)
-        plan = draft.to_plan(
-            self._in_flight.next_step_id, self._in_flight.last_result_seen, self._roster.removed_slots
+        build.close()
+        rows, slots = self._rows, build.slots
+        rows.computed[slots] = build.ends
+        sampling_slots = np.sort(slots[build.ends == rows.num_expected[slots]])
+        rows.num_expected[sampling_slots] += 1  # a placeholder for the token that each will sample
+        self._note_admitted(build)
+        plan = build.to_plan(
+            self._in_flight.next_step_id, self._in_flight.last_result_seen, self._states.removed_slots
         )
-        self._roster.removed_slots.clear()
+        self._states.removed_slots.clear()
         self._in_flight.push(
             InFlightStep(
                 step_id=plan.step_id,
                 num_tokens=plan.num_tokens,
                 planned_at=self._clock(),
                 sampling_slots=sampling_slots,
-                generations=rows.generation[sampling_slots],
-                offered_blocks=self._blocks.drain_offered(),
+                generations=rows.slot_version[sampling_slots],
+                newly_cached_blocks=self._blocks.take_newly_cached(),
             )
         )
         self.counters.num_steps += 1
@@ -261,39 +261,39 @@ class Scheduler:
         Raises:
             ProtocolViolation: this is not that step's result; nothing has changed.
         """
-        reported = prompt_logprobs_of(result, self._roster) if result.prompt_logprobs else ()
+        reported = prompt_logprobs_of(result, self._states) if result.prompt_logprobs else ()
         step = self._in_flight.pop(result)
         for request, logprobs in reported:
             request.prompt_logprobs_start = logprobs.end
         self._measure(step)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         rows = self._rows
-        is_live = rows.generation[step.sampling_slots] == step.generations
+        is_live = rows.slot_version[step.sampling_slots] == step.generations
         places = np.flatnonzero(is_live)  # [t] in the result
         slots, token_ids = step.sampling_slots[places], result.token_ids[places]
         sessions, numbers = rows.session[slots], rows.number[slots]
         is_filled, is_at_limit = rows.append(slots, token_ids)
         self._note_first_tokens(slots)
-        self._roster.fill_blocks(slots[is_filled])
+        self._states.fill_blocks(slots[is_filled])
         finished = self._finish_stopped(slots, token_ids, is_at_limit)
         output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed), reported)
-        if not self._roster.parked:
+        if not self._states.draining:
             return output
         return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
 
     def check_integrity(self) -> None:
         """Walk everything and raise AssertionError naming what is off. For tests, and for an idle engine."""
-        self._roster.check_integrity()
+        self._states.check_integrity()
         num_in_flight: Counter[tuple[int, int]] = Counter()
         for step in self._in_flight:
             num_in_flight.update(zip(step.sampling_slots.tolist(), step.generations.tolist(), strict=True))
-        for request in self._roster:
+        for request in self._states:
             name, noted = f"request {request.request_id}", request.num_in_flight
             if request.state is RequestState.RUNNING:
-                noted = int(self._rows.horizon[request.slot] - self._rows.known[request.slot])
+                noted = int(self._rows.num_expected[request.slot] - self._rows.known[request.slot])
             planned = 0
             if request.state is not RequestState.WAITING:
-                planned = num_in_flight[request.slot, request.generation]
+                planned = num_in_flight[request.slot, request.slot_version]
             assert noted == planned, f"{name} expects {noted} tokens, steps in flight bring {planned}"
             has_deadline = request in self._deadlines
             assert has_deadline == (request.deadline is not None), f"{name} is lost to its deadline"
@@ -306,14 +306,14 @@ class Scheduler:
         self._admission.forecast.steps.note(step.num_tokens, now - max(step.planned_at, self._last_result_at))
         self._last_result_at = now
 
-    def _note_admitted(self, draft: StepDraft) -> None:
-        for request, row in zip(draft.admitted, draft.new_rows, strict=True):
+    def _note_admitted(self, build: StepBuilder) -> None:
+        for request, row in zip(build.admitted, build.new_rows, strict=True):
             if request.planned_at is not None:
                 continue  # it comes back; what it finds of itself says nothing of the cache
             request.planned_at = self._clock()
             self._admission.forecast.note_admitted(len(request.token_ids), row.num_computed_tokens)
             request.num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
-            if self._roster.reads_cache(request):
+            if self._states.reads_cache(request):
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += request.num_cached_tokens
 
@@ -347,34 +347,34 @@ class Scheduler:
         late: list[tuple[Request, int, int]] = []  # request, token, place in the result
         finished = list(output.finished)
         slots, generations = step.sampling_slots[places].tolist(), step.generations[places].tolist()
-        for place, slot, generation in zip(places.tolist(), slots, generations, strict=True):
-            request = self._roster.parked.get((slot, generation))
+        for place, slot, slot_version in zip(places.tolist(), slots, generations, strict=True):
+            request = self._states.draining.get((slot, slot_version))
             if request is None:
                 continue
             token_id = int(result.token_ids[place])
             late.append((request, token_id, place))
-            self._roster.append_late(request, token_id)
+            self._states.append_late(request, token_id)
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
             stop = stop_of(request, token_id, len(request.token_ids), self._eos_token_ids)
             if stop is not None:
                 finished.append(self._finish(request, *stop))
             elif not request.num_in_flight:
-                self._roster.unpark(request)
+                self._states.unpark(request)
         return output.with_tokens(late, tuple(finished))
 
     def _fail_rows(self, step: InFlightStep, errors: Sequence[RowError]) -> list[Failed]:
         """End the requests that failed in this step, and start over whoever relied on a block that they spoiled."""
-        failed, doubtful = [], set[int]()
+        failed, suspect_blocks = [], set[int]()
         for error in errors:
-            request = self._roster.by_row(error.slot, error.generation)
+            request = self._states.by_row(error.slot, error.slot_version)
             if request is None:
                 continue
             if not error.kv_is_valid:
-                doubtful |= self._doubtful.of(request)
+                suspect_blocks |= self._suspect_blocks.of(request)
             failed.append(self._fail(request, error_of(step.step_id, error), is_trusted=error.kv_is_valid))
         if not all(error.kv_is_valid for error in errors):
-            self._doubtful.withdraw(step, doubtful)
+            self._suspect_blocks.uncache(step, suspect_blocks)
         return failed
 
     def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
@@ -386,7 +386,7 @@ class Scheduler:
         return Failed(request, error)
 
     def _end(self, request: Request, outcome: str, *, is_trusted: bool = True) -> None:
-        self._roster.end(request, is_trusted=is_trusted)
+        self._states.end(request, is_trusted=is_trusted)
         self._deadlines.discard(request)
         request.ended_at = self._clock()
         ran_s = None if request.planned_at is None else request.ended_at - request.planned_at

@@ -30,7 +30,7 @@ def share_budget(wanted: Ints, budget: int) -> Ints:
 
 
 @dataclass(slots=True, eq=False)
-class StepDraft:
+class StepBuilder:
     """Owned by one call of `Scheduler.schedule`."""
 
     slots: Slots

@@ -29,7 +29,7 @@ class WaitingQueue:
         """Priority to the number of requests that have run already, and the number of their tokens."""
         self._displaceable: dict[int, dict[Request, None]] = {}
         """Account -> its requests that have never run, here or elsewhere, in order of arrival; no entry is empty."""
-        self._admissible: frozenset[Request] | None = None
+        self._allowed: frozenset[Request] | None = None
         self._short, self._long = _OrderedQueue(shares), _OrderedQueue(shares)
 
     def __len__(self) -> int:
@@ -93,10 +93,10 @@ class WaitingQueue:
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Hold back all others, those still to come included; None lifts it. Holding back costs no share."""
-        admissible = None if requests is None else frozenset(requests)
-        if admissible == self._admissible:
+        allowed = None if requests is None else frozenset(requests)
+        if allowed == self._allowed:
             return
-        self._admissible = admissible
+        self._allowed = allowed
         self._short, self._long = _OrderedQueue(self._shares), _OrderedQueue(self._shares)
         for request in sorted(self._members, key=_by_arrival):
             self._line_up(request)
@@ -130,7 +130,7 @@ class WaitingQueue:
             del self._returning[request.priority]
 
     def _may_run(self, request: Request) -> bool:
-        return self._admissible is None or request in self._admissible
+        return self._allowed is None or request in self._allowed
 
     def _line_up(self, request: Request) -> None:
         if self._may_run(request):

@@ -29,7 +29,7 @@ class Connected:
     """A worker's welcome."""
 
     facts: WorkerFacts
-    window: int
+    steps_in_flight: int
     """Steps in flight at most."""
     resume_ttl_s: float
     """For how long the session outlives a broken stream."""

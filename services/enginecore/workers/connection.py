@@ -30,7 +30,7 @@ class Recovery:
     """The worker has died: what was in flight may have killed it."""
 
 
-class WorkerLink:
+class WorkerConnection:
     """Owned by the engine loop, which goes on with its own affairs while this one dials."""
 
     def __init__(
@@ -112,8 +112,8 @@ class WorkerLink:
             self._num_idle_resumes = 0  # nothing speaks against the worker
             raise WorkerLost(f"no result for {_SILENCE_S:g} s")
 
-    async def _dial(self, hope_ends_at: float) -> Connected:
-        """Until the worker welcomes us; a session not resumed by `hope_ends_at` is given up."""
+    async def _dial(self, resume_deadline: float) -> Connected:
+        """Until the worker welcomes us; a session not resumed by `resume_deadline` is given up."""
         delay_s, last_why = _FIRST_REDIAL_S, ""
         while True:
             try:
@@ -132,7 +132,7 @@ class WorkerLink:
                 self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
                 self._resume_ttl_s = connected.resume_ttl_s
                 return connected
-            if time.monotonic() > hope_ends_at:
+            if time.monotonic() > resume_deadline:
                 self._give_up()
             self._on_unreachable(last_why)
             await asyncio.sleep(delay_s)

@@ -43,9 +43,9 @@ class GrpcExecutor:
         engine_id: str,
         epoch: int,
         shared_config: Mapping[str, str],
-        window: int,
+        steps_in_flight: int,
     ) -> None:
-        """`window`: steps that may be in flight at most, if the worker agrees."""
+        """`steps_in_flight`: steps that may be in flight at most, if the worker agrees."""
         self._address = address
         self._hello = worker_pb2.Hello(
             min_protocol=PROTOCOL_VERSION,
@@ -53,7 +53,7 @@ class GrpcExecutor:
             engine_id=engine_id,
             epoch=epoch,
             shared_config=shared_config,
-            window=window,
+            steps_in_flight=steps_in_flight,
         )
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
@@ -81,7 +81,7 @@ class GrpcExecutor:
         self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
         facts, resume_ttl_s = worker_facts_from_proto(welcome.facts), welcome.resume_ttl_ms / 1000
-        connected = Connected(facts, welcome.window, resume_ttl_s, is_resumed)
+        connected = Connected(facts, welcome.steps_in_flight, resume_ttl_s, is_resumed)
         for step in [step for step in self._unanswered if step.step_id > welcome.last_step_received]:
             await self._write(step)
         return connected
@@ -160,9 +160,9 @@ class GrpcExecutor:
         if first.WhichOneof("message") != "welcome":
             raise ProtocolViolation(f"worker {self._address} answered hello with no welcome")
         welcome = first.welcome
-        if not 1 <= welcome.window <= self._hello.window:
+        if not 1 <= welcome.steps_in_flight <= self._hello.steps_in_flight:
             raise ProtocolViolation(
-                f"worker {self._address} grants a window of {welcome.window}, 1..{self._hello.window} was asked"
+                f"worker {self._address} grants {welcome.steps_in_flight}, 1..{self._hello.steps_in_flight} was asked: steps_in_flight"
             )
         return welcome
 

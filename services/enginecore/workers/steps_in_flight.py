@@ -6,7 +6,7 @@ import math
 
 from triptych.types.step import StepTimings
 
-MAX_WINDOW = 4
+MAX_STEPS_IN_FLIGHT = 4
 """Steps in flight that are ever asked for: past that a stop comes back too late to save work."""
 
 _LEAST = 2  # below that every step waits for the result of the last one
@@ -15,7 +15,7 @@ _STEPS_PER_LOOK = 16
 _TOLERATED_IDLE = 0.01  # share of its time that the worker may spend waiting while work is queued
 
 
-class WindowControl:
+class PipelineDepth:
     """Starts from the measured overhead of a step, and grows while the worker reports gaps. It never shrinks
     within a session: one step more in flight costs a token per stop, one too few costs a part of every step."""
 

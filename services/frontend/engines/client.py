@@ -114,7 +114,7 @@ class EngineClient:
                 session.outbox.leave()  # and begin another
             raise EngineUnavailable(f"engine {self.name}: its session has no request numbers left; try again")
         request = create(session.take_numbers(len(sinks)))
-        session.outbox.check_room(request.num_choices, request.num_bytes)
+        session.outbox.check_free_places(request.num_choices, request.num_bytes)
         session.submit(request, sinks)
         return request.numbers.tolist()
 

@@ -54,7 +54,7 @@ class Outbox:
         self._news = asyncio.Event()
         self._on_unsendable = on_unsendable
 
-    def check_room(self, num_choices: int, num_bytes: int) -> None:
+    def check_free_places(self, num_choices: int, num_bytes: int) -> None:
         """Check that one more request can be taken.
 
         Args:

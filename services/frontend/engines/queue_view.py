@@ -18,7 +18,7 @@ class QueueView:
     """Owned by the session with the engine.
 
     The engine reports its free places in each output batch, and as soon as there are some after it reported none. A
-    full queue may still take a request of another tenant or priority (`Admission.make_room`), so only what the engine
+    full queue may still take a request of another tenant or priority (`Admission.displace_for`), so only what the engine
     has refused just now is refused here.
     """
 

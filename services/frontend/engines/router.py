@@ -66,7 +66,7 @@ class Router:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
         return self._welcome_of(self._least_loaded([e for e in self.engines if _serves(e, model)]))
 
-    def check_room(self, model: str, priority: int, tenant: str) -> None:
+    def check_free_places(self, model: str, priority: int, tenant: str) -> None:
         """Refuse a request that every engine is known to refuse, before anything is done for it.
 
         Args:

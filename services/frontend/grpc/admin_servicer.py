@@ -14,7 +14,7 @@ from triptych.v1 import admin_pb2, admin_pb2_grpc
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
-class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Serves `triptych.v1.AdminService`. What an engine refuses, it refuses in the engine's words."""
 
     def __init__(self, router: Router) -> None:

@@ -39,7 +39,7 @@ _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.mes
 _KWARGS_PATH = "chat.template_kwargs_json"
 
 
-class GenerationDoor(generation_pb2_grpc.GenerationServiceServicer):
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves `triptych.v1.GenerationService`."""
 
     def __init__(self, generator: Generator, client_timeout_s: float) -> None:
@@ -146,7 +146,7 @@ class _StallWatch:
             await self._context.abort(status.code, status.details, status.trailing_metadata)
 
 
-class EmbeddingDoor(generation_pb2_grpc.EmbeddingServiceServicer):
+class EmbeddingServicer(generation_pb2_grpc.EmbeddingServiceServicer):
     """Refuses `triptych.v1.EmbeddingService` by name."""
 
     async def Embed(
@@ -165,7 +165,7 @@ def _chat_size(request: generation_pb2.GenerateRequest | generation_pb2.Tokenize
 def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | None) -> RawRequest:
     """The request as the frontend knows it; what only this door can see to be wrong is noted in it."""
     violations: list[FieldViolation] = []
-    unserved: list[str] = []
+    unsupported: list[str] = []
     kind = request.WhichOneof("prompt")
     prompt: Any = None
     match kind:
@@ -176,14 +176,14 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
         case "chat":
             prompt, violations = _to_chat(request.chat)
             if request.chat.tools_json:
-                unserved.append("chat.tools_json")
+                unsupported.append("chat.tools_json")
     if request.output_kind not in _OUTPUT_KINDS:
         violations.append(FieldViolation("output_kind", f"{request.output_kind} is none of 0..3"))
     paths = {"template_kwargs": _KWARGS_PATH, "deadline_s": "the call's deadline"}
     if kind is not None:
         paths["prompt"] = _PROMPT_PATHS[kind]
     return RawRequest(
-        door="grpc",
+        servicer="grpc",
         prompt=prompt,
         request_id=request.request_id,
         model=request.model,
@@ -199,7 +199,7 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
         sampling_prefix="sampling.",
         paths=paths,
         violations=tuple(violations),
-        unserved=tuple(unserved),
+        unsupported=tuple(unsupported),
     )
 
 

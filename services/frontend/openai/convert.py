@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.frontend.identity import unique_request_id
-from services.frontend.openai.request_body import unserved_fields
+from services.frontend.openai.request_body import unsupported_fields
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
     ChatFields,
@@ -132,8 +132,8 @@ def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
         violations.append(FieldViolation("prompt", f"give either prompt or messages; {given} given"))
     if violations:
         raise InvalidRequest(violations)
-    if unserved := _unserved_messages(body):
-        raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
+    if unsupported := _unsupported_messages(body):
+        raise FeatureDisabled(", ".join(unsupported), "this version does not serve it yet; leave it out")
     return to_chat(body) if body.prompt is None else body.prompt
 
 
@@ -183,7 +183,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
     if not body.tenant:
         paths["tenant"] = "user"
     return RawRequest(
-        door="http",
+        servicer="http",
         prompt=None,
         request_id="" if bad_label else unique_request_id(label),
         model=body.model or "",
@@ -196,7 +196,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         deadline_s=deadline_s,
         paths=paths,
         violations=(*body.violations, *bad_label, *_misuse_of_stream(body)),
-        unserved=tuple(_unserved(body)),
+        unsupported=tuple(_unsupported(body)),
     )
 
 
@@ -206,19 +206,19 @@ def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
     return [FieldViolation("stream_options", "only a stream has options; set stream to true")]
 
 
-def _unserved(body: SamplingBody) -> list[str]:
-    paths = unserved_fields(body)
+def _unsupported(body: SamplingBody) -> list[str]:
+    paths = unsupported_fields(body)
     if body.stream_options is not None:
-        paths += [f"stream_options.{name}" for name in unserved_fields(body.stream_options)]
+        paths += [f"stream_options.{name}" for name in unsupported_fields(body.stream_options)]
     if isinstance(body, ChatFields):
-        paths += _unserved_messages(body)
+        paths += _unsupported_messages(body)
     return paths
 
 
-def _unserved_messages(body: ChatFields) -> list[str]:
+def _unsupported_messages(body: ChatFields) -> list[str]:
     paths = []
     for index, message in enumerate(body.messages or ()):
-        paths += [f"messages[{index}].{name}" for name in unserved_fields(message)]
+        paths += [f"messages[{index}].{name}" for name in unsupported_fields(message)]
         if isinstance(message.content, list):
             paths += [
                 f"messages[{index}].content[{number}].{part.type[:80]}"

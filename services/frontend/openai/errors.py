@@ -58,12 +58,12 @@ def install_handlers(app: FastAPI) -> None:
     """Answer every error that a route raises; bugs go on to the middleware."""
     for kind in (TriptychError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
-    app.add_exception_handler(ClientGone, _answer_nobody)
+    app.add_exception_handler(ClientGone, _ignore_disconnect)
 
 
 def error_response(error: Exception, request_id: str) -> Response:
     """The answer to a request that failed before any of its answer was sent."""
-    told = tell(error, request_id)
+    told = to_http_error(error, request_id)
     return json_response(told.body, status=told.status, headers=told.headers)
 
 
@@ -71,24 +71,24 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(to_json(value), status_code=status, headers=headers, media_type="application/json")
 
 
-def tell(error: Exception, request_id: str) -> HttpError:
+def to_http_error(error: Exception, request_id: str) -> HttpError:
     """What a client is told of this error; one that is our fault is logged, here and once."""
     match error:
         case RequestValidationError():
-            return _tell_triptych(_to_invalid_request(error))
+            return _from_triptych_error(_to_invalid_request(error))
         case HTTPException():
-            return _tell_http(error)
+            return _from_http_error(error)
         case TriptychError() if row_of(error).http_status != HTTPStatus.INTERNAL_SERVER_ERROR:
-            return _tell_triptych(error)
+            return _from_triptych_error(error)
         case TriptychError():
             log.error("request failed: %s", error, extra=with_fields(request_id=request_id), exc_info=error)
-            return _tell_triptych(error)
+            return _from_triptych_error(error)
     log.error("request failed by a bug: %r", error, extra=with_fields(request_id=request_id), exc_info=error)
     message = f"internal error (request {request_id}); the server's log has the details"
     return HttpError(500, "server_error", "internal", message)
 
 
-def _tell_triptych(error: TriptychError) -> HttpError:
+def _from_triptych_error(error: TriptychError) -> HttpError:
     row = row_of(error)
     param, headers = None, {}
     match error:
@@ -107,7 +107,7 @@ def _tell_triptych(error: TriptychError) -> HttpError:
     )
 
 
-def _tell_http(error: HTTPException) -> HttpError:
+def _from_http_error(error: HTTPException) -> HttpError:
     """Errors of the HTTP layer itself: no such route, a method that it does not take, a body too large."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     code = _HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal")
@@ -125,7 +125,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     return error_response(error, request.state.request_id)
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _ignore_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 

@@ -38,9 +38,9 @@ class RequestGuard:
             await send(message)
 
         try:
-            told_bytes = headers.get("content-length", "0")
-            if told_bytes.isdecimal() and int(told_bytes) > MAX_BODY_BYTES:
-                raise _body_too_large(f"{told_bytes} bytes are")
+            num_declared_bytes = headers.get("content-length", "0")
+            if num_declared_bytes.isdecimal() and int(num_declared_bytes) > MAX_BODY_BYTES:
+                raise _body_too_large(f"{num_declared_bytes} bytes are")
             await self._app(scope, _Counted(receive), send_with_id)
         except Exception as error:
             if has_started:

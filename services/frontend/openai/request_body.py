@@ -101,7 +101,7 @@ def ignored() -> Any:
     return Field(default=None, description="Accepted and ignored.")
 
 
-def unserved_fields(part: Part) -> list[str]:
+def unsupported_fields(part: Part) -> list[str]:
     """Names of the fields that the client set although nobody has built them."""
     given = part.model_fields_set
     return [

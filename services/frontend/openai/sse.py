@@ -8,7 +8,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.frontend.openai.errors import tell
+from services.frontend.openai.errors import to_http_error
 from services.frontend.openai.in_flight import ClientGone, InFlight
 from services.frontend.openai.objects import AnswerFormat, to_json, usage_object
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
@@ -81,7 +81,7 @@ class EventStream(Response):
         except Exception as error:
             if not self._has_started:
                 raise
-            event = f"data: {to_json(tell(error, self._request_id).body)}\n\n"
+            event = f"data: {to_json(to_http_error(error, self._request_id).body)}\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
     async def _send_all(self, send: Send) -> None:

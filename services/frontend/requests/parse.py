@@ -45,7 +45,7 @@ class RawChat:
 class RawRequest:
     """One request to generate, unchecked. The same from every door."""
 
-    door: str
+    servicer: str
     """grpc or http; for logs and metrics."""
     prompt: str | Sequence[int] | RawChat | None
     """None: the client gave none."""
@@ -71,7 +71,7 @@ class RawRequest:
     "logprobs": "top_logprobs"}."""
     violations: tuple[FieldViolation, ...] = ()
     """What the door found wrong by itself; reported together with the rest."""
-    unserved: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     """Paths of fields that the client set and nobody has built; refused by name."""
 
     @property
@@ -135,9 +135,9 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
         raise InvalidRequest([*violations, *(overflow.violations if overflow is not None else ())])
     if overflow is not None:
         raise overflow
-    unserved = [*raw.unserved, *checked.unserved, *([raw.path("adapter")] if raw.adapter else [])]
-    if unserved:
-        raise FeatureDisabled(", ".join(unserved), "this version does not serve it yet; leave it out")
+    unsupported = [*raw.unsupported, *checked.unsupported, *([raw.path("adapter")] if raw.adapter else [])]
+    if unsupported:
+        raise FeatureDisabled(", ".join(unsupported), "this version does not serve it yet; leave it out")
     assert raw.prompt is not None
     if isinstance(raw.prompt, (str, RawChat)):
         return ValidRequest(raw, raw.prompt, sampling)

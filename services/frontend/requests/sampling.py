@@ -58,7 +58,7 @@ class SamplingFields:
     values: dict[str, Any] = field(default_factory=dict)
     """Arguments of `SamplingParams`; only good ones."""
     violations: list[FieldViolation] = field(default_factory=list)
-    unserved: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     """Paths of fields that no one has built yet."""
 
 
@@ -78,8 +78,8 @@ def check_sampling(
     for name, value in given.items():
         if value is None:
             continue
-        if _is_unserved(name, value):
-            result.unserved.append(path(name))
+        if _is_unsupported(name, value):
+            result.unsupported.append(path(name))
             continue
         try:
             result.values[name] = _parse_field(name, value, vocab_size)
@@ -140,7 +140,7 @@ class _BadValue(Exception):
         self.where = where
 
 
-def _is_unserved(name: str, value: Any) -> bool:
+def _is_unsupported(name: str, value: Any) -> bool:
     if name in ("bad_words", "structured_outputs"):
         return bool(value)
     is_count = name in ("logprobs", "prompt_logprobs") and type(value) is int

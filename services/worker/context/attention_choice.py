@@ -115,7 +115,7 @@ def _obstacle_to_flash_attn(site: AttentionSite) -> str | None:
             f"it takes heads of a multiple of 8 elements up to {_FLASH_ATTN_MAX_HEAD_DIM}, and the model's head_dim "
             f"is {head_dim}; set it to auto"
         )
-    return _unserved_device_or_dtype(site, lowest=(8, 0))
+    return _unsupported_device_or_dtype(site, lowest=(8, 0))
 
 
 def _obstacle_to_flashinfer(site: AttentionSite) -> str | None:
@@ -126,10 +126,10 @@ def _obstacle_to_flashinfer(site: AttentionSite) -> str | None:
             f"it takes heads of {', '.join(map(str, _FLASHINFER_HEAD_DIMS))} elements, and the model's head_dim is "
             f"{site.architecture.head_dim}; set it to auto"
         )
-    return _unserved_device_or_dtype(site, lowest=(7, 5))
+    return _unsupported_device_or_dtype(site, lowest=(7, 5))
 
 
-def _unserved_device_or_dtype(site: AttentionSite, *, lowest: tuple[int, int]) -> str | None:
+def _unsupported_device_or_dtype(site: AttentionSite, *, lowest: tuple[int, int]) -> str | None:
     if site.compute_capability < lowest:
         return (
             f"it runs from compute capability {_dotted(lowest)} on, and this device has "

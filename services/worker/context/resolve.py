@@ -112,7 +112,7 @@ def find_rank(parallel: ParallelConfig, device: str) -> RankFacts:
     )
 
 
-def refuse_unbuilt(engine: EngineConfig) -> None:
+def check_supported(engine: EngineConfig) -> None:
     """Refuse, naming key and value, what the config can say and no served worker does yet: an engine feeds one worker,
     though runners of several ranks can be created.
 

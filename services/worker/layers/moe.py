@@ -78,7 +78,7 @@ class SparseMoE(nn.Module):
         sizes = ExpertSizes(
             hidden_size, intermediate_size, *share(intermediate_size, what="intermediate_size", config=config)
         )
-        create = HeldExperts if _are_held(sizes, config) else StackedExperts
+        create = PackedExperts if _are_packed(sizes, config) else StackedExperts
         self.experts = create(sizes, num_experts, expert_names, config=config, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class StackedExperts(WeightedLayer):
         return targets
 
 
-class HeldExperts(nn.Module):
+class PackedExperts(nn.Module):
     """Each expert's weights as its device's products want them: packed, quantized."""
 
     def __init__(
@@ -158,19 +158,19 @@ class HeldExperts(nn.Module):
 
         def create(out_features: int, in_features: int, *projections: str) -> Sequence[HeldWeight]:
             sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
-            return _create_held(
+            return _create_packed(
                 out_features, in_features, sources, gated=len(projections) == 2, config=config
             )
 
         self.w13 = create(2 * sizes.length, sizes.hidden_size, names.gate, names.up)
         self.w2 = create(sizes.hidden_size, sizes.length, names.down)
         self.experts = nn.ModuleList(
-            HeldExpert(w13, w2, sizes, names, expert)
+            PackedExpert(w13, w2, sizes, names, expert)
             for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
         )
 
 
-class HeldExpert(WeightedLayer):
+class PackedExpert(WeightedLayer):
     """One expert's weights."""
 
     def __init__(
@@ -184,7 +184,7 @@ class HeldExpert(WeightedLayer):
         return _expert_targets(self.w13, self.w2, self.sizes, self.names, self.prefix)
 
 
-def _are_held(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
+def _are_packed(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
     """Whether experts' weights are more than plain tensors, stacked."""
     if config.rank.device != "cpu":
         return config.quantization != "none"
@@ -192,7 +192,7 @@ def _are_held(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
     return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
 
 
-def _create_held(
+def _create_packed(
     out_features: int,
     in_features: int,
     sources: Sequence[Sequence[str]],
@@ -214,7 +214,7 @@ def _create_held(
     weights = []
     for names in sources:
         weight, _ = create_linear_weight(out_features, in_features, sources=names, config=config, gated=gated)
-        assert isinstance(weight, HeldWeight), "_are_held has asked whether they can be packed"
+        assert isinstance(weight, HeldWeight), "_are_packed has asked whether they can be packed"
         weights.append(weight)
     return weights
 

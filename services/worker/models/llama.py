@@ -50,7 +50,7 @@ class LlamaForCausalLM(nn.Module):
             mlp: likewise `LlamaMLP`.
         """
         super().__init__()
-        _refuse_unbuilt(config)
+        _check_supported(config)
         architecture = config.architecture
         self.model = LlamaModel(
             config=config,
@@ -240,7 +240,7 @@ class LlamaMLP(nn.Module):
         return out
 
 
-def _refuse_unbuilt(config: ResolvedConfig) -> None:
+def _check_supported(config: ResolvedConfig) -> None:
     """Stop at what would change the maths.
 
     Raises:

@@ -8,7 +8,9 @@ from typing import Protocol
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
-MAX_WINDOW = 4  # steps in flight that a runner accepts: past that a stop comes back too late to save work
+MAX_STEPS_IN_FLIGHT = (
+    4  # steps in flight that a runner accepts: past that a stop comes back too late to save work
+)
 
 
 class PendingStep(Protocol):

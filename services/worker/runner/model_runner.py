@@ -24,7 +24,7 @@ from services.worker.runner.cuda.create import create_device_backend, create_gra
 from services.worker.runner.cuda.last_tokens import LastTokens
 from services.worker.runner.cuda.piecewise_graph import LEAST_GRAPH_TOKENS
 from services.worker.runner.cuda.steps_in_flight import DeviceSteps
-from services.worker.runner.cuda.streams import DeviceLink
+from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
@@ -50,7 +50,7 @@ class ModelRunner:
         facts: WorkerFacts,
         attention: AttentionBackend | None = None,
         enforce_eager: bool = False,
-        link: DeviceLink | None = None,
+        stream: DeviceStream | None = None,
         group: RankGroup | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
     ) -> None:
@@ -82,27 +82,27 @@ class ModelRunner:
             max_blocks=max_blocks,
             attention=attention or PagedAttention(),
             feedback=FeedbackBuffers(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens)
-            if link is not None
+            if stream is not None
             else None,
         )
         self._sampler = Sampler(self._rows.sampling, self._rows.history)
         self._scorer = PromptScorer(self._rows, model.compute_logits)
         self._device_steps: DeviceSteps | None = None
-        if link is None:
+        if stream is None:
             # a recorded program is native kernels alone: no sums over ranks between them
             eager = enforce_eager or self._group.size > 1
             self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=eager)
         else:
-            last_tokens = LastTokens(max_num_seqs, link.device)
+            last_tokens = LastTokens(max_num_seqs, stream.device)
             self._backend = create_device_backend(
                 model,
                 kv_caches,
                 self._inputs,
-                link=link,
+                stream=stream,
                 last_tokens=last_tokens,
                 max_model_len=facts.model.max_model_len,
                 vocab_size=facts.model.vocab_size,
-                recorder=create_graph_recorder(link.device, enforce_eager=enforce_eager),
+                recorder=create_graph_recorder(stream.device, enforce_eager=enforce_eager),
                 max_graph_tokens=max_graph_tokens,
             )
             self._device_steps = DeviceSteps(
@@ -110,7 +110,7 @@ class ModelRunner:
                 sampler=self._sampler,
                 scorer=self._scorer,
                 rows=self._rows,
-                link=link,
+                stream=stream,
                 last_tokens=last_tokens,
                 gather=lambda step: self._inputs.gather(self._rows, step),
                 retries=self._group.size == 1,
@@ -196,4 +196,4 @@ class ModelRunner:
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
         )
-        return CompletedStep(publish(plan.step_id, step, self._rows.generation, sampled, timings, scored))
+        return CompletedStep(publish(plan.step_id, step, self._rows.slot_version, sampled, timings, scored))

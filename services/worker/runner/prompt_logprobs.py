@@ -78,7 +78,7 @@ class PromptScorer:
             part = slice(start, start + row.num_positions)
             start = part.stop
             if np.isnan(logprobs[part]).any():
-                failures.append(NOT_FINITE.at(row.slot, row.generation))
+                failures.append(NOT_FINITE.at(row.slot, row.slot_version))
                 continue
             token_ids = _side_by_side(targets.token_ids[part], top_ids[part, : row.num_top])
             entries = PromptLogprobs(
@@ -87,7 +87,7 @@ class PromptScorer:
                 logprobs=_side_by_side(logprobs[part], top_logprobs[part, : row.num_top]).astype(np.float32),
                 ranks=ranks[part].astype(np.uint32),
             )
-            reported.append(RowPromptLogprobs(row.slot, row.generation, entries))
+            reported.append(RowPromptLogprobs(row.slot, row.slot_version, entries))
         return ScoredPrompts(tuple(reported), tuple(failures))
 
 

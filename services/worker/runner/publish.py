@@ -13,7 +13,7 @@ from triptych.types.step import U32, StepResult, StepTimings
 def publish(
     step_id: int,
     step: StepRows,
-    generation: U32,
+    slot_version: U32,
     sampled: SampledTokens,
     timings: StepTimings,
     scored: ScoredPrompts | None = None,
@@ -25,7 +25,7 @@ def publish(
     """
     slots = step.sampling_slots
     failures = tuple(
-        fault.at(int(slots[row]), int(generation[slots[row]])) for row, fault in sampled.failures
+        fault.at(int(slots[row]), int(slot_version[slots[row]])) for row, fault in sampled.failures
     )
     if scored is not None:
         failed = {failure.slot for failure in failures}  # one error for each row

@@ -73,7 +73,7 @@ class RequestRows:
         self._num_blocks = num_blocks
         self.block_size = block_size
         self.live: Flags = np.zeros(max_num_seqs, np.bool_)
-        self.generation: U32 = np.zeros(max_num_seqs, np.uint32)
+        self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         self.token_ids: I32 = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_prompt: I64 = np.zeros(max_num_seqs, np.int64)
         self.num_known: I64 = np.zeros(max_num_seqs, np.int64)
@@ -195,7 +195,7 @@ class RequestRows:
         self._check_new(row, token_ids)
         slot, num_known, num_held = row.slot, token_ids.size, row.block_ids.size
         self.live[slot] = True
-        self.generation[slot] = row.generation
+        self.slot_version[slot] = row.slot_version
         self.token_ids[slot, :num_known] = token_ids
         self.num_prompt[slot] = row.num_prompt_tokens
         self.num_known[slot] = num_known
@@ -208,7 +208,7 @@ class RequestRows:
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
-        return refusal.at(slot, row.generation) if refusal else None
+        return refusal.at(slot, row.slot_version) if refusal else None
 
     def _check_new(self, row: NewRow, token_ids: U32) -> None:
         name = f"new_rows: slot {row.slot}"
@@ -217,7 +217,7 @@ class RequestRows:
             raise ProtocolViolation(f"{name} is not below max_num_seqs {max_num_seqs}")
         if self.live[row.slot]:
             raise ProtocolViolation(
-                f"{name} is live with generation {self.generation[row.slot]}; remove it first"
+                f"{name} is live with generation {self.slot_version[row.slot]}; remove it first"
             )
         num_known, computed, cached = token_ids.size, row.num_computed_tokens, row.num_cached_tokens
         if not 0 < row.num_prompt_tokens <= num_known <= max_model_len:

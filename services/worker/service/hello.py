@@ -18,7 +18,7 @@ class EngineHello:
     fingerprint: str
     """Empty: whatever the worker has."""
     shared_config: Mapping[str, str]
-    window: int
+    steps_in_flight: int
     resume_session: str = ""
     """Empty: start anew."""
     last_result_seen: int = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.worker.service.hello import EngineHello
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.session import Session, StepStream
-from services.worker.service.status import InfoBoard, WorkerState
+from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.config.shared import check_shared
 from triptych.errors import (
     EngineUnavailable,
@@ -45,14 +45,19 @@ class Entry:
     is_resumed: bool
 
 
-class SessionGate:
+class WorkerLease:
     """Owned by the worker's event loop."""
 
     def __init__(
-        self, board: InfoBoard, thread: RunnerThread, shared_config: Mapping[str, str], *, resume_ttl_s: float
+        self,
+        status_publisher: StatusPublisher,
+        thread: RunnerThread,
+        shared_config: Mapping[str, str],
+        *,
+        resume_ttl_s: float,
     ) -> None:
         """`resume_ttl_s`: how long the engine tries to resume; its rows are kept a little longer."""
-        self._board = board
+        self._status_publisher = status_publisher
         self._thread = thread
         self._shared_config = shared_config
         self.resume_ttl_s = resume_ttl_s
@@ -83,7 +88,7 @@ class SessionGate:
             WorkerHeld: another engine's stream is open; names it.
             HandshakeMismatch: protocol, fingerprint or config differ; names them.
         """
-        state = self._board.state
+        state = self._status_publisher.state
         if state.phase == Phase.ASLEEP:
             raise WorkerAsleep(
                 "the worker is asleep; AdminService.Wake, asked of an engine that dials it, wakes it"
@@ -107,7 +112,7 @@ class SessionGate:
             EngineUnavailable: none does: it is over; or the worker is not ready.
             ProtocolViolation: a step is in flight in it.
         """
-        session, state = self._holder, self._board.state
+        session, state = self._holder, self._status_publisher.state
         if not state.is_ready:
             raise EngineUnavailable(f"the worker is {state.phase}")
         if session is None:
@@ -159,7 +164,7 @@ class SessionGate:
             self._holder.supersede(hello)
         self._fence = hello
         self._holder = session = Session(hello, facts, self._thread)
-        self._board.change(held_by=str(hello))
+        self._status_publisher.change(held_by=str(hello))
         return Entry(session, session.attach(), is_resumed=False)
 
     def _expire(self, session: Session) -> None:
@@ -171,7 +176,7 @@ class SessionGate:
         session.close()
         if session is self._holder:
             self._holder = None
-            self._board.change(held_by="")
+            self._status_publisher.change(held_by="")
 
     def _cancel_expiry(self) -> None:
         if self._expiry is not None:
@@ -186,8 +191,10 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
         raise HandshakeMismatch(
             f"protocol: engine speaks {hello.min_protocol}..{hello.max_protocol}, worker {PROTOCOL_VERSION}"
         )
-    if hello.window < 1:
-        raise HandshakeMismatch(f"window: {hello.window} steps in flight compute nothing; ask for 1 at least")
+    if hello.steps_in_flight < 1:
+        raise HandshakeMismatch(
+            f"window: {hello.steps_in_flight} steps in flight compute nothing; ask for 1 at least"
+        )
     check_shared(engine=hello.shared_config, worker=shared_config)
     if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
         raise HandshakeMismatch(

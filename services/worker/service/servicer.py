@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from services.worker.service.hello import EngineHello
-from services.worker.service.lease import Entry, SessionGate
+from services.worker.service.lease import Entry, WorkerLease
 from services.worker.service.session import DrainNotice, StepStream
 from services.worker.service.sleep import SleepControl
-from services.worker.service.status import InfoBoard, WorkerState
+from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
@@ -30,25 +30,29 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _HELLO_TIMEOUT_S = 10.0  # a peer that opens the stream and says nothing
 
 
-class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves `triptych.internal.v1.WorkerService`."""
 
     def __init__(
-        self, gate: SessionGate, sleep: SleepControl, board: InfoBoard, metrics: WorkerMetrics
+        self,
+        lease: WorkerLease,
+        sleep: SleepControl,
+        status_publisher: StatusPublisher,
+        metrics: WorkerMetrics,
     ) -> None:
-        self._gate = gate
+        self._lease = lease
         self._sleep = sleep
-        self._board = board
+        self._status_publisher = status_publisher
         self._metrics = metrics
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         hello = await _read_hello(request_iterator)
-        entry = self._gate.open(hello)
+        entry = self._lease.open(hello)
         how = "resumed" if entry.is_resumed else "connected"
-        log.info("%s %s, window %d", hello, how, entry.session.window)
-        welcome = _welcome(entry, self._gate.resume_ttl_s)  # before any step of this stream counts
+        log.info("%s %s, window %d", hello, how, entry.session.steps_in_flight)
+        welcome = _welcome(entry, self._lease.resume_ttl_s)  # before any step of this stream counts
         reader = asyncio.create_task(self._read_steps(request_iterator, entry.stream), name="read-steps")
         try:
             yield worker_pb2.ExecuteResponse(welcome=welcome)
@@ -60,17 +64,17 @@ class WorkerDoor(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))
         finally:
             reader.cancel()
-            self._gate.leave(entry)
+            self._lease.leave(entry)
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
-        return worker_pb2.GetInfoResponse(info=_info(self._board.state))
+        return worker_pb2.GetInfoResponse(info=_info(self._status_publisher.state))
 
     async def WatchInfo(
         self, request: worker_pb2.WatchInfoRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WatchInfoResponse]:
-        async for state in self._board.watch():
+        async for state in self._status_publisher.watch():
             yield worker_pb2.WatchInfoResponse(info=_info(state))
 
     async def Sleep(
@@ -131,7 +135,7 @@ async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> Eng
         max_protocol=hello.max_protocol,
         fingerprint=hello.fingerprint,
         shared_config=dict(hello.shared_config),
-        window=hello.window,
+        steps_in_flight=hello.steps_in_flight,
         resume_session=hello.resume_session,
         last_result_seen=hello.last_result_seen,
     )
@@ -146,7 +150,7 @@ def _welcome(entry: Entry, resume_ttl_s: float) -> worker_pb2.Welcome:
         session=kind,
         last_step_received=state.last_step_received,
         last_step_completed=state.last_step_completed,
-        window=session.window,
+        steps_in_flight=session.steps_in_flight,
         facts=worker_facts_to_proto(session.facts),
         session_name=session.name,
         resume_ttl_ms=round(resume_ttl_s * 1000),

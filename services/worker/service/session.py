@@ -70,7 +70,7 @@ class Session:
     def __init__(self, hello: EngineHello, facts: WorkerFacts, thread: RunnerThread) -> None:
         self.hello = hello
         self.facts = facts
-        self.window = min(hello.window, facts.max_window)
+        self.steps_in_flight = min(hello.steps_in_flight, facts.max_steps_in_flight)
         self.stream: StepStream | None = None
         """The one that lives; None while the engine is away."""
         self._decoder = StepDecoder()
@@ -127,9 +127,9 @@ class Session:
             return
         if step.step_id != self._last_received + 1:
             raise SequenceGap(f"step {step.step_id} after step {self._last_received}")
-        if self._last_received - self._last_completed >= self.window:
+        if self._last_received - self._last_completed >= self.steps_in_flight:
             raise ProtocolViolation(
-                f"step {step.step_id} exceeds the window of {self.window} steps in flight"
+                f"step {step.step_id} exceeds the window of {self.steps_in_flight} steps in flight"
             )
         if step.last_result_seen > self._last_completed:
             raise ProtocolViolation(

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.worker.service.lease import SessionGate
+from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.status import InfoBoard
+from services.worker.service.status import StatusPublisher
 from triptych.errors import TriptychError
 from triptych.types.facts import Phase, SleepLevel
 
@@ -20,16 +20,16 @@ class SleepControl:
 
     def __init__(
         self,
-        gate: SessionGate,
+        lease: WorkerLease,
         thread: RunnerThread,
-        board: InfoBoard,
+        status_publisher: StatusPublisher,
         *,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
         """`set_ready`: tells the worker's health whether engines are let in."""
-        self._gate = gate
+        self._lease = lease
         self._thread = thread
-        self._board = board
+        self._status_publisher = status_publisher
         self._set_ready = set_ready
         self._turn = asyncio.Lock()
 
@@ -37,7 +37,7 @@ class SleepControl:
         """End the session that asks, and give memory back; returns how many bytes.
 
         Raises:
-            WorkerHeld, EngineUnavailable, ProtocolViolation: see `SessionGate.dismiss`; nothing has changed.
+            WorkerHeld, EngineUnavailable, ProtocolViolation: see `WorkerLease.dismiss`; nothing has changed.
             MemoryShort: the weights have no room on the host; the session is over, and another can begin.
         """
         return await self._carry_out(self._fall_asleep(session_name, level))
@@ -58,8 +58,8 @@ class SleepControl:
         return await asyncio.shield(asyncio.create_task(in_turn(), name="sleep-or-wake"))
 
     async def _fall_asleep(self, session_name: str, level: SleepLevel) -> int:
-        self._gate.dismiss(session_name)
-        self._board.change(phase=Phase.ASLEEP, progress=0.0)  # from now on nobody gets in
+        self._lease.dismiss(session_name)
+        self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)  # from now on nobody gets in
         await self._set_ready(False)
         try:
             return await self._thread.ask(lambda runner: runner.sleep(level))
@@ -68,16 +68,16 @@ class SleepControl:
             raise
 
     async def _wake(self) -> None:
-        if self._board.state.phase != Phase.ASLEEP:
+        if self._status_publisher.state.phase != Phase.ASLEEP:
             return
-        self._board.change(phase=Phase.LOADING, progress=0.0)
+        self._status_publisher.change(phase=Phase.LOADING, progress=0.0)
         try:
             await self._thread.ask(lambda runner: runner.wake())
         except TriptychError:
-            self._board.change(phase=Phase.ASLEEP, progress=0.0)
+            self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)
             raise
         await self._stand_ready()
 
     async def _stand_ready(self) -> None:
-        self._board.change(phase=Phase.READY, progress=1.0)
+        self._status_publisher.change(phase=Phase.READY, progress=1.0)
         await self._set_ready(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 
-from services.worker.context.resolve import refuse_unbuilt
+from services.worker.context.resolve import check_supported
 from services.worker.runner.base import Runner
 from services.worker.service.runner_thread import PhaseChange
 from triptych.checkpoint.config_json import read_architecture
@@ -21,7 +21,7 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
         ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
         ConfigError, FeatureDisabled: what the operator asks for cannot be done here.
     """
-    refuse_unbuilt(config)
+    check_supported(config)
     on_phase(Phase.LOADING, 0.0)
     directory = resolve_model(config.model.model)
     boot_id = str(uuid.uuid4())

@@ -26,7 +26,7 @@ class WorkerState:
         return self.phase == Phase.READY
 
 
-class InfoBoard:
+class StatusPublisher:
     """The current state; owned by the event loop, which alone calls `change`."""
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ class SimulatedRunner:
             self._num_entered_with[row.slot] = row.num_known_tokens
             refusal = self._sampler.enter(row.slot, row.token_ids, row.sampling)
             if refusal is not None and row.slot not in refused:
-                errors.append(refusal.at(row.slot, row.generation))
+                errors.append(refusal.at(row.slot, row.slot_version))
         return tuple(errors)
 
     def _work_of(self, step: StepRows) -> StepWork:
@@ -121,5 +121,7 @@ class SimulatedRunner:
     def _failures(self, step: StepRows, drawn: DrawnTokens) -> tuple[RowError, ...]:
         if not drawn.failures:
             return ()
-        slots, generation = step.sampling_slots, self._rows.generation
-        return tuple(fault.at(int(slots[row]), int(generation[slots[row]])) for row, fault in drawn.failures)
+        slots, slot_version = step.sampling_slots, self._rows.slot_version
+        return tuple(
+            fault.at(int(slots[row]), int(slot_version[slots[row]])) for row, fault in drawn.failures
+        )

@@ -125,7 +125,9 @@ class SimulatedSampler:
         num_top = min(row.num_top, self._word_ids.size)
         token_ids, logprobs = self._candidates(own.view(np.int64), bits, num_top)
         ranks = np.ones(row.num_positions, np.uint32)
-        return RowPromptLogprobs(row.slot, row.generation, PromptLogprobs(first, token_ids, logprobs, ranks))
+        return RowPromptLogprobs(
+            row.slot, row.slot_version, PromptLogprobs(first, token_ids, logprobs, ranks)
+        )
 
     def _choose_among_allowed(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags

@@ -27,7 +27,7 @@ from services.worker.models.registry import create_model
 from services.worker.runner.cuda import compile_ahead
 from services.worker.runner.startup.activation_memory import measure_activations
 from tests.kernels.triton.hopper import believe_in_hopper
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
@@ -144,7 +144,7 @@ def compile_two() -> tuple[int, int, int]:
 def launches_at_start() -> tuple[list[str], list[str]]:
     """Names of the kernels that a worker compiles while it reads the weights of a tiny model, and of those that
     requests need beyond them, each of another kind of sampling."""
-    compile_ahead.CudaLink = lambda device: DeferredLink()  # type: ignore[assignment,misc]
+    compile_ahead.CudaStream = lambda device: DeferredStream()  # type: ignore[assignment,misc]
     with forced_isa(""):  # as on a device, no weights are packed for native kernels
         config = replace(
             tiny_config(tiny_architecture(head_dim=16, max_position_embeddings=2048)),
@@ -152,7 +152,7 @@ def launches_at_start() -> tuple[list[str], list[str]]:
         )
         model = create_model(config=config)
         ahead = compile_ahead._launches_of_steps(config, model, torch.device("cpu"))
-        runner = runner_for(model, config, DeferredLink())
+        runner = runner_for(model, config, DeferredStream())
         with noted_launches() as late:
             for sampling in (*KINDS.values(), SamplingParams(logprobs=MAX_LOGPROBS)):
                 runner.reset()

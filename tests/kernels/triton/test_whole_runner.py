@@ -11,7 +11,7 @@ from torch import nn
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.model_runner import ModelRunner
-from tests.worker.deferred import DeferredLink
+from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
@@ -38,14 +38,14 @@ def plain_weights() -> Iterator[None]:
         yield
 
 
-def tiny_runner(family: str, link: DeferredLink | None) -> ModelRunner:
+def tiny_runner(family: str, stream: DeferredStream | None) -> ModelRunner:
     architecture = tiny_architecture(
         name=family, hidden_size=48, intermediate_size=64, head_dim=16, num_layers=1, **FAMILIES[family]
     )
     config = tiny_config(architecture, max_num_seqs=8, num_blocks=80)
     model = load_model(config, RandomCheckpoint(architecture, seed=3))
     assert isinstance(model, nn.Module)
-    return runner_for(model, config, link)
+    return runner_for(model, config, stream)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_steps_in_flight_say_what_the_cpu_says(
         "services.worker.runner.model_runner.create_graph_recorder",
         lambda *_, **__: graphs if has_graphs else None,
     )
-    ahead = tiny_runner(family, DeferredLink())
+    ahead = tiny_runner(family, DeferredStream())
     flying = [ahead.launch(plan) for plan in plans(kinds, NUM_STEPS)]
     for one, other in zip((step.wait() for step in flying), expected, strict=True):
         assert_same(one, other)

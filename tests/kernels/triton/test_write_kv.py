@@ -83,12 +83,12 @@ def test_quantizes_bit_by_bit_like_the_reference(
 
 
 @pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
-@pytest.mark.parametrize("culprit", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("suspect", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_has_scale_nan_and_elements_zero(
-    culprit: float, cache_dtype: torch.dtype, device: torch.device
+    suspect: float, cache_dtype: torch.dtype, device: torch.device
 ) -> None:
     key = torch.ones(1, 2, 64, device=device)
-    key[0, 1, 63] = culprit
+    key[0, 1, 63] = suspect
     kv_cache = torch.ones(1, 2, 2, 4, 64, device=device).to(cache_dtype)
     kv_scales = torch.zeros(1, 2, 2, 4, device=device)
     slot_mapping = torch.tensor([2], device=device)

@@ -7,25 +7,25 @@ import time
 import numpy as np
 import torch
 
-from services.worker.runner.cuda.streams import CudaLink
+from services.worker.runner.cuda.streams import CudaStream
 
 NUM_BYTES = 1 << 16
 LONG_CYCLES = 1_000_000_000  # about half a second of a device that does nothing else
 SHORT_CYCLES = 2_000_000  # a millisecond
 
 
-def launch(link: CudaLink, value: int, cycles: int):
+def launch(stream: CudaStream, value: int, cycles: int):
     """A step whose kernels read its inputs only after a while."""
-    link.host_block()[:] = value
-    inputs = link.upload(NUM_BYTES)
+    stream.host_block()[:] = value
+    inputs = stream.upload(NUM_BYTES)
     torch.cuda._sleep(cycles)
-    return link.read_back((inputs.clone(), inputs[:8].sum()[None]))
+    return stream.read_back((inputs.clone(), inputs[:8].sum()[None]))
 
 
 def test_each_step_reads_its_own_inputs_however_many_are_launched_ahead(device: torch.device) -> None:
-    link = CudaLink(device)
-    link.reserve(NUM_BYTES)
-    reads = [launch(link, value, SHORT_CYCLES) for value in range(1, 40)]
+    stream = CudaStream(device)
+    stream.reserve(NUM_BYTES)
+    reads = [launch(stream, value, SHORT_CYCLES) for value in range(1, 40)]
     for value, read in enumerate(reads, 1):
         (copied, total), _ = read.wait()
         assert copied.dtype == np.uint8
@@ -34,12 +34,12 @@ def test_each_step_reads_its_own_inputs_however_many_are_launched_ahead(device: 
 
 
 def test_launching_does_not_wait_for_the_device(device: torch.device) -> None:
-    link = CudaLink(device)
-    link.reserve(NUM_BYTES)
-    launch(link, 1, SHORT_CYCLES).wait()
+    stream = CudaStream(device)
+    stream.reserve(NUM_BYTES)
+    launch(stream, 1, SHORT_CYCLES).wait()
     began = time.perf_counter()
-    first = launch(link, 2, LONG_CYCLES)
-    second = launch(link, 3, SHORT_CYCLES)
+    first = launch(stream, 2, LONG_CYCLES)
+    second = launch(stream, 3, SHORT_CYCLES)
     launch_s = time.perf_counter() - began
     assert not first.is_done()
     assert not second.is_done()
@@ -52,8 +52,8 @@ def test_launching_does_not_wait_for_the_device(device: torch.device) -> None:
 
 
 def test_the_first_step_has_no_gap(device: torch.device) -> None:
-    link = CudaLink(device)
-    link.reserve(NUM_BYTES)
-    _, times = launch(link, 1, SHORT_CYCLES).wait()
+    stream = CudaStream(device)
+    stream.reserve(NUM_BYTES)
+    _, times = launch(stream, 1, SHORT_CYCLES).wait()
     assert times.gap_ns == 0
     assert times.busy_ns > 0

@@ -87,7 +87,7 @@ def test_a_replayed_step_is_launched_while_the_device_is_busy(runners) -> None:
 def test_a_step_without_memory_fails_its_requests_and_not_the_runner(runners, device: torch.device) -> None:
     _, eager = runners
     eager.reset()
-    rows = [new_row(0, range(3, 90), range(1, 7), generation=3)]
+    rows = [new_row(0, range(3, 90), range(1, 7), slot_version=3)]
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     del free
@@ -103,7 +103,7 @@ def test_a_step_without_memory_fails_its_requests_and_not_the_runner(runners, de
     finally:
         hog.clear()
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    assert [(error.slot, error.generation) for error in failed.row_errors] == [(0, 3)]
+    assert [(error.slot, error.slot_version) for error in failed.row_errors] == [(0, 3)]
     assert "no memory for a step of 87 tokens of 1 requests" in failed.row_errors[0].message
     result = eager.execute(step_plan(2, removed=[0], new=[new_row(1, [5, 6], [1])], chunks={1: 2}))
     assert result.row_errors == ()

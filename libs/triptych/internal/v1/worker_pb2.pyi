@@ -51,7 +51,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "engine_id", "epoch", "fingerprint", "shared_config", "window", "last_result_seen", "resume_session")
+    __slots__ = ("min_protocol", "max_protocol", "engine_id", "epoch", "fingerprint", "shared_config", "steps_in_flight", "last_result_seen", "resume_session")
     class SharedConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,7 +65,7 @@ class Hello(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
@@ -74,23 +74,23 @@ class Hello(_message.Message):
     epoch: int
     fingerprint: str
     shared_config: _containers.ScalarMap[str, str]
-    window: int
+    steps_in_flight: int
     last_result_seen: int
     resume_session: str
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., window: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., resume_session: _Optional[str] = ...) -> None: ...
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., steps_in_flight: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., resume_session: _Optional[str] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "window", "facts", "session_name", "resume_ttl_ms")
+    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "steps_in_flight", "facts", "session_name", "resume_ttl_ms")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_COMPLETED_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
     RESUME_TTL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -99,20 +99,20 @@ class Welcome(_message.Message):
     session: SessionKind
     last_step_received: int
     last_step_completed: int
-    window: int
+    steps_in_flight: int
     facts: WorkerFacts
     session_name: str
     resume_ttl_ms: int
-    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., window: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_window", "device_name", "weight_bytes", "load_s", "kernels")
+    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
@@ -122,12 +122,12 @@ class WorkerFacts(_message.Message):
     kv: KvShape
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_window: int
+    max_steps_in_flight: int
     device_name: str
     weight_bytes: int
     load_s: float
     kernels: str
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_window: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ...) -> None: ...
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization")
@@ -204,9 +204,9 @@ class RowContent(_message.Message):
     def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("slot", "generation", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
+    __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -215,7 +215,7 @@ class NewRow(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     slot: int
-    generation: int
+    slot_version: int
     emitted_token_ids: bytes
     content_id: int
     num_computed_tokens: int
@@ -223,7 +223,7 @@ class NewRow(_message.Message):
     block_ids: bytes
     seed: int
     prompt_logprobs_start: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs")
@@ -252,14 +252,14 @@ class Result(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RowPromptLogprobs(_message.Message):
-    __slots__ = ("slot", "generation", "logprobs")
+    __slots__ = ("slot", "slot_version", "logprobs")
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     slot: int
-    generation: int
+    slot_version: int
     logprobs: PromptLogprobs
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("first_position", "num_candidates", "token_ids", "logprobs", "ranks")
@@ -290,18 +290,18 @@ class LogprobColumns(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
 
 class RowError(_message.Message):
-    __slots__ = ("slot", "generation", "message", "code", "kv_is_valid")
+    __slots__ = ("slot", "slot_version", "message", "code", "kv_is_valid")
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     KV_IS_VALID_FIELD_NUMBER: _ClassVar[int]
     slot: int
-    generation: int
+    slot_version: int
     message: str
     code: RowErrorCode
     kv_is_valid: bool
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -15,7 +15,7 @@ from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, GraphR
 from services.worker.runner.cuda.inputs import DeviceInputs
 from services.worker.runner.cuda.last_tokens import LastTokens
 from services.worker.runner.cuda.piecewise_graph import PiecewiseGraphBackend
-from services.worker.runner.cuda.streams import DeviceLink
+from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.input_batch import InputBuffers
 
 
@@ -24,7 +24,7 @@ def create_device_backend(
     kv_caches: Sequence[KvCache],
     inputs: InputBuffers,
     *,
-    link: DeviceLink,
+    stream: DeviceStream,
     last_tokens: LastTokens,
     max_model_len: int,
     vocab_size: int,
@@ -38,7 +38,7 @@ def create_device_backend(
         recorder: of CUDA graphs; None: operations are launched one by one.
         max_graph_tokens: tokens of the longest step with prompts that is recorded.
     """
-    device_inputs = DeviceInputs(inputs, link)
+    device_inputs = DeviceInputs(inputs, stream)
     forward = DeviceForward(model, kv_caches, last_tokens)
     eager = DeviceEagerBackend(forward, device_inputs)
     if recorder is None:
@@ -49,7 +49,7 @@ def create_device_backend(
         host=inputs,
         others=eager,
         recorder=recorder,
-        device=link.device,
+        device=stream.device,
         max_graph_tokens=max_graph_tokens,
     )
     if not inputs.attention.in_graphs:
@@ -60,7 +60,7 @@ def create_device_backend(
         host=inputs,
         others=pieces,
         recorder=recorder,
-        device=link.device,
+        device=stream.device,
         max_seq_len=max_model_len,
         vocab_size=vocab_size,
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch
-from services.worker.runner.cuda.streams import DeviceLink
+from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.sampling.batch import SamplingBatch
 
@@ -76,10 +76,10 @@ class _Place:
 class DeviceInputs:
     """Copies steps from the `InputBuffers` to the device."""
 
-    def __init__(self, inputs: InputBuffers, link: DeviceLink) -> None:
+    def __init__(self, inputs: InputBuffers, stream: DeviceStream) -> None:
         feedback, sampling = inputs.feedback, inputs.sampling.columns
         assert feedback is not None, "an asynchronous device keeps the tokens it samples"
-        self._link = link
+        self._stream = stream
         self._attention = inputs.attention
         columns = (  # in the order of `batch`
             (inputs.token_ids, _Length.TOKENS),
@@ -105,7 +105,7 @@ class DeviceInputs:
         self.max_num_seqs, self.max_blocks = self._block_tables.shape
         self.max_num_tokens = inputs.token_ids.numel()
         longest = StepShape(self.max_num_tokens, self.max_num_seqs, self.max_num_seqs)
-        link.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
+        stream.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
 
     def columns_bytes(self, shape: StepShape) -> int:
         """How much of a block stands before its block tables."""
@@ -126,14 +126,14 @@ class DeviceInputs:
         Returns:
             The columns, [columns_bytes] uint8, and the block tables, [num_rows, max_blocks] int32.
         """
-        block = self._link.host_block()
+        block = self._stream.host_block()
         for source, place in zip(self._sources, _places(self._kinds, shape), strict=True):
             block[place.start : place.end] = source[: place.end - place.start]
         size = self.columns_bytes(shape)
         end = size + shape.num_rows * max_blocks * self._block_tables.itemsize
         tables = block[size:end].view(np.int32).reshape(shape.num_rows, max_blocks)
         tables[:] = self._block_tables[: shape.num_rows, :max_blocks]
-        uploaded = self._link.upload(end)
+        uploaded = self._stream.upload(end)
         return uploaded[:size], uploaded[size:].view(torch.int32).view(shape.num_rows, max_blocks)
 
     def batch(

@@ -16,7 +16,7 @@ from torch import Tensor
 from services.worker.runner.backend import ForwardBackend
 from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.cuda.last_tokens import LastTokens
-from services.worker.runner.cuda.streams import DeviceLink, ReadBack
+from services.worker.runner.cuda.streams import DeviceStream, ReadBack
 from services.worker.runner.input_batch import StepSizes
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.prompt_targets import PromptTargets
@@ -40,7 +40,7 @@ class DeviceSteps:
         sampler: Sampler,
         scorer: PromptScorer,
         rows: RequestRows,
-        link: DeviceLink,
+        stream: DeviceStream,
         last_tokens: LastTokens,
         gather: Callable[[StepRows], StepSizes],
         retries: bool = True,
@@ -56,7 +56,7 @@ class DeviceSteps:
         self._sampler = sampler
         self._scorer = scorer
         self._rows = rows
-        self._link = link
+        self._stream = stream
         self._last_tokens = last_tokens
         self._gather = gather
         self._in_flight: deque[_LaunchedStep] = deque()
@@ -103,10 +103,10 @@ class DeviceSteps:
             steps=self,
             step_id=step_id,
             step=step,
-            generation=self._rows.generation.copy(),
+            slot_version=self._rows.slot_version.copy(),
             choice=choice,
             targets=targets,
-            read_back=self._link.read_back(choice.tensors + scores),
+            read_back=self._stream.read_back(choice.tensors + scores),
             launch_ns=time.perf_counter_ns() - started_ns,
         )
         self._in_flight.append(launched)
@@ -157,7 +157,7 @@ class DeviceSteps:
             "scheduler.max_num_batched_tokens or cache.memory_fraction"
         )
         failures = tuple(
-            RowError(slot, int(self._rows.generation[slot]), message)
+            RowError(slot, int(self._rows.slot_version[slot]), message)
             for slot in failed.slots.tolist()
             if slot not in refused
         )
@@ -193,7 +193,7 @@ class DeviceSteps:
             gap_ns=times.gap_ns,
         )
         launched.result = publish(
-            launched.step_id, launched.step, launched.generation, sampled, timings, scored
+            launched.step_id, launched.step, launched.slot_version, sampled, timings, scored
         )
 
     def _launch(self, launch: Callable[[], T]) -> T:
@@ -207,7 +207,7 @@ class _LaunchedStep:
     steps: DeviceSteps
     step_id: int
     step: StepRows
-    generation: U32
+    slot_version: U32
     choice: ChosenTokens
     targets: PromptTargets | None
     read_back: ReadBack

@@ -47,7 +47,7 @@ class ReadBack(Protocol):
         ...
 
 
-class DeviceLink(Protocol):
+class DeviceStream(Protocol):
     """Owned by the runner's thread. Per step: `host_block`, `upload`, kernels, `read_back`."""
 
     device: torch.device
@@ -111,8 +111,8 @@ class ResultBlocks:
         return values
 
 
-class CudaLink:
-    """The `DeviceLink` of a CUDA device; kernels are those launched on its current stream."""
+class CudaStream:
+    """The `DeviceStream` of a CUDA device; kernels are those launched on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -120,7 +120,7 @@ class CudaLink:
         self._results = ResultBlocks(pinned=True)
         self._blocks: list[_Block] = []
         self._turn = 0
-        self._begun = torch.cuda.Event()  # recorded where a step begins, behind all the kernels before it
+        self._started = torch.cuda.Event()  # recorded where a step begins, behind all the kernels before it
         self._first_kernel: torch.cuda.Event | None = None
         self._last_kernel: torch.cuda.Event | None = None
 
@@ -136,12 +136,12 @@ class CudaLink:
     def upload(self, num_bytes: int) -> Tensor:
         block, compute = self._blocks[self._turn], torch.cuda.current_stream(self.device)
         # Where the step before begins, all kernels of the one that read this block are done.
-        self._copies.wait_event(self._begun)
+        self._copies.wait_event(self._started)
         with torch.cuda.stream(self._copies):
             block.on_device[:num_bytes].copy_(block.on_host[:num_bytes], non_blocking=True)
             block.copied.record(self._copies)
-        self._begun = torch.cuda.Event()
-        self._begun.record(compute)
+        self._started = torch.cuda.Event()
+        self._started.record(compute)
         compute.wait_event(block.copied)
         self._first_kernel = torch.cuda.Event(enable_timing=True)
         self._first_kernel.record(compute)

@@ -19,7 +19,7 @@ from services.worker.context import host
 from services.worker.context.device import free_memory
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.models.base import CausalLM
-from services.worker.runner.cuda.streams import CudaLink
+from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.activation_memory import measure_activations
 from services.worker.runner.startup.facts import worker_facts
@@ -122,7 +122,7 @@ def _launches_of_steps(
                 ),
                 attention=attention,
                 enforce_eager=True,
-                link=CudaLink(device),
+                stream=CudaStream(device),
                 group=config.group,
             )
             warm_up(runner)

@@ -33,7 +33,7 @@ from services.worker.models.base import CausalLM
 from services.worker.parallel.agreement import check_agreement
 from services.worker.parallel.connect import connect
 from services.worker.runner.cuda.piecewise_graph import graph_token_limit
-from services.worker.runner.cuda.streams import CudaLink
+from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.sleep.sleepable_runner import MemoryNeeds, SleepableRunner
 from services.worker.runner.startup.activation_memory import measure_activations
@@ -73,9 +73,9 @@ def create_runner(
     config = replace(config, group=connect(config))
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
-        _tell_of_host(num_threads, host.numa_nodes(), host.huge_pages())
+        _report_host(num_threads, host.numa_nodes(), host.huge_pages())
         _warn_of_missing_kernels(missing_kernels(), config.dtype)
-        _tell_of_rounding(config)
+        _report_rounding(config)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
@@ -122,7 +122,7 @@ def create_runner(
             facts=facts,
             attention=create_attention(config),
             enforce_eager=engine.worker.enforce_eager,
-            link=CudaLink(device) if device.type == "cuda" else None,
+            stream=CudaStream(device) if device.type == "cuda" else None,
             group=config.group,
             max_graph_tokens=graph_token_limit(config.architecture),
         )
@@ -199,7 +199,7 @@ def _plan_kv_cache(
     return kv
 
 
-def _tell_of_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
+def _report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
     log.info("computing with %d threads on %s", num_threads, host.cpu_name())
     if numa_nodes > 1:
         log.warning(
@@ -238,7 +238,7 @@ def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
         )
 
 
-def _tell_of_rounding(config: ResolvedConfig) -> None:
+def _report_rounding(config: ResolvedConfig) -> None:
     """Say what becomes of a checkpoint in float16, which CPUs do not compute with."""
     if config.architecture.is_gguf or config.architecture.dtype != "float16" or config.dtype == "float16":
         return

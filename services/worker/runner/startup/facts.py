@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from services.worker.context.resolved import ResolvedConfig
-from services.worker.runner.base import MAX_WINDOW
+from services.worker.runner.base import MAX_STEPS_IN_FLIGHT
 from services.worker.runner.startup.kv_plan import KvPlan
 from triptych.types.facts import ModelFacts, WorkerFacts
 
@@ -38,7 +38,7 @@ def worker_facts(
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        max_window=MAX_WINDOW,
+        max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
         device_name=device_name,
         kernels=kernels,
         weight_bytes=weight_bytes,

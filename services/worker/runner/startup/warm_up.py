@@ -51,7 +51,7 @@ def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: Samplin
     """Of a request, with its whole prompt; the one before it goes."""
     row = NewRow(
         slot=0,
-        generation=step_id,
+        slot_version=step_id,
         content=RowContent(np.zeros(num_tokens, np.uint32), sampling),
         emitted_token_ids=empty_u32(),
         num_computed_tokens=0,
