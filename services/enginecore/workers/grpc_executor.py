@@ -162,7 +162,8 @@ class GrpcExecutor:
         welcome = first.welcome
         if not 1 <= welcome.steps_in_flight <= self._hello.steps_in_flight:
             raise ProtocolViolation(
-                f"worker {self._address} grants {welcome.steps_in_flight}, 1..{self._hello.steps_in_flight} was asked: steps_in_flight"
+                f"steps_in_flight: worker {self._address} grants {welcome.steps_in_flight}, "
+                f"not within 1..{self._hello.steps_in_flight}"
             )
         return welcome
 

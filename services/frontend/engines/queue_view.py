@@ -18,8 +18,8 @@ class QueueView:
     """Owned by the session with the engine.
 
     The engine reports its free places in each output batch, and as soon as there are some after it reported none. A
-    full queue may still take a request of another tenant or priority (`Admission.displace_for`), so only what the engine
-    has refused just now is refused here.
+    full queue may still take a request of another tenant or priority (`Admission.displace_for`), so only what the
+    engine has refused just now is refused here.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
