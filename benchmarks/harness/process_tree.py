@@ -1,7 +1,8 @@
-"""A process and all that it has started, as /proc tells: resident memory, CPU time, an end for all of them."""
+"""A process and all that it has started, read from /proc: memory, CPU time, and an end for all of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,25 +15,25 @@ _POLL_S = 0.02
 
 
 class Process(NamedTuple):
-    """One process for good: the kernel gives its number to another one day, but not with this start."""
+    """Identity of one process: the kernel reuses its number, but not with the same start."""
 
     pid: int
     started_ticks: int
 
 
 class _Stat(NamedTuple):
-    """What is used here of /proc/PID/stat; proc(5)."""
+    """Fields of /proc/PID/stat, see proc(5)."""
 
     state: str
     parent: int
+    session: int
     cpu_ticks: int
     started_ticks: int
 
 
 def descendants(roots: Iterable[int]) -> list[Process]:
-    """The processes of `roots` and those below them, less those that have ended."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    stats = {pid: stat for pid in pids if (stat := _stat(pid))}
+    """Return the processes of `roots` and all below them that have not ended."""
+    stats = _all_stats()
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         children.setdefault(stat.parent, []).append(pid)
@@ -45,34 +46,35 @@ def descendants(roots: Iterable[int]) -> list[Process]:
     return list(found.values())
 
 
+def session_members(session: int) -> list[Process]:
+    """Return the processes of a session; they are found even if their parents have ended."""
+    return [Process(pid, stat.started_ticks) for pid, stat in _all_stats().items() if stat.session == session]
+
+
 def peak_resident_bytes(processes: Iterable[Process]) -> int:
-    """Each process's largest resident set so far (VmHWM), summed; a page that several share counts for each."""
+    """Return the sum of the largest resident sets (VmHWM); a page that several share counts for each."""
     total = 0
     for process in processes:
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             status = Path(f"/proc/{process.pid}/status").read_text()
-        except OSError:
-            continue  # ended meanwhile
-        total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+            total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
     return total * 1024
 
 
 def cpu_seconds(processes: Iterable[Process]) -> float:
-    """User and system time that they have taken so far."""
+    """Return the user and system time that the processes have taken so far."""
     return sum(stat.cpu_ticks for process in processes if (stat := _stat(process.pid))) * _TICK_S
 
 
 def kill_all(processes: Iterable[Process], timeout_s: float) -> list[Process]:
-    """SIGKILL those that still run and wait until they are gone; the ones that are not after `timeout_s`.
+    """Send SIGKILL and wait; return the processes that still run after `timeout_s`.
 
     The caller reaps its own children: a zombie counts as gone.
     """
     waiting = [process for process in processes if runs(process)]
     for process in waiting:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     deadline = time.monotonic() + timeout_s
     while (waiting := [process for process in waiting if runs(process)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -80,16 +82,22 @@ def kill_all(processes: Iterable[Process], timeout_s: float) -> list[Process]:
 
 
 def runs(process: Process) -> bool:
-    """Whether it is there and no zombie."""
+    """Return whether the process is there and no zombie."""
     stat = _stat(process.pid)
     return stat is not None and stat.started_ticks == process.started_ticks and stat.state != "Z"
 
 
+def _all_stats() -> dict[int, _Stat]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {pid: stat for pid in pids if (stat := _stat(pid))}
+
+
 def _stat(pid: int) -> _Stat | None:
-    """None where there is no such process."""
+    """Return None if there is no such process."""
     try:
-        # The name stands in parentheses and may hold spaces and parentheses itself; fields from the state on.
+        # The name is in parentheses and may hold spaces and parentheses itself; fields start at the state.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return _Stat(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19]))
+    state, parent, _, session, *rest = fields
+    return _Stat(state, int(parent), int(session), int(rest[7]) + int(rest[8]), int(rest[15]))
