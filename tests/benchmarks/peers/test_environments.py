@@ -1,4 +1,4 @@
-"""An environment is made once, and anew when it was interrupted or its recipe has changed."""
+"""Environments of the peers: made once, and anew after an interruption or a changed recipe."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.environments import STAMP_FILE, Environment, Installer, InstallError, log_file
-from benchmarks.peers.machine import compute_cpus
-from benchmarks.peers.process_tree import descendants, runs
+from benchmarks.harness.machine import compute_cpus
+from benchmarks.harness.process_tree import descendants, runs
+from benchmarks.peers import environments
+from benchmarks.peers.environments import STAMP_FILE, Environment, InstallError, log_file, run_logged
 
 
 @pytest.fixture
@@ -21,21 +23,21 @@ def commands(tmp_path, monkeypatch):
     """What an installation would have run, by title."""
     monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
     titles: list[str] = []
-    monkeypatch.setattr(Installer, "run", lambda self, title, command, env=None: titles.append(title))
+    monkeypatch.setattr(environments, "run_logged", lambda title, *_: titles.append(title))
     return titles
 
 
-def test_an_environment_is_installed_once(commands):
+def test_environment_is_installed_once(commands):
     environment = Environment("peer", ("package==1",), removed=("spoiler",))
     assert not environment.is_installed
     environment.install()
     assert environment.is_installed
-    assert commands == ["peer: environment", "peer: package==1", "peer: without spoiler"]
+    assert commands == ["peer: venv", "peer: install", "peer: uninstall"]
     environment.install()
     assert len(commands) == 3
 
 
-def test_what_an_interrupted_installation_left_is_thrown_away(commands):
+def test_interrupted_installation_is_removed(commands):
     environment = Environment("peer", ("package==1",))
     environment.install()
     (environment.directory / STAMP_FILE).unlink()
@@ -47,14 +49,14 @@ def test_what_an_interrupted_installation_left_is_thrown_away(commands):
 
 
 @pytest.mark.parametrize("change", [{"requirements": ("package==2",)}, {"options": ("-DX=ON",)}])
-def test_a_changed_recipe_is_installed_anew(commands, change):
+def test_changed_recipe_is_installed_anew(commands, change):
     environment = Environment("peer", ("package==1",))
     environment.install()
     assert not dataclasses.replace(environment, **change).is_installed
 
 
-def test_a_build_that_fails_leaves_nothing_that_counts_as_installed(commands):
-    def fail(environment: Environment, installer: Installer) -> None:
+def test_failed_build_is_not_installed(commands):
+    def fail(environment: Environment, log: Path) -> None:
         raise InstallError("no compiler")
 
     environment = Environment("peer", ("package==1",), build=fail)
@@ -63,11 +65,11 @@ def test_a_build_that_fails_leaves_nothing_that_counts_as_installed(commands):
     assert not environment.is_installed
 
 
-def test_a_command_that_fails_is_named_with_its_log(tmp_path, monkeypatch, capfd):
+def test_failed_command_names_its_log(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
     log = log_file("peer")
     with pytest.raises(InstallError, match=rf"^compile: status 3; log: {log}$"):
-        Installer(log).run("compile", ["sh", "-c", "echo broken; exit 3"])
+        run_logged("compile", ["sh", "-c", "echo broken; exit 3"], log)
     assert "broken" in log.read_text()
 
 
@@ -86,7 +88,7 @@ def test_one_cpu_per_physical_core(tmp_path):
     assert compute_cpus(tmp_path, {1, 3}) == (1,)
 
 
-def test_an_interrupted_command_takes_its_children_along(tmp_path, monkeypatch):
+def test_interrupted_command_ends_its_children(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
     log = log_file("peer")
 
@@ -96,10 +98,10 @@ def test_an_interrupted_command_takes_its_children_along(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt, daemon=True)
-    installer = Installer(log)
+    log.touch()
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        installer.run("compile", ["sh", "-c", "sleep 60 & echo child $!; wait"])
+        run_logged("compile", ["sh", "-c", "sleep 60 & echo child $!; wait"], log)
     interrupter.join()
     (child,) = re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)
     deadline = time.monotonic() + 5
