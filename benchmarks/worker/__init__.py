@@ -1,0 +1,1 @@
+"""The worker and its connection."""

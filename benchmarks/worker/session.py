@@ -1,0 +1,78 @@
+"""A runner that is called in process, without a scheduler: rows of random tokens, all of them live in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from services.worker.runner.base import PendingStep, Runner
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
+
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class RunnerSession:
+    """Numbers the steps of a runner's session."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._step_id = 0
+
+    def restart(self) -> None:
+        """Begin a new session without rows; the runner's keys and values stay."""
+        self._runner.reset()
+        self._step_id = 0
+
+    def launch(self, **columns: Any) -> PendingStep:
+        """Launch a step; without columns every row decodes one token."""
+        self._step_id += 1
+        plan = StepPlan(step_id=self._step_id, last_result_seen=self._step_id - 1, **columns)
+        return self._runner.launch(plan)
+
+    def prefill(self, rows: Sequence[NewRow]) -> StepResult:
+        """Compute the whole prompts of new rows in one step, in which the rows before them compute nothing."""
+        num_live = rows[0].slot if self._step_id else 0
+        return checked(
+            self.launch(
+                new_rows=tuple(rows),
+                chunk_slots=np.array([row.slot for row in rows], np.uint32),
+                chunk_lengths=np.array([len(row.content.prompt_token_ids) for row in rows], np.uint32),
+                skipped_slots=np.arange(num_live, dtype=np.uint32),
+            ).wait()
+        )
+
+    def row(
+        self, slot: int, prompt_len: int, *, num_blocks: int, num_computed: int = 0, seed: int = 0
+    ) -> NewRow:
+        """Return a row with a random prompt and `num_blocks` blocks of its own.
+
+        Args:
+            num_computed: Tokens whose keys and values an earlier session has left in these blocks.
+        """
+        rng = np.random.default_rng((seed, slot))
+        vocab_size = self._runner.facts.model.vocab_size
+        first_block = 1 + slot * num_blocks
+        return NewRow(
+            slot=slot,
+            generation=0,
+            content=RowContent(rng.integers(0, vocab_size, prompt_len, dtype=np.uint32), _GREEDY),
+            emitted_token_ids=empty_u32(),
+            num_computed_tokens=num_computed,
+            num_cached_tokens=num_computed,
+            block_ids=np.arange(first_block, first_block + num_blocks, dtype=np.uint32),
+            seed=0,
+        )
+
+
+def checked(result: StepResult) -> StepResult:
+    """Return the result.
+
+    Raises:
+        ValueError: A row failed: the figure would count tokens that were not computed.
+    """
+    if result.row_errors:
+        raise ValueError(f"{len(result.row_errors)} rows failed: {result.row_errors[0].message}")
+    return result
