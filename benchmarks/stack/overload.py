@@ -1,9 +1,7 @@
-"""Measures a server under overload: good answers per second against its capacity.
-
-    python benchmarks/overload.py [--rate 200] [--seconds 20] [--rounds 3]
+"""Measures a server under overload: good answers per second beside its capacity.
 
 An open loop over HTTP: completions are sent at a fixed rate, whatever became of those before. The worker is simulated,
-with steps of 30 ms; 36 requests of 30 tokens run at once, which is 40 requests per second, and 128 may wait. A refused
+with steps of 30 ms. 36 requests of 30 tokens run at once, which is 40 requests per second, and 128 may wait. A refused
 request counts as refused well if it is a 429 with Retry-After. Refused requests are not sent again.
 """
 
@@ -13,14 +11,18 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from triptych.launcher.launch import config_from_overrides, launch
+from benchmarks.harness.cluster import running, simulated_config
+from benchmarks.harness.command import create_parser, run
+from benchmarks.harness.figures import Figure
 
 STEP_MS = 30.0
 NUM_RUNNING = 36
@@ -38,14 +40,14 @@ class Outcomes:
     """Counts of the requests that ended while it was measured."""
 
     num_good: int = 0
-    num_refused_well: int = 0
+    refusals_s: list[float] = field(default_factory=list)
+    """Seconds of each request that was refused well."""
     others: Counter[str] = field(default_factory=Counter)
     """Status, or what went wrong -> how often."""
-    refusal_s: list[float] = field(default_factory=list)
 
 
 class HttpClient:
-    """Connections that are kept and used again; just enough HTTP to cost less than what is measured."""
+    """Keeps its connections and uses them again; just enough HTTP to cost less than what is measured."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -66,12 +68,42 @@ class HttpClient:
         return int(head[0].split()[1]), headers
 
 
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    config = simulated_config(
+        STEP_MS, max_num_seqs=NUM_RUNNING, max_num_waiting=NUM_WAITING, max_num_batched_tokens=32768
+    )
+    for _ in range(arguments.rounds):
+        with running(config) as cluster:
+            host, port = cluster.http_address.rsplit(":", 1)
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            client = multiprocessing.Process(
+                target=run_client, args=(host, int(port), arguments.rate, arguments.seconds, sender)
+            )
+            client.start()
+            sender.close()
+            outcomes: Outcomes = receiver.recv()
+            client.join()
+        good = outcomes.num_good / arguments.seconds
+        yield Figure("good answers", "1/s", (good,), limit=CAPACITY)
+        yield Figure("refused with 429 and Retry-After", "", (len(outcomes.refusals_s),))
+        for name, percent in (("p50", 50), ("p99", 99)):
+            refusal_s = float(np.percentile(outcomes.refusals_s or [0.0], percent))
+            yield Figure(f"time to a refusal, {name}", "ms", (1e3 * refusal_s,))
+        num_others = sum(outcomes.others.values())
+        yield Figure("other outcomes", "", (num_others,), note=str(dict(outcomes.others) or ""))
+
+
+def run_client(host: str, port: int, rate: float, seconds: float, out: Connection) -> None:
+    """Send requests from a process of its own."""
+    out.send(asyncio.run(offer(host, port, rate, seconds)))
+
+
 async def offer(host: str, port: int, rate: float, seconds: float) -> Outcomes:
     """Send requests at a rate; count those that end after the queue has filled."""
     client, outcomes, tasks = HttpClient(host, port), Outcomes(), set[asyncio.Task[None]]()
     prompt = " ".join(["word"] * (PROMPT_CHARS // 5))
-    begins_at = time.perf_counter() + FILL_S
-    ends_at = begins_at + seconds
+    starts_at = time.perf_counter() + FILL_S
+    ends_at = starts_at + seconds
 
     async def send(number: int) -> None:
         body = {"prompt": f"{number} {prompt}", "max_tokens": OUTPUT_LEN, "ignore_eos": True}
@@ -81,13 +113,12 @@ async def offer(host: str, port: int, rate: float, seconds: float) -> Outcomes:
         except (OSError, EOFError) as error:
             status, headers = 0, {b"error": type(error).__name__.encode()}
         now = time.perf_counter()
-        if not begins_at <= now < ends_at:
+        if not starts_at <= now < ends_at:
             return
         if status == 200:
             outcomes.num_good += 1
         elif status == 429 and int(headers.get(b"retry-after", b"0")) > 0:
-            outcomes.num_refused_well += 1
-            outcomes.refusal_s.append(now - sent_at)
+            outcomes.refusals_s.append(now - sent_at)
         else:
             outcomes.others[str(status or headers[b"error"])] += 1
 
@@ -103,53 +134,8 @@ async def offer(host: str, port: int, rate: float, seconds: float) -> Outcomes:
     return outcomes
 
 
-def run_client(host: str, port: int, rate: float, seconds: float, out: Connection) -> None:
-    """Offer from a process of its own."""
-    out.send(asyncio.run(offer(host, port, rate, seconds)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = create_parser(__doc__, rounds=3)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second (default: 200)")
     parser.add_argument("--seconds", type=float, default=20.0, help="measured, after the queue has filled")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    config = config_from_overrides(
-        {
-            "simulation.enabled": True,
-            "simulation.base_ms": STEP_MS,
-            "simulation.prefill_token_us": 0,
-            "simulation.decode_row_us": 0,
-            "simulation.context_token_ns": 0,
-            "scheduler.max_num_seqs": NUM_RUNNING,
-            "scheduler.max_num_waiting": NUM_WAITING,
-            "scheduler.max_num_batched_tokens": 32768,
-            "log.level": "warning",
-        }
-    )
-    for number in range(arguments.rounds):
-        cluster = launch(config)
-        try:
-            host, port = cluster.http_address.rsplit(":", 1)
-            receiver, sender = multiprocessing.Pipe(duplex=False)
-            client = multiprocessing.Process(
-                target=run_client, args=(host, int(port), arguments.rate, arguments.seconds, sender)
-            )
-            client.start()
-            outcomes: Outcomes = receiver.recv()
-            client.join()
-        finally:
-            cluster.stop()
-        good = outcomes.num_good / arguments.seconds
-        p50, p99 = (1e3 * float(np.percentile(outcomes.refusal_s or [0.0], q)) for q in (50, 99))
-        print(
-            f"round {number + 1}: {good:.1f} good answers/s of {CAPACITY:.0f}, ratio {good / CAPACITY:.3f}; "
-            f"{outcomes.num_refused_well} refused with Retry-After in {p50:.1f} ms (p99 {p99:.1f}); "
-            f"others: {dict(outcomes.others) or 'none'}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(run(parser, measure))

@@ -1,0 +1,92 @@
+"""Measures the cost of long HTTP requests to other streams: p99 gap of 8 readers, in turn with and without them.
+
+The worker is simulated, with steps of 10 ms. The long requests are sent one after another, so that one is read,
+checked, rendered and tokenized at any time. They keep the last 16 tokens of the prompt and ask for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+from benchmarks.harness.cluster import running
+from benchmarks.harness.command import create_parser, run
+from benchmarks.harness.figures import Figure
+from benchmarks.stack.streams import p99_gap_s
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.launch import config_from_overrides
+
+NUM_READERS = 8
+OUTPUT_LEN = 200
+STEP_MS = 10.0
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    path, body = long_request(arguments)
+    config = config_from_overrides({"simulation.enabled": True, "simulation.base_ms": STEP_MS})
+    with running(config) as cluster:
+        asyncio.run(gap_s(cluster.address))  # warm up
+        for _ in range(arguments.rounds):
+            alone_s = asyncio.run(gap_s(cluster.address))
+            pipe, child_end = multiprocessing.Pipe()
+            sender = multiprocessing.Process(
+                target=send_long_requests, args=(cluster.http_address, path, body, child_end)
+            )
+            sender.start()
+            child_end.close()
+            time.sleep(0.2)
+            beside_s = asyncio.run(gap_s(cluster.address))
+            pipe.send("stop")
+            request_s = pipe.recv()
+            sender.join()
+            yield Figure("p99 gap, no long requests", "ms", (1e3 * alone_s,))
+            yield Figure("p99 gap, beside long requests", "ms", (1e3 * beside_s,))
+            yield Figure("p99 gap, beside / without", "", (beside_s / alone_s,))
+            yield Figure("a long request", "ms", (1e3 * request_s,), note=f"{len(body) / 1e6:.1f} MB")
+
+
+async def gap_s(address: str) -> float:
+    async with GenerationClient(address) as client:
+        return await p99_gap_s(client, NUM_READERS, OUTPUT_LEN)
+
+
+def long_request(arguments: argparse.Namespace) -> tuple[str, bytes]:
+    """Return the path and the body of a chat, or of a completion of token ids."""
+    request: dict[str, object] = {"max_tokens": 1, "truncate_prompt_tokens": 16}
+    if arguments.ids:
+        prompt = [token_id % 40_000 for token_id in range(arguments.ids)]
+        return "/v1/completions", json.dumps({**request, "prompt": prompt}).encode()
+    messages = [{"role": "user", "content": "x" * arguments.chars}] * arguments.messages
+    return "/v1/chat/completions", json.dumps({**request, "messages": messages}).encode()
+
+
+def send_long_requests(http_address: str, path: str, body: bytes, pipe: Connection) -> None:
+    """Send one after another until told to stop, then say the mean seconds of one.
+
+    Runs in a process of its own, so that it slows the readers only by what the server does.
+    """
+    connection = http.client.HTTPConnection(http_address)
+    num_sent, started_s = 0, time.perf_counter()
+    while not num_sent or not pipe.poll():
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise SystemExit(f"{response.status}: {text[:300]!r}")
+        num_sent += 1
+    pipe.send((time.perf_counter() - started_s) / num_sent)
+
+
+if __name__ == "__main__":
+    parser = create_parser(__doc__, rounds=5)
+    parser.add_argument("--messages", type=int, default=16384)
+    parser.add_argument("--chars", type=int, default=8, help="of each message")
+    parser.add_argument("--ids", type=int, default=0, help="send so many token ids instead of a chat")
+    sys.exit(run(parser, measure))
