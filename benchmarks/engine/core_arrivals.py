@@ -18,7 +18,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from services.enginecore.engine import EngineCore
 from services.enginecore.kv import BlockManager
-from services.enginecore.kv.block import BlockTable
+from services.enginecore.kv.block_table import BlockTable
 from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.sampling import SamplingParams
@@ -73,7 +73,7 @@ def prefix_s(submits: list[SubmitRequest], *, caching: bool) -> float:
         table = BlockTable(extras={})
         hits = blocks.get_computed_blocks(table, prompt) if caching else []
         blocks.allocate(table, len(prompt), hits)
-        blocks.offer_full_blocks(table, prompt, len(prompt))
+        blocks.cache_full_blocks(table, prompt, len(prompt))
     return time.perf_counter() - started_s
 
 

@@ -37,13 +37,13 @@ STAGES = ("schedule", "encode", "decode", "update")
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(arguments.rounds):
         for num_running in arguments.running:
-            times = stage_times(num_running, arguments.steps, arguments.window) / 1e3
+            times = stage_times(num_running, arguments.steps, arguments.steps_in_flight) / 1e3
             for stage, column in zip(STAGES, times, strict=True):
                 yield from distribution(f"{num_running:,} running, {stage}", "us", column)
             yield from distribution(f"{num_running:,} running, all", "us", times.sum(axis=0))
 
 
-def stage_times(num_running: int, num_steps: int, window: int) -> np.ndarray:
+def stage_times(num_running: int, num_steps: int, steps_in_flight: int) -> np.ndarray:
     """Return the nanoseconds of each stage of each step, [num_stages, num_steps]."""
     num_all_steps = NUM_WARM_UP_STEPS + num_steps
     max_model_len = PROMPT_LEN + BLOCK_SIZE + num_all_steps + 8
@@ -58,7 +58,7 @@ def stage_times(num_running: int, num_steps: int, window: int) -> np.ndarray:
     tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, shape, dtype=np.uint32)
     times = np.zeros((len(STAGES), num_all_steps), np.int64)
     in_flight: deque[int] = deque()
-    for _ in range(window - 1):
+    for _ in range(steps_in_flight - 1):
         plan = scheduler.schedule()
         assert plan is not None
         in_flight.append(plan.step_id)
@@ -88,5 +88,5 @@ if __name__ == "__main__":
     parser = create_parser(__doc__, rounds=3)
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="requests that decode")
     parser.add_argument("--steps", type=int, default=1000, help="steps of a round")
-    parser.add_argument("--window", type=int, default=2, help="steps in flight")
+    parser.add_argument("--steps-in-flight", type=int, default=2)
     sys.exit(run(parser, measure))

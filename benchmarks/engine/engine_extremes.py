@@ -17,7 +17,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import cpu_s
 from services.enginecore.request import Request
-from services.frontend.engine_session import EngineSession
+from services.frontend.engines.session import EngineSession
 from services.frontend.outputs import RequestOutputs
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams

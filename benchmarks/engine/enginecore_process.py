@@ -17,8 +17,8 @@ from benchmarks.harness.cluster import running, simulated_config
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.process_tree import cpu_seconds, descendants
-from services.frontend.engine_client import EngineClient
-from triptych.client.local import LocalCluster
+from services.frontend.engines.client import EngineClient
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice

@@ -31,7 +31,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure, distribution
 from benchmarks.harness.timing import cpu_s
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal import create_engine
+from services.enginecore.journal.recorder import create_engine
 from triptych.config import EngineConfig, JournalConfig, SchedulerConfig
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult

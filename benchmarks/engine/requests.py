@@ -77,5 +77,5 @@ def worker_facts(
         kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_window=4,
+        max_steps_in_flight=4,
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from triptych.client.launch import config_from_overrides, launch
-from triptych.client.local import LocalCluster
 from triptych.config import EngineConfig
+from triptych.launcher.launch import config_from_overrides, launch
+from triptych.launcher.local_cluster import LocalCluster
 
 
 def simulated_config(step_ms: float, **overrides: Any) -> EngineConfig:

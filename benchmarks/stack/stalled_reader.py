@@ -15,7 +15,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.stack.streams import p99_gap_s, sampling
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import config_from_overrides
+from triptych.launcher.launch import config_from_overrides
 
 NUM_STREAMS = 32
 OUTPUT_LEN = 96

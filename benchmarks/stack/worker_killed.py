@@ -23,8 +23,8 @@ from benchmarks.harness.cluster import running
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.launch import config_from_overrides
-from triptych.client.local import LocalCluster
+from triptych.launcher.launch import config_from_overrides
+from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import TokenLogprobs
 

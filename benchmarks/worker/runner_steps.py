@@ -19,7 +19,7 @@ from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import wall_s
 from benchmarks.worker.session import RunnerSession, checked
 from services.worker.runner.base import Runner
-from services.worker.startup import load_runner
+from services.worker.service.startup import load_runner
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.types.step import StepResult
 

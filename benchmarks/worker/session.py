@@ -57,7 +57,7 @@ class RunnerSession:
         first_block = 1 + slot * num_blocks
         return NewRow(
             slot=slot,
-            generation=0,
+            slot_version=0,
             content=RowContent(rng.integers(0, vocab_size, prompt_len, dtype=np.uint32), _GREEDY),
             emitted_token_ids=empty_u32(),
             num_computed_tokens=num_computed,

@@ -20,7 +20,7 @@ from benchmarks.engine.requests import worker_facts
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
-from services.enginecore.executor.grpc_executor import GrpcExecutor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.worker.app import SWITCH_INTERVAL_S
 from services.worker.runner.base import CompletedStep
 from services.worker.service.lease import WorkerLease
@@ -37,7 +37,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
 
 NUM_ROWS = (1, 64, 256)
-WINDOWS = (1, 2)
+STEPS_IN_FLIGHT = (1, 2)
 START_TIMEOUT_S = 60.0
 _FACTS = worker_facts(
     num_blocks=100_000, max_model_len=4096, max_num_seqs=max(NUM_ROWS), max_num_batched_tokens=8192
@@ -90,18 +90,18 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         port = worker.receive(START_TIMEOUT_S)["port"]
         for _ in range(arguments.rounds):
             for num_rows in NUM_ROWS:
-                for window in WINDOWS:
+                for steps_in_flight in STEPS_IN_FLIGHT:
                     started_s = time.perf_counter()
-                    trips_s = asyncio.run(round_trips_s(port, num_rows, window, arguments.steps))
+                    trips_s = asyncio.run(round_trips_s(port, num_rows, steps_in_flight, arguments.steps))
                     step_s = (time.perf_counter() - started_s) / arguments.steps
-                    title = f"{num_rows} rows, window {window}"
+                    title = f"{num_rows} rows, {steps_in_flight} in flight"
                     for name, value_s in zip(("p50", "p99"), np.percentile(trips_s, [50, 99]), strict=True):
                         yield Figure(f"{title}, round trip {name}", "us", (1e6 * float(value_s),))
                     yield Figure(f"{title}, time per step", "us", (1e6 * step_s,))
 
 
-async def round_trips_s(port: int, num_rows: int, window: int, num_steps: int) -> np.ndarray:
-    """Return the seconds from plan sent to result received, with `window` steps in flight, after the first tenth."""
+async def round_trips_s(port: int, num_rows: int, steps_in_flight: int, num_steps: int) -> np.ndarray:
+    """Return the seconds from plan sent to result received, without those of the first tenth of the steps."""
     executor = GrpcExecutor(
         address=f"127.0.0.1:{port}",
         engine_id="benchmark",
@@ -115,7 +115,7 @@ async def round_trips_s(port: int, num_rows: int, window: int, num_steps: int) -
     trips_s: list[float] = []
     step_id = 0
     while len(trips_s) < num_steps:
-        while len(sent_at) < window:
+        while len(sent_at) < steps_in_flight:
             step_id += 1
             rows = _new_rows(num_rows) if step_id == 1 else ()
             sent_at.append(time.perf_counter())
