@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.config.step_time_profile import write_step_time_profile
+from triptych.config.step_times import StepTimeModel, write_step_time_profile
 from triptych.errors import ConfigError, TriptychError
-from triptych.types.step_time import StepTimeModel
 from triptych.wire.journal_rows import read_measured_steps
 
 F64 = NDArray[np.float64]

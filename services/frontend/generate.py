@@ -16,8 +16,8 @@ from services.frontend.accounting import RequestRecord
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed, draw_seed, new_request_id
+from services.frontend.logprobs import PromptReport
 from services.frontend.outputs import RequestOutputs
-from services.frontend.prompt_report import PromptReport
 from services.frontend.requests.parse import (
     RawChat,
     RawRequest,

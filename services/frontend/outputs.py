@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.frontend.logprobs import BatchLogprobs
-from services.frontend.prompt_report import PromptReport
+from services.frontend.logprobs import BatchLogprobs, PromptReport
 from triptych.errors import EngineUnavailable, GenerationLost
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.stop import StopChecker

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.echo import EchoLogprobs
+from services.frontend.openai.objects import EchoLogprobs
 from tests.helpers.fake_generator import MODEL
 from tests.helpers.http_api import Door, open_api
 from triptych.types.events import PromptLogprobsEvent

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.frontend.openai import reading
-from services.frontend.openai.reading import loads_in_parts
+from services.frontend.openai import request_body as reading
+from services.frontend.openai.request_body import loads_in_parts
 from tests.helpers.http_api import open_api
 
 values = st.recursive(

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 
 from services.frontend.generate import Generator, ServedModel
-from services.frontend.prompt_report import PromptReport
+from services.frontend.logprobs import PromptReport
 from services.frontend.requests.parse import RawChat, RawRequest, fit_to_context, parse
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent

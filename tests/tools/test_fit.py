@@ -12,12 +12,11 @@ from services.worker.runner.base import CompletedStep
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import SleepingClock, simulated_device, simulated_runner
 from tools.fit import main
-from triptych.config.step_time_profile import read_step_time_profile
+from triptych.config.step_times import StepTimeModel, read_step_time_profile
 from triptych.types.facts import WorkerFacts
 from triptych.types.journal import JournalEvent, JournalHeader, Planned, ResultTaken, WorkerReady
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.step_time import StepTimeModel
 from triptych.wire.journal import event_to_bytes, framed, header_to_bytes
 
 TIMES = StepTimeModel(base_ms=3, prefill_token_us=40, decode_row_us=9, context_token_ns=700)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tools.fit import fit_step_times
+from triptych.config.step_times import StepTimeModel, StepWork
 from triptych.errors import ConfigError
-from triptych.types.step_time import StepTimeModel, StepWork
 
 TRUE = StepTimeModel(base_ms=4.5, prefill_token_us=21, decode_row_us=6.5, context_token_ns=48)
 

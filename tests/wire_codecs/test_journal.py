@@ -16,6 +16,7 @@ from tests.helpers.journals import RecordedRun
 from tests.helpers.scheduling import make_prompt
 from tests.wire_codecs.strategies import build, plans, results, submits, u32, u64, words, worker_facts
 from tests.wire_codecs.test_round_trips import assert_same
+from triptych.config.step_times import StepWork
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import journal_pb2
 from triptych.types.facts import PauseMode
@@ -37,7 +38,6 @@ from triptych.types.journal import (
     WorkerReady,
 )
 from triptych.types.step import StepTimings
-from triptych.types.step_time import StepWork
 from triptych.wire.journal import JOURNAL_SUFFIX, event_from_bytes, event_to_bytes, framed, read_journal
 from triptych.wire.journal_rows import RowNames, SessionRows, read_measured_steps
 

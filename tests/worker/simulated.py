@@ -10,8 +10,8 @@ import numpy as np
 
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.runner import SimulatedRunner
+from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
-from triptych.types.step_time import StepTimeModel
 
 VOCAB_SIZE = 300
 EOS = 2

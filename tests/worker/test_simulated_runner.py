@@ -19,9 +19,9 @@ from tests.worker.simulated import (
     simulated_runner,
 )
 from tests.worker.tiny import new_row, step_plan
+from triptych.config.step_times import StepTimeModel
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
-from triptych.types.step_time import StepTimeModel
 
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.config.step_times import StepWork
 from triptych.types.journal import Planned, ResultTaken, WorkerReady
 from triptych.types.step import NewRow, StepPlan
-from triptych.types.step_time import StepWork
 from triptych.types.submit import SubmitRequest
 from triptych.wire.journal import read_journal
 

@@ -9,27 +9,28 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.responses import Response
 
 from services.frontend.generate import Generator, ServedModel
-from services.frontend.openai import answers, convert
-from services.frontend.openai.api_document import build_document
+from services.frontend.openai import answers, convert, schema
 from services.frontend.openai.errors import install_handlers, json_response
 from services.frontend.openai.guard import RequestGuard
 from services.frontend.openai.in_flight import InFlight
-from services.frontend.openai.merge import merge
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
-from services.frontend.openai.reading import BodyReader
+from services.frontend.openai.request_body import BodyReader
 from services.frontend.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from services.frontend.openai.sse import EventStream, chunks
-from services.frontend.requests.parse import RawChat, RawRequest
+from services.frontend.openai.streams import EventStream, chunks, merge
+from services.frontend.requests.parse import MAX_DEADLINE_S, RawChat, RawRequest
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.events import Event
 
@@ -210,3 +211,47 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "owned_by": "triptych",
         "max_model_len": model.max_model_len,
     }
+
+
+_REFERENCE = "#/components/schemas/{model}"
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": schema.CompletionRequest,
+    "/v1/chat/completions": schema.ChatCompletionRequest,
+    "/tokenize": schema.TokenizeRequest,
+    "/detokenize": schema.DetokenizeRequest,
+}
+_CHUNKS: dict[str, type[BaseModel]] = {
+    "/v1/completions": answers.CompletionChunk,
+    "/v1/chat/completions": answers.ChatCompletionChunk,
+}
+
+
+def build_document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the app."""
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [(kind, "validation") for kind in _BODIES.values()]
+    chunks: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (kind, "serialization") for kind in _CHUNKS.values()
+    ]
+    _, definitions = models_json_schema([*bodies, *chunks], ref_template=_REFERENCE)
+    document["components"]["schemas"] |= definitions["$defs"]
+    for path, body in _BODIES.items():
+        content = {"application/json": {"schema": _reference(body)}}
+        document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+    for path, chunk in _CHUNKS.items():
+        (timeout,) = document["paths"][path]["post"]["parameters"]
+        timeout["schema"] = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_S}
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        content["text/event-stream"] = {
+            "schema": {
+                "description": "The `data` of each event is a chunk, or an error that ends it; the last is [DONE].",
+                "oneOf": [_reference(chunk), _reference(answers.ErrorAnswer), {"const": "[DONE]"}],
+            }
+        }
+    return document
+
+
+def _reference(kind: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=kind.__name__)}

@@ -20,10 +20,9 @@ from services.worker.simulation.vocabulary import I64, hash_word_ids, read_word_
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SimulationConfig
-from triptych.config.step_time_profile import read_step_time_profile
+from triptych.config.step_times import StepTimeModel, read_step_time_profile
 from triptych.errors import ConfigError
 from triptych.types.facts import Phase
-from triptych.types.step_time import StepTimeModel
 
 DEVICE = "simulated"
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from triptych.types.step_time import StepTimeModel, StepWork
+from triptych.config.step_times import StepTimeModel, StepWork
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
 from services.worker.simulation.vocabulary import I64
+from triptych.config.step_times import StepWork
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, empty_u32
-from triptych.types.step_time import StepWork
 
 
 class SimulatedRunner:

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from triptych.config.step_time_profile import read_step_time_profile, write_step_time_profile
+from triptych.config.step_times import StepTimeModel, read_step_time_profile, write_step_time_profile
 from triptych.errors import ConfigError
-from triptych.types.step_time import StepTimeModel
 
 MODEL = StepTimeModel(base_ms=1.25, prefill_token_us=0.1, decode_row_us=3, context_token_ns=0)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.frontend.openai.merge import merge
+from services.frontend.openai.streams import merge
 from triptych.errors import ContextLengthExceeded, FieldViolation, GenerationLost, InvalidRequest, QueueFull
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, StageTimings, Usage
