@@ -64,7 +64,8 @@ class ThreadExecutor:
         self._facts = runner.facts  # type: ignore[attr-defined]
         self._ready.set()
 
-    async def connect(self, on_event: Callable[[], None]) -> Connected:
+    async def connect(self, on_event: Callable[[], None], *, resume: bool) -> Connected:
+        self._arrived.clear()
         await self._ready.wait()
 
         def deliver(outcome: StepResult | Exception) -> None:
@@ -73,9 +74,6 @@ class ThreadExecutor:
 
         self._session = self._thread.open_session(deliver)
         return Connected(self._facts, MAX_STEPS_IN_FLIGHT, resume_ttl_s=0.0, is_resumed=False)
-
-    def forget_session(self) -> None:
-        self._arrived.clear()
 
     async def send(self, plan: StepPlan) -> None:
         self._thread.submit(self._session, plan)
@@ -147,7 +145,7 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
             engine_id="benchmark",
             epoch=time.time_ns() // 1_000_000,
             shared_config=shared_config(config),
-            steps_in_flight=MAX_STEPS_IN_FLIGHT,
+            max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
         )
     times = StepTimes(executor)
     loop = EngineLoop(

@@ -107,10 +107,10 @@ async def round_trips_s(port: int, num_rows: int, steps_in_flight: int, num_step
         engine_id="benchmark",
         epoch=1,
         shared_config={},
-        steps_in_flight=steps_in_flight,
+        max_steps_in_flight=steps_in_flight,
     )
     arrived = asyncio.Event()
-    await executor.connect(arrived.set)
+    await executor.connect(arrived.set, resume=False)
     sent_at: deque[float] = deque()
     trips_s: list[float] = []
     step_id = 0

@@ -46,7 +46,7 @@ async def run(arguments: ServiceArguments) -> int:
             engine_id=config.engine.engine_id,
             epoch=epoch,
             shared_config=shared_config(config),
-            steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
+            max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
         ),
         epoch=epoch,
         metrics=metrics,

@@ -215,7 +215,7 @@ class EngineLoop:
     def _begin(self, connected: Connected, *, after_crash: bool) -> None:
         """A worker has welcomed us, with no rows and no blocks."""
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
-        self._pipeline_depth.start(connected.steps_in_flight)
+        self._pipeline_depth.start(connected.max_steps_in_flight)
         self.facts = connected.facts
         self._set_ready(True, "")
         log.info(

@@ -160,13 +160,13 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
             engine_id="engine-1",
             epoch=1 << 50,
             shared_config=shared_config(EngineConfig()),
-            steps_in_flight=2,
+            max_steps_in_flight=2,
         )
         stack.push_async_callback(successor.close)
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:
-                    await successor.connect(lambda: None)
+                    await successor.connect(lambda: None, resume=False)
                     break
                 except (WorkerHeld, EngineUnavailable):
                     await asyncio.sleep(0.02)

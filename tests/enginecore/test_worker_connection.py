@@ -20,16 +20,13 @@ class ScriptedExecutor:
     def __init__(self, *welcomes: Connected) -> None:
         self._welcomes = list(welcomes)
 
-    async def connect(self, on_event: object) -> Connected:
+    async def connect(self, on_event: object, *, resume: bool) -> Connected:
         return self._welcomes.pop(0)
-
-    def forget_session(self) -> None:
-        pass
 
 
 def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
     return Connected(
-        replace(FACTS, boot_id=boot_id), steps_in_flight=2, resume_ttl_s=10.0, is_resumed=is_resumed
+        replace(FACTS, boot_id=boot_id), max_steps_in_flight=2, resume_ttl_s=10.0, is_resumed=is_resumed
     )
 
 

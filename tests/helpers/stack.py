@@ -166,7 +166,7 @@ class EngineStack:
                 engine_id=config.engine.engine_id,
                 epoch=time.time_ns() // 1_000_000,
                 shared_config=shared_config(config),
-                steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
+                max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
             ),
             epoch=1,
             metrics=EngineMetrics.create(CollectorRegistry()),

@@ -172,10 +172,10 @@ async def test_a_second_engine_is_refused_by_name_while_the_first_lives() -> Non
             engine_id="engine-1",
             epoch=2,
             shared_config=shared_config(make_config()),
-            steps_in_flight=2,
+            max_steps_in_flight=2,
         )
         with pytest.raises(WorkerHeld, match="engine-0"):
-            await second.connect(lambda: None)
+            await second.connect(lambda: None, resume=False)
         await second.close()
         await frontend.submit(1, make_prompt(6))
         await frontend.wait_for(lambda: 1 in frontend.ends)
@@ -190,10 +190,10 @@ async def test_configs_that_differ_are_refused_naming_key_and_both_values() -> N
         engine_id="engine-1",
         epoch=2,
         shared_config={**shared_config(config), "cache.block_size": "32"},
-        steps_in_flight=2,
+        max_steps_in_flight=2,
     )
     with pytest.raises(HandshakeMismatch, match=r"cache.block_size: engine has '32', worker has '16'"):
-        await other.connect(lambda: None)
+        await other.connect(lambda: None, resume=False)
     await other.close()
     await worker.stop()
 
@@ -233,10 +233,10 @@ async def test_a_window_of_nothing_is_refused() -> None:
         engine_id="engine-0",
         epoch=1,
         shared_config=shared_config(config),
-        steps_in_flight=0,
+        max_steps_in_flight=0,
     )
-    with pytest.raises(HandshakeMismatch, match="window: 0"):
-        await engine.connect(lambda: None)
+    with pytest.raises(HandshakeMismatch, match="max_steps_in_flight: 0"):
+        await engine.connect(lambda: None, resume=False)
     await engine.close()
     await worker.stop()
 

@@ -137,14 +137,11 @@ class ScriptedExecutor:
         self._arrived: list[StepResult] = []
         self._is_lost = False
 
-    async def connect(self, on_event) -> Connected:
+    async def connect(self, on_event, *, resume: bool) -> Connected:
         self.num_connects += 1
         self._is_lost = False
         self._on_event = on_event
         return Connected(self.facts, 1, resume_ttl_s=10.0, is_resumed=False)
-
-    def forget_session(self) -> None:
-        self._arrived.clear()
 
     async def send(self, plan: StepPlan) -> None:
         self._arrived.append(StepResult(plan.step_id, np.array([5], np.uint32)))
@@ -192,16 +189,16 @@ async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() ->
             engine_id="engine-0",
             epoch=1,
             shared_config=shared_config(config),
-            steps_in_flight=2,
+            max_steps_in_flight=2,
         )
         for _ in range(2)
     ]
     news = asyncio.Event()
-    await executors[0].connect(news.set)
-    await executors[1].connect(lambda: None)
+    await executors[0].connect(news.set, resume=False)
+    await executors[1].connect(lambda: None, resume=False)
     async with asyncio.timeout(DEADLINE_S):
         await news.wait()
-    with pytest.raises(WorkerLost, match="dialled again"):
+    with pytest.raises(WorkerLost, match="has begun a new session"):
         executors[0].receive()
     assert "engine-0" in worker.status_publisher.state.held_by
     for executor in executors:

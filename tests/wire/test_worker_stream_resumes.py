@@ -24,7 +24,6 @@ from tests.helpers.stack import (
 from tests.helpers.step_relay import Cut, StepRelay
 from triptych.config.shared import shared_config
 from triptych.errors import EngineFailure, StaleEpoch, WorkerHeld
-from triptych.internal.v1 import worker_pb2
 from triptych.types.outputs import RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
@@ -186,9 +185,9 @@ async def test_a_stream_cut_again_while_it_resumes_is_resumed_after_all(kind) ->
         await all_end_undisturbed(frontend)
         assert relay.num_streams == 3
         assert worker.runner.num_steps == (await frontend.status()).num_steps
-        kinds = [welcome.session for welcome in relay.welcomes]
-        assert kinds[0] == worker_pb2.SESSION_KIND_FRESH
-        assert set(kinds[1:]) == {worker_pb2.SESSION_KIND_RESUMED}
+        is_resumed = [welcome.session.is_resumed for welcome in relay.welcomes]
+        assert not is_resumed[0]
+        assert all(is_resumed[1:])
 
 
 async def test_a_session_begun_with_a_new_worker_is_resumed_like_the_first() -> None:
@@ -205,9 +204,8 @@ async def test_a_session_begun_with_a_new_worker_is_resumed_like_the_first() -> 
             await all_end_undisturbed(frontend)
         finally:
             await other.stop()
-        kinds = [welcome.session for welcome in relay.welcomes]
-        fresh, resumed = worker_pb2.SESSION_KIND_FRESH, worker_pb2.SESSION_KIND_RESUMED
-        assert kinds == [fresh, fresh, resumed]
+        is_resumed = [welcome.session.is_resumed for welcome in relay.welcomes]
+        assert is_resumed == [False, False, True]
 
 
 async def test_many_cuts_one_after_the_other() -> None:
@@ -265,7 +263,9 @@ async def test_foul_weather_in_both_directions_changes_no_token(seed, monkeypatc
             direction.is_foul = False
         await all_end_undisturbed(frontend)
         assert relay.num_streams > 1
-        assert {hello.resume_session for hello in relay.hellos[1:]} == {relay.welcomes[0].session_name}
+        assert {hello.session.resume_session for hello in relay.hellos[1:]} == {
+            relay.welcomes[0].session.name
+        }
         assert worker.runner.num_steps == (await frontend.status()).num_steps
 
 
@@ -298,8 +298,8 @@ async def test_past_the_time_to_live_everything_is_computed_again_and_comes_out_
         assert (status.num_running, status.num_used_blocks) == (0, 0)
         relay.is_refusing = False
         await all_end_undisturbed(frontend)
-        assert relay.hellos[-1].resume_session == ""
-        assert relay.welcomes[-1].session == worker_pb2.SESSION_KIND_FRESH
+        assert relay.hellos[-1].session.resume_session == ""
+        assert not relay.welcomes[-1].session.is_resumed
         assert frontend.welcomes[-1].ready
 
 
@@ -315,7 +315,7 @@ async def test_a_stream_that_never_gets_anywhere_is_given_up() -> None:
         relay.up = cut_all_results
         await submit_all(frontend)
         async with asyncio.timeout(DEADLINE_S):
-            while sum(hello.resume_session == "" for hello in relay.hellos) < 2:
+            while sum(hello.session.resume_session == "" for hello in relay.hellos) < 2:
                 await asyncio.sleep(0.01)
         is_broken = False
         await all_end_undisturbed(frontend)
@@ -332,12 +332,12 @@ async def test_an_engine_whose_place_was_taken_ends() -> None:
             engine_id="engine-0",
             epoch=(1 << 50),
             shared_config=shared_config(make_config()),
-            steps_in_flight=2,
+            max_steps_in_flight=2,
         )
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:
-                    connected = await successor.connect(lambda: None)
+                    connected = await successor.connect(lambda: None, resume=False)
                     break
                 except WorkerHeld:  # until the worker knows of the cut
                     await asyncio.sleep(0.01)

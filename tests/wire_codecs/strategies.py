@@ -222,7 +222,6 @@ worker_facts = build(
         num_kv_heads=u32,
         head_dim=u32,
         dtype=words,
-        supported_block_sizes=token_ids,
     ),
     max_num_seqs=u32,
     max_num_batched_tokens=u32,

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from services.worker.runner.base import CompletedStep
-from services.worker.service.hello import EngineHello
-from services.worker.service.lease import Entry, WorkerLease
+from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.session import DrainNotice
+from services.worker.service.session import DrainNotice, EngineHello, Grant
 from services.worker.service.status import StatusPublisher
 from triptych.errors import (
     EngineFailure,
@@ -29,11 +28,11 @@ from triptych.errors import (
 )
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
-from triptych.wire.worker import PROTOCOL_VERSION, Step, plan_from_proto, plan_to_proto
+from triptych.wire.worker import Step, plan_from_proto, plan_to_proto
 
 DEADLINE_S = 10.0
 SHARED = {"cache.block_size": "16"}
-HELLO = EngineHello("engine-0", 7, PROTOCOL_VERSION, PROTOCOL_VERSION, "", SHARED, 2)
+HELLO = EngineHello("engine-0", 7, "", SHARED, max_steps_in_flight=2)
 
 
 class StepCounter:
@@ -71,7 +70,7 @@ class StepCounter:
 
 
 @asynccontextmanager
-async def ready_gate(
+async def ready_worker(
     resume_ttl_s: float = 60.0,
 ) -> AsyncIterator[tuple[WorkerLease, StepCounter, StatusPublisher]]:
     status_publisher, runner, ready = StatusPublisher(), StepCounter(), asyncio.Event()
@@ -99,178 +98,178 @@ def plan(step_id: int, last_result_seen: int = 0) -> Step:
     return plan_to_proto(StepPlan(step_id=step_id, last_result_seen=last_result_seen))
 
 
-async def take(entry: Entry, count: int) -> list[int]:
-    return [(await entry.stream.next_outcome()).step_id for _ in range(count)]
+async def take(grant: Grant, count: int) -> list[int]:
+    return [(await anext(grant.outcomes)).step_id for _ in range(count)]
 
 
-def resume(entry: Entry, last_result_seen: int) -> EngineHello:
-    return replace(HELLO, resume_session=entry.session.name, last_result_seen=last_result_seen)
+def resume(grant: Grant, last_result_seen: int) -> EngineHello:
+    return replace(HELLO, resume_session=grant.session.name, last_result_seen=last_result_seen)
 
 
 async def test_steps_are_computed_in_order_one_window_at_a_time() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
-        assert not entry.is_resumed
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
+        assert not grant.terms.is_resumed
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
-        entry.stream.submit(plan(2))
+        grant.submit(plan(1))
+        grant.submit(plan(2))
         assert lease.num_in_flight == 2
         runner.may_step.set()
-        assert await take(entry, 2) == [1, 2]
-        entry.stream.submit(plan(3, 2))
-        assert await take(entry, 1) == [3]
+        assert await take(grant, 2) == [1, 2]
+        grant.submit(plan(3, 2))
+        assert await take(grant, 1) == [3]
         assert lease.num_in_flight == 0
         assert runner.executed == [1, 2, 3]
 
 
 async def test_a_gap_is_refused_and_has_no_effect() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
-        with pytest.raises(SequenceGap, match="step 2 after step 0"):
-            entry.stream.submit(plan(2))
-        entry.stream.submit(plan(1))
-        assert await take(entry, 1) == [1]
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
+        with pytest.raises(SequenceGap, match="step 2 after 0"):
+            grant.submit(plan(2))
+        grant.submit(plan(1))
+        assert await take(grant, 1) == [1]
         assert runner.executed == [1]
 
 
 async def test_a_repeated_step_is_answered_again_and_computed_once() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
-        entry.stream.submit(plan(1))  # it is being computed: one answer is enough
+        grant.submit(plan(1))
+        grant.submit(plan(1))  # it is being computed: one answer is enough
         runner.may_step.set()
-        assert await take(entry, 1) == [1]
-        entry.stream.submit(plan(1))
-        assert await take(entry, 1) == [1]
-        entry.stream.submit(plan(2, last_result_seen=1))
-        entry.stream.submit(plan(1))  # the engine has said that it holds this one
-        assert await take(entry, 1) == [2]
+        assert await take(grant, 1) == [1]
+        grant.submit(plan(1))
+        assert await take(grant, 1) == [1]
+        grant.submit(plan(2, last_result_seen=1))
+        grant.submit(plan(1))  # the engine has said that it holds this one
+        assert await take(grant, 1) == [2]
         assert runner.executed == [1, 2]
 
 
 async def test_a_step_beyond_the_window_breaks_the_protocol() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
-        entry.stream.submit(plan(2))
-        with pytest.raises(ProtocolViolation, match="window of 2"):
-            entry.stream.submit(plan(3))
+        grant.submit(plan(1))
+        grant.submit(plan(2))
+        with pytest.raises(ProtocolViolation, match="limit of 2 steps in flight"):
+            grant.submit(plan(3))
 
 
 async def test_a_result_that_does_not_exist_cannot_be_acknowledged() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
+        grant.submit(plan(1))
         with pytest.raises(ProtocolViolation, match="last_result_seen: 1 is above 0"):
-            entry.stream.submit(plan(2, last_result_seen=1))
+            grant.submit(plan(2, last_result_seen=1))
 
 
 async def test_the_window_is_capped_by_what_the_runner_takes() -> None:
-    async with ready_gate() as (lease, _, _):
-        assert lease.open(replace(HELLO, steps_in_flight=100)).session.steps_in_flight == 4
+    async with ready_worker() as (lease, _, _):
+        assert lease.open(replace(HELLO, max_steps_in_flight=100)).session.max_steps_in_flight == 4
 
 
 async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() -> None:
-    async with ready_gate() as (lease, runner, status_publisher):
+    async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
-        first.stream.submit(plan(1))
+        first.submit(plan(1))
         assert await take(first, 1) == [1]
         runner.may_step.clear()
-        first.stream.submit(plan(2, last_result_seen=1))
-        first.stream.submit(plan(3, last_result_seen=1))
-        lease.leave(first)
+        first.submit(plan(2, last_result_seen=1))
+        first.submit(plan(3, last_result_seen=1))
+        lease.release(first)
         assert status_publisher.state.held_by == str(HELLO), "its rows are still here"
         runner.may_step.set()
         second = lease.open(resume(first, last_result_seen=1))
-        assert second.is_resumed
-        assert second.session.state.last_step_received == 3
+        assert second.terms.is_resumed
+        assert second.terms.last_received == 3
         assert await take(second, 2) == [2, 3]
-        second.stream.submit(plan(4, last_result_seen=3))
+        second.submit(plan(4, last_result_seen=3))
         assert await take(second, 1) == [4]
         assert (runner.executed, runner.num_resets) == ([1, 2, 3, 4], 1)
 
 
 async def test_results_completed_while_the_engine_was_away_are_sent_first() -> None:
-    async with ready_gate() as (lease, runner, _):
+    async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
-        first.stream.submit(plan(1))
-        first.stream.submit(plan(2))
-        lease.leave(first)
+        first.submit(plan(1))
+        first.submit(plan(2))
+        lease.release(first)
         async with asyncio.timeout(DEADLINE_S):
             while lease.num_in_flight:
                 await asyncio.sleep(0)
         second = lease.open(resume(first, last_result_seen=0))
-        assert second.session.state.last_step_completed == 2
+        assert second.session.outbox.last_number == 2
         assert await take(second, 2) == [1, 2]
         assert runner.executed == [1, 2]
 
 
 async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> None:
-    async with ready_gate() as (lease, runner, status_publisher):
+    async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
         second = lease.open(resume(first, last_result_seen=0))
-        with pytest.raises(ProtocolViolation, match="dialled again"):
-            await first.stream.next_outcome()
-        first.stream.submit(plan(1))
-        first.stream.leave()
-        lease.leave(first)
+        with pytest.raises(ProtocolViolation, match="a newer stream has taken this one's place"):
+            await anext(first.outcomes)
+        first.submit(plan(1))
+        first.leave()
+        lease.release(first)
         assert status_publisher.state.held_by == str(HELLO), (
             "the end of the first stream took the second one's place"
         )
-        second.stream.submit(plan(1))
+        second.submit(plan(1))
         assert await take(second, 1) == [1]
         assert runner.executed == [1]
 
 
 @pytest.mark.parametrize("seen", [0, 3], ids=["results that were acknowledged", "results that do not exist"])
 async def test_a_session_that_cannot_go_on_without_loss_starts_anew(seen) -> None:
-    async with ready_gate() as (lease, runner, _):
+    async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
-        first.stream.submit(plan(1))
+        first.submit(plan(1))
         assert await take(first, 1) == [1]
-        first.stream.submit(plan(2, last_result_seen=1))
+        first.submit(plan(2, last_result_seen=1))
         assert await take(first, 1) == [2]
-        lease.leave(first)
+        lease.release(first)
         second = lease.open(resume(first, last_result_seen=seen))
-        assert not second.is_resumed
+        assert not second.terms.is_resumed
         assert second.session.name != first.session.name
-        second.stream.submit(plan(1))
+        second.submit(plan(1))
         assert await take(second, 1) == [1]
         assert runner.num_resets == 2
 
 
 async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
-    async with ready_gate() as (lease, runner, _):
+    async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
         runner.may_step.clear()
-        first.stream.submit(plan(1))
-        first.stream.submit(plan(2))
+        first.submit(plan(1))
+        first.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         second = lease.open(HELLO)
-        with pytest.raises(ProtocolViolation, match="dialled again"):
-            await first.stream.next_outcome()
-        second.stream.submit(plan(1))
+        with pytest.raises(ProtocolViolation, match="has begun a new session"):
+            await anext(first.outcomes)
+        second.submit(plan(1))
         runner.may_step.set()
         assert await take(second, 1) == [1]
         assert runner.executed == [1, 1], "step 2 of the first session was computed"
 
 
 async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_computed() -> None:
-    async with ready_gate() as (lease, runner, status_publisher):
+    async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
         runner.may_step.clear()
-        first.stream.submit(plan(1))
-        first.stream.submit(plan(2))
+        first.submit(plan(1))
+        first.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
-        first.stream.leave()
-        assert await first.stream.next_outcome() is None
-        lease.leave(first)
+        first.leave()
+        assert await anext(first.outcomes, None) is None
+        lease.release(first)
         assert status_publisher.state.held_by == ""
         second = lease.open(replace(HELLO, engine_id="engine-1"))
-        second.stream.submit(plan(1))
+        second.submit(plan(1))
         runner.may_step.set()
         assert await take(second, 1) == [1]
         assert runner.executed == [1, 1]
@@ -279,34 +278,34 @@ async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_com
 
 async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
     monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
-    async with ready_gate(resume_ttl_s=0.01) as (lease, _, status_publisher):
+    async with ready_worker(resume_ttl_s=0.01) as (lease, _, status_publisher):
         first = lease.open(HELLO)
-        lease.leave(first)
+        lease.release(first)
         async with asyncio.timeout(DEADLINE_S):
             while status_publisher.state.held_by:
                 await asyncio.sleep(0.001)
-        assert not lease.open(resume(first, last_result_seen=0)).is_resumed
+        assert not lease.open(resume(first, last_result_seen=0)).terms.is_resumed
 
 
 async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean() -> None:
-    async with ready_gate() as (lease, runner, _):
+    async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
         runner.fail = True
-        first.stream.submit(plan(1))
-        first.stream.submit(plan(2))
+        first.submit(plan(1))
+        first.submit(plan(2))
         with pytest.raises(EngineFailure, match=r"step 1 failed: ValueError\('no such slot'\)"):
-            await first.stream.next_outcome()
-        lease.leave(first)
+            await anext(first.outcomes)
+        lease.release(first)
         runner.fail = False
         second = lease.open(resume(first, last_result_seen=0))
-        assert not second.is_resumed
-        second.stream.submit(plan(1))
+        assert not second.terms.is_resumed
+        second.submit(plan(1))
         assert await take(second, 1) == [1]
         assert runner.executed == [1, 1], "a step was computed on rows that are undefined"
 
 
 async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_holds() -> None:
-    async with ready_gate() as (lease, _, _):
+    async with ready_worker() as (lease, _, _):
         lease.open(HELLO)
         for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8), replace(HELLO, epoch=6)):
             with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 7\)"):
@@ -314,9 +313,9 @@ async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_hol
 
 
 async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fences_the_lower() -> None:
-    async with ready_gate() as (lease, _, status_publisher):
+    async with ready_worker() as (lease, _, status_publisher):
         first = lease.open(HELLO)
-        lease.leave(first)
+        lease.release(first)
         with pytest.raises(WorkerHeld):
             lease.open(replace(HELLO, engine_id="engine-1"))  # it did not start later
         second = lease.open(replace(HELLO, epoch=8))
@@ -325,40 +324,40 @@ async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fen
             lease.open(HELLO)  # one that has held nothing may wait
         with pytest.raises(StaleEpoch, match=r"\(epoch 7\) is stale: engine engine-0 \(epoch 8\)"):
             lease.open(resume(first, last_result_seen=0))
-        second.stream.leave()
-        lease.leave(second)
+        second.leave()
+        lease.release(second)
         assert status_publisher.state.held_by == ""
         with pytest.raises(StaleEpoch):
             lease.open(HELLO)
 
 
 async def test_a_draining_session_gives_what_is_in_flight_and_takes_no_more() -> None:
-    async with ready_gate() as (lease, runner, _):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, runner, _):
+        grant = lease.open(HELLO)
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
+        grant.submit(plan(1))
         lease.drain()
-        entry.stream.submit(plan(2))
+        grant.submit(plan(2))
         runner.may_step.set()
-        assert isinstance(await entry.stream.next_outcome(), DrainNotice)
-        assert await take(entry, 1) == [1]
+        assert isinstance(await anext(grant.outcomes), DrainNotice)
+        assert await take(grant, 1) == [1]
         assert lease.num_in_flight == 0
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await entry.stream.next_outcome()
+            await anext(grant.outcomes)
         assert runner.executed == [1]
 
 
 async def test_an_idle_session_that_drains_ends_at_once() -> None:
-    async with ready_gate() as (lease, _, _):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, _, _):
+        grant = lease.open(HELLO)
         lease.drain()
-        assert isinstance(await entry.stream.next_outcome(), DrainNotice)
+        assert isinstance(await anext(grant.outcomes), DrainNotice)
         with pytest.raises(EngineUnavailable, match="stopping"):
-            await entry.stream.next_outcome()
+            await anext(grant.outcomes)
 
 
 async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_drains() -> None:
-    async with ready_gate() as (lease, _, status_publisher):
+    async with ready_worker() as (lease, _, status_publisher):
         for phase in (Phase.LOADING, Phase.DRAINING):
             status_publisher.change(phase=phase, progress=0.25)
             with pytest.raises(EngineUnavailable, match=phase):
@@ -394,28 +393,28 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
 
 
 async def test_a_session_is_dismissed_by_its_name_when_no_step_is_in_flight() -> None:
-    async with ready_gate() as (lease, runner, status_publisher):
-        with pytest.raises(EngineUnavailable, match="'boot/1' is over"):
-            lease.dismiss("boot/1")
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, runner, status_publisher):
+        with pytest.raises(EngineUnavailable, match="'boot/1' has ended"):
+            lease.end("boot/1")
+        grant = lease.open(HELLO)
         with pytest.raises(WorkerHeld, match="held by engine engine-0"):
-            lease.dismiss("boot/9")
+            lease.end("boot/9")
         runner.may_step.clear()
-        entry.stream.submit(plan(1))
+        grant.submit(plan(1))
         with pytest.raises(ProtocolViolation, match="1 steps are in flight"):
-            lease.dismiss(entry.session.name)
+            lease.end(grant.session.name)
         runner.may_step.set()
-        assert await take(entry, 1) == [1]
-        lease.dismiss(entry.session.name)
+        assert await take(grant, 1) == [1]
+        lease.end(grant.session.name)
         assert status_publisher.state.held_by == ""
         with pytest.raises(WorkerAsleep):
-            await entry.stream.next_outcome()
-        assert not lease.open(resume(entry, 1)).is_resumed
+            await anext(grant.outcomes)
+        assert not lease.open(resume(grant, 1)).terms.is_resumed
 
 
 async def test_a_worker_that_drains_does_not_fall_asleep() -> None:
-    async with ready_gate() as (lease, _, status_publisher):
-        entry = lease.open(HELLO)
+    async with ready_worker() as (lease, _, status_publisher):
+        grant = lease.open(HELLO)
         status_publisher.change(phase=Phase.DRAINING)
         with pytest.raises(EngineUnavailable, match="the worker is draining"):
-            lease.dismiss(entry.session.name)
+            lease.end(grant.session.name)

@@ -18,16 +18,17 @@ import numpy as np
 
 from triptych.config.loader import load_config
 from triptych.config.shared import shared_config
-from triptych.errors import ConfigError, EngineUnavailable, ProtocolViolation, TriptychError
+from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.session.handshake import end_of, greet, session_hello
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import WorkerFacts
 from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, WorkerReady
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import JournalReader
 from triptych.wire.journal_rows import RowNames, SessionRows
-from triptych.wire.worker import PROTOCOL_VERSION, StepEncoder, result_from_proto
+from triptych.wire.worker import StepEncoder, result_from_proto
 
 _ENGINE_ID = "replay"
 _POLL_S = 0.05
@@ -180,20 +181,21 @@ class _Replayer:
 
     async def _say_hello(self, recorded: WorkerFacts) -> worker_pb2.Welcome:
         hello = worker_pb2.Hello(
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
+            session=session_hello("", last_received=0),
             engine_id=_ENGINE_ID,
             epoch=self._epoch,
             fingerprint=recorded.model.fingerprint,
             shared_config=self._shared,
-            steps_in_flight=1,
+            max_steps_in_flight=1,
         )
         self._call = self._stub.Execute()
         try:
-            return (await self._exchange(worker_pb2.ExecuteRequest(hello=hello))).welcome
-        except BaseException:
+            return await greet(self._call, worker_pb2.ExecuteRequest(hello=hello))
+        except BaseException as error:
             self._call.cancel()
             self._call = None
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise from_rpc_error(error) from None
             raise
 
     async def _exchange(self, request: worker_pb2.ExecuteRequest) -> worker_pb2.ExecuteResponse:
@@ -205,13 +207,9 @@ class _Replayer:
             raise from_rpc_error(error) from None
         except asyncio.InvalidStateError:
             response = grpc.aio.EOF
-        if response is not grpc.aio.EOF:
-            return response
-        code, details = await self._call.code(), await self._call.details()
-        if code is grpc.StatusCode.OK:
-            raise ProtocolViolation("the stream has ended without an answer")
-        metadata = grpc.aio.Metadata(*(await self._call.trailing_metadata() or ()))
-        raise from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+        if response is grpc.aio.EOF:
+            raise await end_of(self._call)
+        return response
 
 
 def _slot_to_error(result: StepResult) -> dict[int, str]:

@@ -33,7 +33,6 @@ class KvShape:
     """Of this worker; where ranks share out the model's heads, its share."""
     head_dim: int
     dtype: str
-    supported_block_sizes: tuple[int, ...] = (16,)
 
 
 @dataclass(frozen=True, slots=True)

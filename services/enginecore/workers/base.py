@@ -29,8 +29,7 @@ class Connected:
     """A worker's welcome."""
 
     facts: WorkerFacts
-    steps_in_flight: int
-    """Steps in flight at most."""
+    max_steps_in_flight: int
     resume_ttl_s: float
     """For how long the session outlives a broken stream."""
     is_resumed: bool
@@ -40,18 +39,17 @@ class Connected:
 class Executor(Protocol):
     """A step stream to one worker group, and its session, which outlives the stream. Owned by the engine loop."""
 
-    async def connect(self, on_event: Callable[[], None]) -> Connected:
-        """Open the stream, once, and resume the session if there is one and the worker has kept it;
-        `on_event` is called whenever `receive` has news.
+    async def connect(self, on_event: Callable[[], None], *, resume: bool) -> Connected:
+        """Open one stream, and resume the session if the worker has kept it.
+
+        Args:
+            on_event: Called whenever `receive` has something new.
+            resume: Ask for the session of the stream before. False: forget it, and what was in flight in it.
 
         Raises:
             StaleEpoch: another engine has taken this one's place for good.
             TriptychError: refused or not reachable; says why. Try again later.
         """
-        ...
-
-    def forget_session(self) -> None:
-        """Nothing that is in flight will be waited for; the next `connect` starts anew."""
         ...
 
     async def send(self, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""The step stream over gRPC: hello and welcome, then steps down and results up, pipelined; resumed if it breaks."""
+"""The step stream over gRPC: steps down and results up, several in flight, in a session that outlives the stream."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from services.enginecore.workers.base import Connected, WorkerLost
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
+from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
-from triptych.wire.worker import (
-    PROTOCOL_VERSION,
-    StepEncoder,
-    result_from_proto,
-    worker_facts_from_proto,
-)
+from triptych.wire.worker import StepEncoder, result_from_proto, worker_facts_from_proto
 
 log = logging.getLogger(__name__)
 
-_WELCOME_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for so long is gone, whatever keepalive thinks
 _GOODBYE_TIMEOUT_S = 0.5
 _SLEEP_TIMEOUT_S = 600.0  # weights are copied to the host
@@ -34,7 +30,10 @@ _WAKE_TIMEOUT_S = 3600.0  # or read from the checkpoint again
 
 
 class GrpcExecutor:
-    """A client of `WorkerService.Execute`."""
+    """A client of `WorkerService.Execute`.
+
+    Steps are kept until their results arrive. A resumed stream begins with those that the worker has not received.
+    """
 
     def __init__(
         self,
@@ -43,59 +42,57 @@ class GrpcExecutor:
         engine_id: str,
         epoch: int,
         shared_config: Mapping[str, str],
-        steps_in_flight: int,
+        max_steps_in_flight: int,
     ) -> None:
-        """`steps_in_flight`: steps that may be in flight at most, if the worker agrees."""
+        """`max_steps_in_flight`: what the engine wants; the worker may grant less."""
         self._address = address
         self._hello = worker_pb2.Hello(
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
             engine_id=engine_id,
             epoch=epoch,
             shared_config=shared_config,
-            steps_in_flight=steps_in_flight,
+            max_steps_in_flight=max_steps_in_flight,
         )
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._session_name = ""
         self._encoder = StepEncoder()
-        self._unanswered: deque[worker_pb2.Step] = deque()  # the window at most
+        self._steps: ReplayBuffer[worker_pb2.Step] = ReplayBuffer()
+        """By step id; a step is confirmed by its result."""
         self._arrived: deque[StepResult] = deque()
         self._loss: WorkerLost | None = None
         self._is_draining = False
         """The worker has said that it takes no more steps."""
 
-    async def connect(self, on_event: Callable[[], None]) -> Connected:
+    async def connect(self, on_event: Callable[[], None], *, resume: bool) -> Connected:
         await self._hang_up()
+        if not resume:
+            self._begin_session("")
         self._channel = open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES)
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Execute()
+        self._hello.session.CopyFrom(session_hello(self._session_name, self._steps.num_confirmed))
         welcome = await self._greet(self._call)
-        is_resumed = welcome.session == worker_pb2.SESSION_KIND_RESUMED
-        if is_resumed:
-            self._check_resumed(welcome)
+        terms = SessionTerms.from_proto(welcome.session)
+        if terms.is_resumed:
+            check_resumed(terms, self._session_name, self._steps)
         else:
-            self.forget_session()
-            self._hello.resume_session = welcome.session_name
-        # What is on its way was tokenized for this model and begun by it; no other may go on with it.
+            self._begin_session(terms.name)
+        # The requests were tokenized for this model, and it has begun them; no other may go on with them.
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
-        facts, resume_ttl_s = worker_facts_from_proto(welcome.facts), welcome.resume_ttl_ms / 1000
-        connected = Connected(facts, welcome.steps_in_flight, resume_ttl_s, is_resumed)
-        for step in [step for step in self._unanswered if step.step_id > welcome.last_step_received]:
+        for step in self._steps.after(terms.last_received):
             await self._write(step)
-        return connected
-
-    def forget_session(self) -> None:
-        self._hello.resume_session = ""
-        self._hello.last_result_seen = 0
-        self._encoder = StepEncoder()
-        self._unanswered.clear()
-        self._arrived.clear()
+        return Connected(
+            worker_facts_from_proto(welcome.facts),
+            welcome.max_steps_in_flight,
+            terms.resume_ttl_s,
+            terms.is_resumed,
+        )
 
     async def send(self, plan: StepPlan) -> None:
         step = self._encoder.encode(plan)
-        self._unanswered.append(step)
+        self._steps.append(step)
         if not self._is_draining:
             await self._write(step)
 
@@ -107,15 +104,14 @@ class GrpcExecutor:
         return results
 
     async def sleep(self, level: SleepLevel) -> int:
-        assert self._channel is not None, "who has no session cannot end it"
-        request = worker_pb2.SleepRequest(session_name=self._hello.resume_session, level=level.value)
+        assert self._channel is not None, "there is no session to end"
+        request = worker_pb2.SleepRequest(session_name=self._session_name, level=level.value)
         try:
             stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
             response = await stub.Sleep(request, timeout=_SLEEP_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise self._no_answer(error, "Sleep", _SLEEP_TIMEOUT_S) from None
         await self._hang_up()
-        self.forget_session()
         return int(response.released_bytes)
 
     async def wake(self) -> None:
@@ -144,41 +140,23 @@ class GrpcExecutor:
             "Wake brings back one that sleeps"
         )
 
+    def _begin_session(self, name: str) -> None:
+        """Forget the session before. Nothing of it will be waited for."""
+        self._session_name = name
+        self._encoder, self._steps = StepEncoder(), ReplayBuffer()
+        self._arrived.clear()
+
     async def _greet(self, call: grpc.aio.StreamStreamCall) -> worker_pb2.Welcome:
         try:
-            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
-                await call.write(worker_pb2.ExecuteRequest(hello=self._hello))
-                first = await call.read()
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"worker {self._address} sent no welcome within {_WELCOME_TIMEOUT_S:g} s"
-            ) from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._refusal(error) from None
-        if first is grpc.aio.EOF:
-            raise await self._refusal(None)
-        if first.WhichOneof("message") != "welcome":
-            raise ProtocolViolation(f"worker {self._address} answered hello with no welcome")
-        welcome = first.welcome
-        if not 1 <= welcome.steps_in_flight <= self._hello.steps_in_flight:
+            welcome = await greet(call, worker_pb2.ExecuteRequest(hello=self._hello))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        if not 1 <= welcome.max_steps_in_flight <= self._hello.max_steps_in_flight:
             raise ProtocolViolation(
-                f"steps_in_flight: worker {self._address} grants {welcome.steps_in_flight}, "
-                f"not within 1..{self._hello.steps_in_flight}"
+                f"max_steps_in_flight: worker {self._address} grants {welcome.max_steps_in_flight}, "
+                f"1..{self._hello.max_steps_in_flight} was asked for"
             )
         return welcome
-
-    def _check_resumed(self, welcome: worker_pb2.Welcome) -> None:
-        hello = self._hello
-        if not hello.resume_session or welcome.session_name != hello.resume_session:
-            raise ProtocolViolation(
-                f"worker {self._address} resumes session {welcome.session_name!r}, {hello.resume_session!r} was asked"
-            )
-        last_sent = self._unanswered[-1].step_id if self._unanswered else hello.last_result_seen
-        if not hello.last_result_seen <= welcome.last_step_received <= last_sent:
-            raise ProtocolViolation(
-                f"worker {self._address} has received step {welcome.last_step_received}, "
-                f"{hello.last_result_seen}..{last_sent} were sent and not acknowledged"
-            )
 
     async def _write(self, step: worker_pb2.Step) -> None:
         if self._call is None or self._loss is not None:
@@ -188,8 +166,10 @@ class GrpcExecutor:
                 await self._call.write(worker_pb2.ExecuteRequest(step=step))
         except TimeoutError:
             raise WorkerLost(f"the worker took no step for {_SEND_TIMEOUT_S:g} s") from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise self._loss_by(await self._refusal(error)) from None
+        except grpc.aio.AioRpcError as error:
+            raise self._loss_by(from_rpc_error(error)) from None
+        except asyncio.InvalidStateError:  # the stream has ended
+            raise self._loss_by(await end_of(self._call)) from None
 
     async def _read(self, call: grpc.aio.StreamStreamCall, on_event: Callable[[], None]) -> None:
         """Collect results until the stream ends, for whatever reason."""
@@ -203,7 +183,7 @@ class GrpcExecutor:
                     case other:
                         raise ProtocolViolation(f"expected a result, got {other}")
                 on_event()
-            self._loss = self._loss_by(await self._refusal(None))
+            self._loss = self._loss_by(await end_of(call))
         except grpc.aio.AioRpcError as error:
             self._loss = self._loss_by(from_rpc_error(error))
         except TriptychError as error:
@@ -214,15 +194,12 @@ class GrpcExecutor:
         on_event()
 
     def _take(self, message: worker_pb2.Result) -> None:
-        """Each result once and in order; one that is repeated is no news."""
-        last = self._hello.last_result_seen
-        if message.step_id <= last:
+        """Take each result once and in order."""
+        if is_repeated(message.step_id, self._steps.num_confirmed, "result of step"):
             return
-        if not self._unanswered or message.step_id != last + 1:
-            raise ProtocolViolation(f"result of step {message.step_id} after that of step {last}")
-        self._arrived.append(result_from_proto(message))
-        self._unanswered.popleft()
-        self._hello.last_result_seen = message.step_id
+        result = result_from_proto(message)
+        self._steps.confirm(message.step_id)
+        self._arrived.append(result)
 
     async def _hang_up(self) -> None:
         if self._reader is not None:
@@ -235,18 +212,6 @@ class GrpcExecutor:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
-
-    async def _refusal(self, error: BaseException | None) -> TriptychError:
-        """The status that ended the call, as a typed error."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            return from_rpc_error(error)
-        assert self._call is not None
-        code, details = await self._call.code(), await self._call.details()
-        if code is grpc.StatusCode.OK:
-            return EngineUnavailable(f"worker {self._address} closed the stream")
-        metadata = await self._call.trailing_metadata()
-        initial = await self._call.initial_metadata()
-        return from_rpc_error(grpc.aio.AioRpcError(code, initial, metadata, details))
 
     def _loss_by(self, error: TriptychError) -> WorkerLost:
         is_crash = isinstance(error, EngineFailure)

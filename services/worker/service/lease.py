@@ -1,20 +1,17 @@
-"""Who may send steps: one engine at a time, and never one whose place another has taken.
+"""Which engine may send steps: one at a time, and never one that a later engine has replaced.
 
-hello -> refused: not ready, stale epoch, held by a living engine, config differs, protocol unknown
-      -> resumed: the same engine, its session still here
-      -> fresh:   anyone else whose turn it is
+hello ─► refused: not ready, stale epoch, held by another engine that lives, config differs
+      ─► resumed: the same engine, and its session is still here
+      ─► a new session: any other engine that may have the worker now
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from services.worker.service.hello import EngineHello
 from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.session import Session, StepStream
+from services.worker.service.session import EngineHello, Grant, Session
 from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.config.shared import check_shared
 from triptych.errors import (
@@ -27,7 +24,6 @@ from triptych.errors import (
 )
 from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
 from triptych.types.facts import Phase, WorkerFacts
-from triptych.wire.worker import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +32,8 @@ log = logging.getLogger(__name__)
 _GRACE_S = KEEPALIVE_TIME_S + KEEPALIVE_TIMEOUT_S
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An engine that was let in."""
-
-    session: Session
-    stream: StepStream
-    is_resumed: bool
-
-
 class WorkerLease:
-    """Owned by the worker's event loop."""
+    """The claim of one engine to this worker. Owned by the worker's event loop."""
 
     def __init__(
         self,
@@ -56,37 +43,38 @@ class WorkerLease:
         *,
         resume_ttl_s: float,
     ) -> None:
-        """`resume_ttl_s`: how long the engine tries to resume; its rows are kept a little longer."""
+        """`resume_ttl_s`: how long the engine tries to resume its session, which is kept a little longer."""
         self._status_publisher = status_publisher
         self._thread = thread
         self._shared_config = shared_config
-        self.resume_ttl_s = resume_ttl_s
+        self._resume_ttl_s = resume_ttl_s
         self._keep_s = resume_ttl_s + _GRACE_S
-        self._loop = asyncio.get_running_loop()
-        self._holder: Session | None = None
-        self._expiry: asyncio.TimerHandle | None = None
+        self._session: Session | None = None
+        """Of the engine that holds the worker, or None."""
         self._fence: EngineHello | None = None
-        """Of the highest epoch that was ever admitted: lower ones have been replaced."""
+        """The engine of the highest epoch that has held the worker. Engines of lower epochs are stale."""
 
     @property
     def num_in_flight(self) -> int:
-        return self._holder.num_in_flight if self._holder else 0
+        """Steps received and not completed."""
+        return self._session.num_in_flight if self._session else 0
 
     def drain(self) -> None:
         """Let the steps in flight be the last ones."""
-        if self._holder is not None:
-            self._holder.drain()
+        if self._session is not None:
+            self._session.drain()
 
-    def open(self, hello: EngineHello) -> Entry:
-        """Admit an engine. One that dials again takes its own place: its first stream is broken, and this
-        side may learn of it much later.
+    def open(self, hello: EngineHello) -> Grant:
+        """Give the worker to an engine.
+
+        An engine that dials again replaces its own stream: it is broken, and this side may learn of it much later.
 
         Raises:
-            WorkerAsleep: until somebody wakes it.
-            EngineUnavailable: not ready yet; says how far it is.
-            StaleEpoch: an engine that started later has taken this one's place.
-            WorkerHeld: another engine's stream is open; names it.
-            HandshakeMismatch: protocol, fingerprint or config differ; names them.
+            WorkerAsleep: The worker sleeps until an operator wakes it.
+            EngineUnavailable: The worker is not ready yet; says how far it is.
+            StaleEpoch: An engine that started later has replaced this one.
+            WorkerHeld: Another engine's stream is open; names it.
+            HandshakeMismatch: Fingerprint or config differ; names them.
         """
         state = self._status_publisher.state
         if state.phase == Phase.ASLEEP:
@@ -97,104 +85,87 @@ class WorkerLease:
             raise EngineUnavailable(f"the worker is {state.phase} ({state.progress:.0%})")
         self._check_turn(hello)
         _check_hello(hello, state, self._shared_config)
-        self._cancel_expiry()
-        session = self._holder
-        is_known = session is not None and session.name == hello.resume_session
-        if session is not None and is_known and session.can_resume(hello.last_result_seen):
-            return Entry(session, session.attach(hello.last_result_seen), is_resumed=True)
-        return self._begin(hello, state.facts)
+        session, last_seen = self._session, hello.last_result_seen
+        if session is None or session.name != hello.resume_session or not session.can_resume(last_seen):
+            return self._begin(hello, state.facts)
+        return session.attach(self._resume_ttl_s, last_result_seen=last_seen, is_resumed=True)
 
-    def dismiss(self, session_name: str) -> None:
+    def end(self, session_name: str) -> None:
         """End the session of this name because the worker goes to sleep.
 
         Raises:
-            WorkerHeld: another session holds the worker; names its engine.
-            EngineUnavailable: none does: it is over; or the worker is not ready.
-            ProtocolViolation: a step is in flight in it.
+            WorkerHeld: Another session holds the worker; names its engine.
+            EngineUnavailable: The session has ended, or the worker is not ready.
+            ProtocolViolation: A step is in flight in it.
         """
-        session, state = self._holder, self._status_publisher.state
+        session, state = self._session, self._status_publisher.state
         if not state.is_ready:
             raise EngineUnavailable(f"the worker is {state.phase}")
         if session is None:
-            raise EngineUnavailable(
-                f"session {session_name!r} is over, and whoever had it holds this worker no more"
-            )
+            raise EngineUnavailable(f"session {session_name!r} has ended; reconnect to begin a new one")
         if session.name != session_name:
-            raise WorkerHeld(f"this worker is held by {session.hello}, which alone may put it to sleep")
+            raise WorkerHeld(f"this worker is held by {session.hello}; only that engine may put it to sleep")
         if session.num_in_flight:
             raise ProtocolViolation(f"{session.num_in_flight} steps are in flight; sleep when they are back")
-        self._cancel_expiry()
-        session.dismiss()
-        self._end(session)
+        self._end(session, WorkerAsleep("the worker goes to sleep"))
 
-    def leave(self, entry: Entry) -> None:
-        """A stream has ended. Its session stays for a while, unless there is nothing left to go on with."""
-        session = entry.session
-        if session.stream is not entry.stream:
-            return  # another has replaced it
-        session.stream = None
+    def release(self, grant: Grant) -> None:
+        """Note that a stream has ended. Its session waits for the next one, unless there is nothing to go on with."""
+        session = grant.session
+        if not session.lease.detach(grant.stream):
+            return
+        session.outbox.stop_reading()
         if session.is_over:
             log.info("%s left", session.hello)
             self._end(session)
-            return
-        log.info("%s is away: its rows are kept for %g s", session.hello, self._keep_s)
-        self._expiry = self._loop.call_later(self._keep_s, self._expire, session)
+        else:
+            log.info("%s is away: its rows are kept for %g s", session.hello, self._keep_s)
 
     def _check_turn(self, hello: EngineHello) -> None:
-        holder, fence = self._holder, self._fence
-        if holder is not None and holder.hello.is_of_same_engine(hello):
+        session, fence = self._session, self._fence
+        if session is not None and session.hello.is_of_same_engine(hello):
             return
-        is_held = holder is not None and holder.stream is not None
-        has_held = bool(
+        is_held = session is not None and not session.lease.is_waiting
+        was_holder = bool(
             hello.resume_session
-        )  # a standby may wait beside the holder, one it has replaced may not
-        if fence is not None and hello.epoch < fence.epoch and (has_held or not is_held):
+        )  # a standby may wait beside the holder; one that was replaced may not
+        if fence is not None and hello.epoch < fence.epoch and (was_holder or not is_held):
             raise StaleEpoch(
                 f"{hello} is stale: {fence}, which started later, has taken its place at this worker. "
                 "Start the engine again if it should serve (and see to its clock if it has just been started)"
             )
-        if holder is not None and (is_held or hello.epoch == holder.hello.epoch):
+        if session is not None and (is_held or hello.epoch == session.hello.epoch):
             raise WorkerHeld(
-                f"this worker is held by {holder.hello}; it serves one engine at a time: "
+                f"this worker is held by {session.hello}; it serves one engine at a time: "
                 f"stop that engine, or give {hello} another worker"
             )
 
-    def _begin(self, hello: EngineHello, facts: WorkerFacts) -> Entry:
-        if self._holder is not None:
-            self._holder.supersede(hello)
+    def _begin(self, hello: EngineHello, facts: WorkerFacts) -> Grant:
+        if self._session is not None:
+            self._session.end(ProtocolViolation(f"{hello} has begun a new session"))
         self._fence = hello
-        self._holder = session = Session(hello, facts, self._thread)
+        self._session = session = Session(
+            hello, facts, self._thread, keep_s=self._keep_s, on_expired=self._expire
+        )
         self._status_publisher.change(held_by=str(hello))
-        return Entry(session, session.attach(), is_resumed=False)
+        return session.attach(self._resume_ttl_s)
 
     def _expire(self, session: Session) -> None:
         log.warning("%s has not come back: its rows are freed", session.hello)
-        self._expiry = None
         self._end(session)
 
-    def _end(self, session: Session) -> None:
-        session.close()
-        if session is self._holder:
-            self._holder = None
+    def _end(self, session: Session, error: Exception | None = None) -> None:
+        session.end(error)
+        if session is self._session:
+            self._session = None
             self._status_publisher.change(held_by="")
-
-    def _cancel_expiry(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
 
 
 def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[str, str]) -> None:
     """Raises HandshakeMismatch naming what differs, with both values."""
     assert state.facts is not None, "the worker is ready"
-    if not hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol:
-        raise HandshakeMismatch(
-            f"protocol: engine speaks {hello.min_protocol}..{hello.max_protocol}, worker {PROTOCOL_VERSION}"
-        )
-    if hello.steps_in_flight < 1:
-        raise HandshakeMismatch(
-            f"window: {hello.steps_in_flight} steps in flight compute nothing; ask for 1 at least"
-        )
+    if hello.max_steps_in_flight < 1:
+        raise HandshakeMismatch(f"max_steps_in_flight: {hello.max_steps_in_flight} is below 1")
     check_shared(engine=hello.shared_config, worker=shared_config)
     if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
         raise HandshakeMismatch(

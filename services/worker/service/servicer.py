@@ -1,4 +1,4 @@
-"""The worker's gRPC door: proto in, session, proto out."""
+"""The worker's gRPC servicer: proto in, session, proto out."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from services.worker.service.hello import EngineHello
-from services.worker.service.lease import Entry, WorkerLease
-from services.worker.service.session import DrainNotice, StepStream
+from services.worker.service.lease import WorkerLease
+from services.worker.service.session import DrainNotice, EngineHello, Grant
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
+from triptych.rpc.session.handshake import read_hello
 from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level
-from triptych.wire.worker import (
-    PROTOCOL_VERSION,
-    result_to_proto,
-    worker_facts_to_proto,
-)
+from triptych.wire.worker import result_to_proto, worker_facts_to_proto
 
 log = logging.getLogger(__name__)
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-_HELLO_TIMEOUT_S = 10.0  # a peer that opens the stream and says nothing
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -48,15 +43,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        hello = await _read_hello(request_iterator)
-        entry = self._lease.open(hello)
-        how = "resumed" if entry.is_resumed else "connected"
-        log.info("%s %s, window %d", hello, how, entry.session.steps_in_flight)
-        welcome = _welcome(entry, self._lease.resume_ttl_s)  # before any step of this stream counts
-        reader = asyncio.create_task(self._read_steps(request_iterator, entry.stream), name="read-steps")
+        grant = self._lease.open(_to_hello(await read_hello(request_iterator)))
+        session, how = grant.session, "resumed" if grant.terms.is_resumed else "connected"
+        log.info("%s %s, at most %d steps in flight", session.hello, how, session.max_steps_in_flight)
+        reader = asyncio.create_task(self._read_steps(request_iterator, grant), name="read-steps")
         try:
-            yield worker_pb2.ExecuteResponse(welcome=welcome)
-            while (outcome := await entry.stream.next_outcome()) is not None:
+            yield worker_pb2.ExecuteResponse(welcome=_welcome(grant))
+            async for outcome in grant.outcomes:
                 if isinstance(outcome, DrainNotice):
                     yield worker_pb2.ExecuteResponse(draining=worker_pb2.Draining())
                     continue
@@ -64,18 +57,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))
         finally:
             reader.cancel()
-            self._lease.leave(entry)
+            self._lease.release(grant)
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(info=_info(self._status_publisher.state))
-
-    async def WatchInfo(
-        self, request: worker_pb2.WatchInfoRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.WatchInfoResponse]:
-        async for state in self._status_publisher.watch():
-            yield worker_pb2.WatchInfoResponse(info=_info(state))
 
     async def Sleep(
         self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext
@@ -89,24 +76,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._sleep.wake()
         return worker_pb2.WakeResponse()
 
-    async def _read_steps(
-        self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: StepStream
-    ) -> None:
-        """Submit steps until the engine says goodbye or is gone; what goes wrong ends the stream's results."""
+    async def _read_steps(self, requests: AsyncIterator[worker_pb2.ExecuteRequest], grant: Grant) -> None:
+        """Submit steps until the engine says goodbye or is gone. An error ends the stream, not the session."""
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "step":
-                        stream.submit(request.step)
+                        grant.submit(request.step)
                         self._metrics.tokens.inc(request.step.num_tokens)
                     case "goodbye":
-                        stream.leave()
+                        grant.leave()
                     case other:
                         raise ProtocolViolation(f"expected a step, got {other}")
         except Exception as error:
-            stream.end(error)
+            grant.end_stream(error)
         else:
-            stream.end(None)
+            grant.end_stream(None)
 
     def _count(self, result: StepResult) -> None:
         timings, stage = result.timings, self._metrics.stage_seconds
@@ -119,41 +104,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
 
 
-async def _read_hello(requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> EngineHello:
-    try:
-        async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            first = await anext(requests, None)
-    except TimeoutError:
-        raise ProtocolViolation(f"no hello within {_HELLO_TIMEOUT_S:g} s") from None
-    if first is None or first.WhichOneof("message") != "hello":
-        raise ProtocolViolation("the first message must be a hello")
-    hello = first.hello
+def _to_hello(message: worker_pb2.Hello) -> EngineHello:
     return EngineHello(
-        engine_id=hello.engine_id,
-        epoch=hello.epoch,
-        min_protocol=hello.min_protocol,
-        max_protocol=hello.max_protocol,
-        fingerprint=hello.fingerprint,
-        shared_config=dict(hello.shared_config),
-        steps_in_flight=hello.steps_in_flight,
-        resume_session=hello.resume_session,
-        last_result_seen=hello.last_result_seen,
+        engine_id=message.engine_id,
+        epoch=message.epoch,
+        fingerprint=message.fingerprint,
+        shared_config=dict(message.shared_config),
+        max_steps_in_flight=message.max_steps_in_flight,
+        resume_session=message.session.resume_session,
+        last_result_seen=message.session.last_received,
     )
 
 
-def _welcome(entry: Entry, resume_ttl_s: float) -> worker_pb2.Welcome:
-    session, state = entry.session, entry.session.state
-    kind = worker_pb2.SESSION_KIND_RESUMED if entry.is_resumed else worker_pb2.SESSION_KIND_FRESH
+def _welcome(grant: Grant) -> worker_pb2.Welcome:
+    session = grant.session
     return worker_pb2.Welcome(
-        protocol=PROTOCOL_VERSION,
-        boot_id=session.facts.boot_id,
-        session=kind,
-        last_step_received=state.last_step_received,
-        last_step_completed=state.last_step_completed,
-        steps_in_flight=session.steps_in_flight,
+        session=grant.terms.to_proto(),
+        max_steps_in_flight=session.max_steps_in_flight,
         facts=worker_facts_to_proto(session.facts),
-        session_name=session.name,
-        resume_ttl_ms=round(resume_ttl_s * 1000),
     )
 
 

@@ -1,200 +1,185 @@
-"""One engine's steps, from a fresh welcome to a goodbye: taken in order, each computed once, its result kept
-until the engine has it. Streams come and go; the session stays.
+"""One engine's steps, from a new session to its end: taken in order, each computed once.
 
-step -> the last one + 1: computed. One of before: its stored result again. Any other: refused, and no effect.
+    step ─► the last one + 1: computed. An earlier one: its stored result is sent again. Any other: refused, no effect.
+
+A result is kept until the engine has it. Streams come and go; the session stays (docs/wire.md).
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
-from services.worker.service.hello import EngineHello
 from services.worker.service.runner_thread import RunnerThread
-from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, SequenceGap, WorkerAsleep
+from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
+from triptych.rpc.session.handshake import SessionTerms
+from triptych.rpc.session.lease import SessionLease
+from triptych.rpc.session.outbox import Outbox
+from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepResult
 from triptych.wire.worker import Step, StepDecoder
 
 
 @dataclass(frozen=True, slots=True)
-class SessionState:
-    """How far a session is; its welcome tells the engine."""
+class EngineHello:
+    """The engine that opens a step stream, and what it expects; without gRPC."""
 
-    last_step_received: int = 0
-    last_step_completed: int = 0
+    engine_id: str
+    epoch: int
+    """Unix milliseconds at the engine's start."""
+    fingerprint: str
+    """Of the model that the engine expects. Empty: any."""
+    shared_config: Mapping[str, str]
+    max_steps_in_flight: int
+    resume_session: str = ""
+    """Empty: begin a new session."""
+    last_result_seen: int = 0
+    """To resume: the last step whose result the engine holds."""
+
+    def is_of_same_engine(self, other: EngineHello) -> bool:
+        """Return whether both come from the same process: an epoch is drawn at its start."""
+        return (self.engine_id, self.epoch) == (other.engine_id, other.epoch)
+
+    def __str__(self) -> str:
+        return f"engine {self.engine_id} (epoch {self.epoch})"
 
 
 class DrainNotice:
-    """Stands among the results where the worker stopped taking steps."""
+    """Says that the worker takes no more steps."""
 
 
 Outcome = StepResult | DrainNotice
 
 
-class StepStream:
-    """One stream's half of a session: steps in, results out. Owned by the door's handler."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Grant:
+    """A stream by which an engine holds the worker."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self._outcomes: asyncio.Queue[Outcome | Exception | None] = asyncio.Queue()
+    session: Session
+    stream: int
+    """Its number among the session's streams."""
+    outcomes: AsyncIterator[Outcome]
+    """What is to be sent on it. Raises what ends the stream, if that is an error."""
+    terms: SessionTerms
 
     def submit(self, step: Step) -> None:
-        """See `Session.submit`; of a stream that another has replaced nothing is taken any more."""
-        if self.session.stream is self:
+        """Queue one step as `Session.submit` does. A stream that was replaced brings nothing."""
+        if self.session.lease.stream == self.stream:
             self.session.submit(step)
 
     def leave(self) -> None:
-        """The engine has said goodbye on this stream."""
-        if self.session.stream is self:
-            self.session.leave()
+        """Note that the engine has said goodbye: its session ends."""
+        if self.session.lease.stream == self.stream:
+            self.session.outbox.close()
 
-    def put(self, outcome: Outcome) -> None:
-        self._outcomes.put_nowait(outcome)
-
-    def end(self, error: Exception | None) -> None:
-        """Nothing follows what is queued; `error` says why, None that there is nothing to say."""
-        self._outcomes.put_nowait(error)
-
-    async def next_outcome(self) -> Outcome | None:
-        """The next result or notice; None at the end. Raises what ended the stream, if that was an error."""
-        outcome = await self._outcomes.get()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def end_stream(self, error: Exception | None) -> None:
+        """Note that nothing more can be read from this stream, and why. The session can be resumed."""
+        if self.session.lease.stream == self.stream:
+            self.session.outbox.stop_reading(error)
 
 
 class Session:
-    """Rows in the runner that one engine fills. Owned by the gate."""
+    """The rows in the runner that one engine fills. Owned by the worker's lease."""
 
-    def __init__(self, hello: EngineHello, facts: WorkerFacts, thread: RunnerThread) -> None:
+    def __init__(
+        self,
+        hello: EngineHello,
+        facts: WorkerFacts,
+        thread: RunnerThread,
+        *,
+        keep_s: float,
+        on_expired: Callable[[Session], None],
+    ) -> None:
+        """
+        Args:
+            keep_s: For how long the session outlives a stream, in seconds.
+            on_expired: Called with the session when it has been without a stream for so long.
+        """
         self.hello = hello
         self.facts = facts
-        self.steps_in_flight = min(hello.steps_in_flight, facts.max_steps_in_flight)
-        self.stream: StepStream | None = None
-        """The one that lives; None while the engine is away."""
+        self.max_steps_in_flight = min(hello.max_steps_in_flight, facts.max_steps_in_flight)
+        self.outbox: Outbox[StepResult, DrainNotice] = Outbox()
+        """Results by step id. At most twice `max_steps_in_flight` are kept."""
+        self.lease = SessionLease(keep_s=keep_s, on_expired=lambda: on_expired(self))
+        self.last_step_received = 0
         self._decoder = StepDecoder()
         self._thread = thread
-        self._number = thread.open_session(self._take)
+        self._number = thread.open_session(self._on_outcome)
         self.name = f"{facts.boot_id}/{self._number}"
-        self._last_received = self._last_completed = self._last_acknowledged = 0
-        self._results: dict[int, StepResult] = {}  # completed and not acknowledged: twice the window at most
-        self._failure: Exception | None = None
         self._is_draining = False
-        self._has_left = False
-
-    @property
-    def state(self) -> SessionState:
-        return SessionState(self._last_received, self._last_completed)
 
     @property
     def num_in_flight(self) -> int:
         """Steps received and not completed."""
-        return 0 if self._failure is not None else self._last_received - self._last_completed
+        return 0 if self.outbox.is_closed else self.last_step_received - self.outbox.last_number
 
     @property
     def is_over(self) -> bool:
-        """There is nothing that a later stream could go on with."""
-        return self._has_left or self._is_draining or self._failure is not None
+        """Whether a later stream would find nothing to go on with."""
+        return self.outbox.is_closed or self._is_draining
 
     def can_resume(self, last_result_seen: int) -> bool:
-        """Whether an engine that holds results up to this step can go on here with nothing lost."""
-        is_kept = self._last_acknowledged <= last_result_seen <= self._last_completed
-        return is_kept and not self.is_over
+        """Return whether an engine that holds the results up to this step loses nothing by going on here."""
+        return not self._is_draining and self.outbox.can_resume_after(last_result_seen)
 
-    def attach(self, last_result_seen: int = 0) -> StepStream:
-        """Go on over a new stream; what the engine has not seen is sent first."""
-        self._hang_up(self.hello)
-        self._acknowledge(last_result_seen)
-        self.stream = StepStream(self)
-        for result in self._results.values():
-            self.stream.put(result)
-        return self.stream
+    def attach(self, resume_ttl_s: float, *, last_result_seen: int = 0, is_resumed: bool = False) -> Grant:
+        """Give the session to a new stream, which begins with the results that the engine has not seen."""
+        self.outbox.confirm(last_result_seen)
+        terms = SessionTerms(self.name, is_resumed, self.last_step_received, resume_ttl_s)
+        return Grant(self, self.lease.attach(), self.outbox.messages(), terms)
 
     def submit(self, step: Step) -> None:
-        """Queue one step; while the session drains a new one is dropped, and the engine plans it elsewhere.
+        """Queue one step. A session that drains drops a new one, and the engine plans it elsewhere.
 
         Raises:
-            SequenceGap: not the step after the last one; it had no effect.
-            ProtocolViolation: more than the window in flight, results acknowledged that do not exist, or a message that
-                is no plan; it had no effect.
+            SequenceGap: It is not the step after the last one. It had no effect.
+            ProtocolViolation: Too many steps are in flight, or results are acknowledged that do not exist, or the
+                message is no plan. It had no effect.
         """
-        if step.step_id <= self._last_received:
-            if (result := self._results.get(step.step_id)) is not None and self.stream is not None:
-                self.stream.put(result)
-            return  # else it is being computed, and its result will come; or the engine has it
-        if self._is_draining:
+        if self._is_draining and step.step_id > self.last_step_received:
             return
-        if step.step_id != self._last_received + 1:
-            raise SequenceGap(f"step {step.step_id} after step {self._last_received}")
-        if self._last_received - self._last_completed >= self.steps_in_flight:
+        if is_repeated(step.step_id, self.last_step_received, "step"):
+            self.outbox.repeat(step.step_id)
+            return
+        num_completed = self.outbox.last_number
+        if self.last_step_received - num_completed >= self.max_steps_in_flight:
             raise ProtocolViolation(
-                f"step {step.step_id} exceeds the window of {self.steps_in_flight} steps in flight"
+                f"step {step.step_id} exceeds the limit of {self.max_steps_in_flight} steps in flight"
             )
-        if step.last_result_seen > self._last_completed:
+        if step.last_result_seen > num_completed:
             raise ProtocolViolation(
-                f"last_result_seen: {step.last_result_seen} is above {self._last_completed}, the last step completed"
+                f"last_result_seen: {step.last_result_seen} is above {num_completed}, the last step completed"
             )
         plan = self._decoder.decode(step)
-        self._acknowledge(plan.last_result_seen)
-        self._last_received = plan.step_id
+        self.outbox.confirm(plan.last_result_seen)
+        self.last_step_received = plan.step_id
         self._thread.submit(self._number, plan)
 
-    def leave(self) -> None:
-        """The engine says goodbye: its rows go with its stream."""
-        self._has_left = True
-        if self.stream is not None:
-            self.stream.end(None)
-
     def drain(self) -> None:
-        """Take no more steps; the stream ends behind the results of those in flight."""
+        """Take no more steps. The stream ends behind the results of those in flight."""
         self._is_draining = True
-        if self.stream is not None:
-            self.stream.put(DrainNotice())
+        self.outbox.notify(DrainNotice())
         self._end_if_drained()
 
-    def supersede(self, successor: EngineHello) -> None:
-        """Another session, of the same engine or of one that started later, begins."""
-        self._hang_up(successor)
-        self.close()
-
-    def dismiss(self) -> None:
-        """The worker goes to sleep; the stream ends."""
-        if self.stream is not None:
-            self.stream.end(WorkerAsleep("the worker goes to sleep"))
-            self.stream = None
-
-    def close(self) -> None:
-        """Forget it all: steps that have not begun are never computed."""
+    def end(self, error: Exception | None = None) -> None:
+        """End the session and its stream, with `error` if that is given. Steps that have not begun are dropped."""
+        self.outbox.close(error)
+        self.lease.end()
         self._thread.close_session(self._number)
 
-    def _hang_up(self, caller: EngineHello) -> None:
-        if self.stream is not None:
-            self.stream.end(ProtocolViolation(f"{caller} has dialled again"))
-            self.stream = None
-
-    def _take(self, outcome: StepResult | Exception) -> None:
-        """From the runner thread, by way of the event loop, in order."""
-        if isinstance(outcome, StepResult) and outcome.step_id != self._last_completed + 1:
-            due = self._last_completed + 1
+    def _on_outcome(self, outcome: StepResult | Exception) -> None:
+        """Take what a step has come to. Called on the event loop, in order."""
+        due = self.outbox.last_number + 1
+        if isinstance(outcome, StepResult) and outcome.step_id != due:
             outcome = EngineFailure(f"the runner answered step {outcome.step_id}, but step {due} is due")
         if isinstance(outcome, Exception):
-            self._failure = outcome
             self._thread.close_session(self._number)
-            if self.stream is not None:
-                self.stream.end(outcome)
+            self.outbox.close(outcome)
             return
-        self._last_completed = outcome.step_id
-        self._results[outcome.step_id] = outcome
-        if self.stream is not None:
-            self.stream.put(outcome)
+        self.outbox.put(outcome)
         self._end_if_drained()
 
-    def _acknowledge(self, last_result_seen: int) -> None:
-        for step_id in range(self._last_acknowledged + 1, last_result_seen + 1):
-            del self._results[step_id]
-        self._last_acknowledged = max(self._last_acknowledged, last_result_seen)
-
     def _end_if_drained(self) -> None:
-        if self._is_draining and not self.num_in_flight and self.stream is not None:
-            self.stream.end(EngineUnavailable("the worker is stopping"))
+        if self._is_draining and not self.num_in_flight:
+            self.outbox.close(EngineUnavailable("the worker is stopping"))

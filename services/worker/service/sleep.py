@@ -37,7 +37,7 @@ class SleepControl:
         """End the session that asks, and give memory back; returns how many bytes.
 
         Raises:
-            WorkerHeld, EngineUnavailable, ProtocolViolation: see `WorkerLease.dismiss`; nothing has changed.
+            WorkerHeld, EngineUnavailable, ProtocolViolation: see `WorkerLease.end`; nothing has changed.
             MemoryShort: the weights have no room on the host; the session is over, and another can begin.
         """
         return await self._carry_out(self._fall_asleep(session_name, level))
@@ -58,7 +58,7 @@ class SleepControl:
         return await asyncio.shield(asyncio.create_task(in_turn(), name="sleep-or-wake"))
 
     async def _fall_asleep(self, session_name: str, level: SleepLevel) -> int:
-        self._lease.dismiss(session_name)
+        self._lease.end(session_name)
         self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)  # from now on nobody gets in
         await self._set_ready(False)
         try:

@@ -1,9 +1,7 @@
-"""A worker's way to readiness, for everyone who asks: phase, progress, facts, holder."""
+"""The worker's state, as reported to callers: phase, progress, facts, and the engine that holds it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from triptych.types.facts import Phase, WorkerFacts
@@ -19,7 +17,7 @@ class WorkerState:
     facts: WorkerFacts | None = None
     """Once ready."""
     held_by: str = ""
-    """The engine whose step stream is open."""
+    """The engine that has a session here, in words. Empty: none has."""
 
     @property
     def is_ready(self) -> bool:
@@ -27,21 +25,11 @@ class WorkerState:
 
 
 class StatusPublisher:
-    """The current state; owned by the event loop, which alone calls `change`."""
+    """Holds the worker's current state. Owned by the event loop, on which `change` is called."""
 
     def __init__(self) -> None:
         self.state = WorkerState()
-        self._changed = asyncio.Event()
 
     def change(self, **fields: object) -> None:
+        """Replace some fields of the state."""
         self.state = replace(self.state, **fields)  # type: ignore[arg-type]
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def watch(self) -> AsyncIterator[WorkerState]:
-        """The state now, then after every change; a slow reader skips states, never the last one."""
-        while True:
-            changed, state = self._changed, self.state
-            yield state
-            if state is self.state:
-                await changed.wait()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from triptych.rpc.session.lease import Lease
+from triptych.rpc.session.lease import SessionLease
 
 
 async def test_only_the_latest_stream_counts() -> None:
-    lease = Lease(keep_s=60.0, on_expired=lambda: None)
+    lease = SessionLease(keep_s=60.0, on_expired=lambda: None)
     assert [lease.attach(), lease.attach()] == [1, 2]
     assert not lease.detach(1)
     assert lease.stream == 2
@@ -22,7 +22,7 @@ async def test_only_the_latest_stream_counts() -> None:
 
 async def test_a_session_without_a_stream_expires() -> None:
     expired = asyncio.Event()
-    lease = Lease(keep_s=0.01, on_expired=expired.set)
+    lease = SessionLease(keep_s=0.01, on_expired=expired.set)
     lease.detach(lease.attach())
     async with asyncio.timeout(10):
         await expired.wait()
@@ -36,7 +36,7 @@ async def test_a_session_that_ended_or_was_resumed_does_not_expire() -> None:
         nonlocal num_expired
         num_expired += 1
 
-    leases = [Lease(keep_s=0.0, on_expired=count) for _ in range(3)]
+    leases = [SessionLease(keep_s=0.0, on_expired=count) for _ in range(3)]
     for lease in leases:
         lease.detach(lease.attach())
     leases[0].end()

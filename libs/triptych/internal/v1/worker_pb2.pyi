@@ -1,3 +1,4 @@
+from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -51,7 +52,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "engine_id", "epoch", "fingerprint", "shared_config", "steps_in_flight", "last_result_seen", "resume_session")
+    __slots__ = ("session", "engine_id", "epoch", "fingerprint", "shared_config", "max_steps_in_flight")
     class SharedConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,51 +60,33 @@ class Hello(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
-    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
-    LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
-    RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
-    min_protocol: int
-    max_protocol: int
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    session: _session_pb2.SessionHello
     engine_id: str
     epoch: int
     fingerprint: str
     shared_config: _containers.ScalarMap[str, str]
-    steps_in_flight: int
-    last_result_seen: int
-    resume_session: str
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., steps_in_flight: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., resume_session: _Optional[str] = ...) -> None: ...
+    max_steps_in_flight: int
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., max_steps_in_flight: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "boot_id", "session", "last_step_received", "last_step_completed", "steps_in_flight", "facts", "session_name", "resume_ttl_ms")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("session", "max_steps_in_flight", "facts")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    LAST_STEP_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    LAST_STEP_COMPLETED_FIELD_NUMBER: _ClassVar[int]
-    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
-    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
-    RESUME_TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    protocol: int
-    boot_id: str
-    session: SessionKind
-    last_step_received: int
-    last_step_completed: int
-    steps_in_flight: int
+    session: _session_pb2.SessionWelcome
+    max_steps_in_flight: int
     facts: WorkerFacts
-    session_name: str
-    resume_ttl_ms: int
-    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[str] = ..., session: _Optional[_Union[SessionKind, str]] = ..., last_step_received: _Optional[int] = ..., last_step_completed: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., session_name: _Optional[str] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., max_steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
     __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels")
@@ -150,22 +133,20 @@ class ModelFacts(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class KvShape(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "supported_block_sizes")
+    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTED_BLOCK_SIZES_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
-    supported_block_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., supported_block_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents")
@@ -308,16 +289,6 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("info",)
-    INFO_FIELD_NUMBER: _ClassVar[int]
-    info: WorkerInfo
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
-
-class WatchInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class WatchInfoResponse(_message.Message):
     __slots__ = ("info",)
     INFO_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo

@@ -45,11 +45,6 @@ class WorkerServiceStub(object):
                 request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
-        self.WatchInfo = channel.unary_stream(
-                '/triptych.internal.v1.WorkerService/WatchInfo',
-                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.SerializeToString,
-                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.FromString,
-                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/triptych.internal.v1.WorkerService/Sleep',
                 request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.SleepRequest.SerializeToString,
@@ -88,13 +83,6 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchInfo(self, request, context):
-        """The same at every change.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Sleep(self, request, context):
         """Ends a session, which has no step in flight, and frees the memory of weights and KV cache. Of the engine that holds
         the worker only. Until Wake every hello is UNAVAILABLE (WORKER_ASLEEP).
@@ -123,11 +111,6 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoRequest.FromString,
                     response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoResponse.SerializeToString,
-            ),
-            'WatchInfo': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchInfo,
-                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.FromString,
-                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -195,33 +178,6 @@ class WorkerService(object):
             '/triptych.internal.v1.WorkerService/GetInfo',
             triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
             triptych_dot_internal_dot_v1_dot_worker__pb2.GetInfoResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/triptych.internal.v1.WorkerService/WatchInfo',
-            triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoRequest.SerializeToString,
-            triptych_dot_internal_dot_v1_dot_worker__pb2.WatchInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

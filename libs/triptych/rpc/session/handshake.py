@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 
-from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolation
+from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolation, TriptychError
 from triptych.internal.v1 import session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
+from triptych.rpc.status import from_rpc_error
 
 PROTOCOL_VERSION = 3
 HELLO_TIMEOUT_S = 10.0
@@ -132,6 +134,15 @@ async def greet(call: grpc.aio.StreamStreamCall, request: Any) -> Any:
     if kind != "welcome":
         raise ProtocolViolation(f"expected a welcome, got {kind}")
     return response.welcome
+
+
+async def end_of(call: grpc.aio.StreamStreamCall) -> TriptychError:
+    """Wait until a stream has ended and return why; EngineUnavailable if the server has closed it in order."""
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return EngineUnavailable("the stream was closed")
+    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+    return from_rpc_error(grpc.aio.AioRpcError(code, initial, trailing, details=await call.details()))
 
 
 def check_resumed(terms: SessionTerms, asked_session: str, sent: ReplayBuffer[Any]) -> None:

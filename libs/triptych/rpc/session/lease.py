@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Lease:
+class SessionLease:
     """A session's claim to its place at the server. Owned by the session, on one event loop.
 
         attach ──► held by a stream ── detach ──► waiting ── attach ──► held …

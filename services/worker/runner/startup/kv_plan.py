@@ -69,7 +69,6 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
         num_kv_heads=num_kv_heads,
         head_dim=architecture.head_dim,
         dtype=config.kv_dtype,
-        supported_block_sizes=(cache.block_size,),  # what is allocated is all that this process can serve
     )
     num_tokens = (num_blocks - 1) * cache.block_size
     return KvPlan(shape, block_bytes, min(max_model_len, num_tokens), activation_bytes)
