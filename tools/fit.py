@@ -40,7 +40,7 @@ class StepTimeFit:
     model: StepTimeModel
     num_steps: int
     median_error: float
-    """Of |measured - predicted| / predicted, over the steps."""
+    """Median over the steps of |measured - predicted| / predicted."""
     p90_error: float
 
 

@@ -54,7 +54,7 @@ def is_installed(level: str) -> bool:
 
 
 def digest() -> str:
-    """What an installation is made from."""
+    """Return a digest of the files that an installation is made from."""
     content = b"\0".join(path.read_bytes() for path in INPUTS)
     return hashlib.sha256(content).hexdigest()
 
@@ -125,7 +125,7 @@ def answers(url: str) -> bool:
 
 
 def planned_torch(requirement: str) -> str:
-    """What pip would fetch for torch from its configured index, in words."""
+    """Describe the torch build that pip would fetch from its configured index."""
     command = pip_install("--dry-run", "--quiet", "--no-deps", "--report", "-", requirement)
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:

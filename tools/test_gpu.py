@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 def main(arguments: list[str]) -> int:
-    """What pytest returns; 2 where no test could run."""
+    """Return pytest's exit code, or 2 if no test could run."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -58,7 +58,7 @@ def _num_processes() -> int:
 
 
 def _run(paths: Sequence[str], options: Sequence[str], *, num_processes: int = 1) -> int:
-    """What pytest returns."""
+    """Return pytest's exit code."""
     sources = [str(ROOT / name) for name in ("libs", "kernels", ".")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])]),

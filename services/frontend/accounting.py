@@ -1,4 +1,4 @@
-"""What is written down of each request: one log line, and the metrics."""
+"""Records each request: one log line, and the metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _INTERNAL = "INTERNAL"
 class RequestRecord:
     """One request from arrival to end. A context manager: leaving it writes the line, whatever happened."""
 
-    def __init__(self, metrics: FrontendMetrics, servicer: str, request_id: str) -> None:
+    def __init__(self, metrics: FrontendMetrics, api: str, request_id: str) -> None:
         self._metrics = metrics
-        self._door = servicer
+        self._api = api
         self._request_id = request_id
         self._arrived = time.monotonic()
         self._submitted = self._arrived
@@ -66,13 +66,13 @@ class RequestRecord:
         total_s = self.elapsed_s
         metrics, usage = self._metrics, self.usage
         metrics.active.dec()
-        metrics.requests.labels(self._door, outcome).inc()
+        metrics.requests.labels(self._api, outcome).inc()
         metrics.request_seconds.observe(total_s)
         metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         metrics.output_tokens.inc(usage.num_output_tokens)
         fields = {
             "request_id": self._request_id,
-            "door": self._door,
+            "api": self._api,
             "model": self.model,
             "prompt_tokens": usage.num_prompt_tokens,
             "output_tokens": usage.num_output_tokens,

@@ -73,7 +73,7 @@ class PreparedRequest:
 
 
 class Generator:
-    """Everything that a door may ask of the frontend. Bound to one event loop."""
+    """The operations that the gRPC and HTTP APIs call. Bound to one event loop."""
 
     def __init__(self, router: Router, metrics: FrontendMetrics) -> None:
         self._router = router
@@ -109,7 +109,7 @@ class Generator:
         return len(self._alive)
 
     def models(self) -> list[ServedModel]:
-        """What can be named now: the models of the ready engines."""
+        """Return the models of the ready engines, which requests may name now."""
         return [
             ServedModel(facts.name, facts.max_model_len, facts.vocab_size, self._started_unix_s)
             for facts in self._router.models
@@ -138,7 +138,7 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         # A request whose id is no good is refused under a drawn one: ids stand in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
-        with RequestRecord(self._metrics, raw.servicer, request_id) as record, self._claim(request_id):
+        with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(request_id):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             request = await self._prepare(raw, request_id, record)
             outputs = RequestOutputs(request_id)

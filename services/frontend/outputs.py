@@ -72,7 +72,7 @@ class RequestOutputs:
         self._report = report
 
     async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | None:
-        """What the client has not seen of the prompt, then of one choice; None once all have ended and all is taken.
+        """Return the next unsent part of the prompt, then of a choice, or None once everything has been taken.
 
         Raises:
             what has ended the request, after everything that came before it.
@@ -116,7 +116,7 @@ class RequestOutputs:
         )
 
     def close(self) -> None:
-        """Nobody waits any more: abort upstream whatever still runs. Safe at any time, and twice."""
+        """Abort upstream the choices that still run. Safe at any time, and more than once."""
         for choice in self.choices:
             choice.abort()
 
@@ -126,12 +126,12 @@ class RequestOutputs:
 
     @property
     def num_cached_tokens(self) -> int:
-        """What the prompt found in the cache: the least of all choices, for the later ones find the first's."""
+        """Return the cached prompt tokens: the minimum over choices, since later ones find the first's blocks."""
         return min((c.num_cached_tokens for c in self.choices if c.num_cached_tokens is not None), default=0)
 
     @property
     def timings(self) -> StageTimings:
-        """Of the slowest choice."""
+        """Return the timings of the slowest choice."""
         return max(
             (choice.timings for choice in self.choices),
             key=lambda t: t.queued_ns + t.prefill_ns + t.decode_ns,
@@ -213,7 +213,7 @@ class Choice:
         )
         self._stop_reason: int | str | None = None
         self._report = report
-        """None once the prompt has been reported."""
+        """Set to None once the prompt has been reported."""
         self._is_admitted = False
         self._is_queued = False
         self._is_settled = False  # the engine has accounted for it, or will not

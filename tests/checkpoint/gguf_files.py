@@ -60,7 +60,7 @@ def byte_level_vocabulary(merges: Sequence[str], pre: str = "gpt-2") -> dict[str
 
 
 def tokenizer_metadata(vocabulary: dict[str, Any]) -> dict[str, Any]:
-    """What the reader of a .gguf file with this vocabulary would say of its tokenizer."""
+    """Return the tokenizer metadata that a reader of a .gguf file with this vocabulary reports."""
     keys = {
         "model": "model",
         "pre": "pre",

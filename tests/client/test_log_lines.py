@@ -1,4 +1,4 @@
-"""What a service's last line says, once its dressing is off."""
+"""Messages of log lines without time, level and service."""
 
 from __future__ import annotations
 

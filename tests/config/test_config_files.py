@@ -75,7 +75,7 @@ def attribute_reads(root: Path) -> set[str]:
 
 READS = {service: attribute_reads(ROOT / "services" / service) for service in SERVICES}
 HANDSHAKE = attribute_reads(ROOT / "libs/triptych/config") & set(KEYS)
-"""What shared_config() reads, for the engine core and the worker to compare."""
+"""Options that shared_config() reads, for the engine core and the worker to compare."""
 
 
 def is_read(option: Option, service: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the code says, for holding deployment files against it."""
+"""Facts of the code that deployment files must agree with."""
 
 from __future__ import annotations
 

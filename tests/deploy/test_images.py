@@ -35,7 +35,7 @@ from tests.deploy.facts import (
 pytestmark = pytest.mark.parametrize("service", SERVICES)
 CACHE = "/var/cache/triptych"
 WALLS = {"frontend": {"torch"}, "enginecore": {"torch", "tokenizers", "fastapi"}, "worker": {"fastapi"}}
-"""What must not be in an image, however indirectly."""
+"""Packages that an image must not contain, even indirectly."""
 
 
 def instructions(service: str) -> list[tuple[str, str]]:

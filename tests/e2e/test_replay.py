@@ -25,7 +25,7 @@ REQUESTS, TOKENS, MAX_NUM_SEQS = 6, 40, 4
 
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run in which the worker was killed and everything computed again."""
+    """Return the journal of a run in which the worker was killed and everything was computed again."""
     directory = tmp_path_factory.mktemp("journal")
     flags = {
         "simulation.enabled": "true",

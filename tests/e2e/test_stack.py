@@ -1,4 +1,4 @@
-"""What a stranger sees, on three real processes with the real model; the clients are not ours where possible."""
+"""Three real processes with the real model, seen by clients that are not ours where possible."""
 
 from __future__ import annotations
 

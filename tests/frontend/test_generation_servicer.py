@@ -1,4 +1,4 @@
-"""The public gRPC door over loopback: protos, statuses, cancelling, health, reflection, the operator's calls."""
+"""The public gRPC API over loopback: protos, statuses, cancelling, health, reflection, the operator's calls."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def alphabet(request: SubmitRequest) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Door:
-    """A running door and stubs to it."""
+class Server:
+    """A running server and stubs to it."""
 
     core: FrontendCore
     server: RpcServer
@@ -56,7 +56,7 @@ class Door:
 
 
 @asynccontextmanager
-async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Door]:
+async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Server]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
     async with frontend_core(*engines, waits=waits) as core:
         server = app_module._create_server(config, core.generator, core.router)
@@ -67,7 +67,7 @@ async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -
         )
         try:
             async with open_channel(f"127.0.0.1:{port}") as channel:
-                yield Door(
+                yield Server(
                     core,
                     server,
                     generation_pb2_grpc.GenerationServiceStub(channel),

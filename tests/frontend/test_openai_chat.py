@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from services.frontend.requests.parse import RawChat
 from tests.helpers.fake_generator import MODEL, WORDS
-from tests.helpers.http_api import Door, open_api
+from tests.helpers.http_api import HttpApi, open_api
 
 ALL = "0" + "".join(WORDS)
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_api() -> AsyncIterator[Door]:
-    async with open_api() as servicer:
-        yield servicer
+async def shared_api() -> AsyncIterator[HttpApi]:
+    async with open_api() as api:
+        yield api
 
 
 @pytest.fixture
-def servicer(shared_api: Door) -> Door:
+def api(shared_api: HttpApi) -> HttpApi:
     shared_api.generator.reset()
     return shared_api
 
 
-async def test_an_answer_is_a_message(servicer: Door) -> None:
-    answer = await servicer.client.chat.completions.create(model=MODEL, messages=USER)
+async def test_an_answer_is_a_message(api: HttpApi) -> None:
+    answer = await api.client.chat.completions.create(model=MODEL, messages=USER)
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
     (choice,) = answer.choices
@@ -42,8 +42,8 @@ async def test_an_answer_is_a_message(servicer: Door) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("user:hi"), 7)
 
 
-async def test_a_stream_opens_each_choice_with_its_role_and_ends_it_once(servicer: Door) -> None:
-    stream = await servicer.client.chat.completions.create(
+async def test_a_stream_opens_each_choice_with_its_role_and_ends_it_once(api: HttpApi) -> None:
+    stream = await api.client.chat.completions.create(
         model=MODEL, messages=USER, n=2, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
@@ -59,8 +59,8 @@ async def test_a_stream_opens_each_choice_with_its_role_and_ends_it_once(service
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
 
 
-async def test_the_stream_helper_of_the_client_accumulates_the_same(servicer: Door) -> None:
-    async with servicer.client.chat.completions.stream(model=MODEL, messages=USER, logprobs=True) as stream:
+async def test_the_stream_helper_of_the_client_accumulates_the_same(api: HttpApi) -> None:
+    async with api.client.chat.completions.stream(model=MODEL, messages=USER, logprobs=True) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == ALL
     logprobs = final.choices[0].logprobs
@@ -68,8 +68,8 @@ async def test_the_stream_helper_of_the_client_accumulates_the_same(servicer: Do
     assert [token.token for token in logprobs.content or ()] == ["0", *WORDS]
 
 
-async def test_logprobs_carry_bytes_and_rivals(servicer: Door) -> None:
-    answer = await servicer.client.chat.completions.create(
+async def test_logprobs_carry_bytes_and_rivals(api: HttpApi) -> None:
+    answer = await api.client.chat.completions.create(
         model=MODEL, messages=USER, logprobs=True, top_logprobs=2, max_completion_tokens=6
     )
     logprobs = answer.choices[0].logprobs
@@ -83,15 +83,15 @@ async def test_logprobs_carry_bytes_and_rivals(servicer: Door) -> None:
     ]
 
 
-async def test_content_may_come_in_parts_of_text(servicer: Door) -> None:
+async def test_content_may_come_in_parts_of_text(api: HttpApi) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": parts, "name": "Ann"}]
-    await servicer.client.chat.completions.create(
+    await api.client.chat.completions.create(
         model=MODEL,
         messages=messages,
         extra_body={"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}},
     )
-    (raw,) = servicer.generator.requests
+    (raw,) = api.generator.requests
     assert raw.prompt == RawChat(
         [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb", "name": "Ann"}],
         add_generation_prompt=False,
@@ -99,11 +99,11 @@ async def test_content_may_come_in_parts_of_text(servicer: Door) -> None:
     )
 
 
-async def test_an_answer_can_be_sent_back_as_it_came(servicer: Door) -> None:
-    answer = await servicer.client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
+async def test_an_answer_can_be_sent_back_as_it_came(api: HttpApi) -> None:
+    answer = await api.client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
     again: Any = [*USER, answer.choices[0].message.model_dump(), *USER]
-    await servicer.client.chat.completions.create(model=MODEL, messages=again, max_tokens=1)
-    prompt = servicer.generator.requests[-1].prompt
+    await api.client.chat.completions.create(model=MODEL, messages=again, max_tokens=1)
+    prompt = api.generator.requests[-1].prompt
     assert isinstance(prompt, RawChat)
     assert prompt.messages[1] == {"role": "assistant", "content": "0"}
 
@@ -117,8 +117,8 @@ async def test_an_answer_can_be_sent_back_as_it_came(servicer: Door) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 3}, 3),
     ],
 )
-async def test_the_limit_has_two_names(servicer: Door, limits: dict[str, int], num_tokens: int) -> None:
-    answer = await servicer.client.chat.completions.create(model=MODEL, messages=USER, **limits)  # type: ignore[call-overload]
+async def test_the_limit_has_two_names(api: HttpApi, limits: dict[str, int], num_tokens: int) -> None:
+    answer = await api.client.chat.completions.create(model=MODEL, messages=USER, **limits)  # type: ignore[call-overload]
     assert answer.usage.completion_tokens == num_tokens
 
 
@@ -147,13 +147,13 @@ async def test_the_limit_has_two_names(servicer: Door, limits: dict[str, int], n
         ({"n": 2, "temperature": 0}, "n", "greedy"),
     ],
 )
-async def test_each_bad_field_is_named(servicer: Door, fields: dict[str, Any], param: str, why: str) -> None:
+async def test_each_bad_field_is_named(api: HttpApi, fields: dict[str, Any], param: str, why: str) -> None:
     body = {"model": MODEL, "messages": USER} | fields
     with pytest.raises(openai.BadRequestError, match=why) as caught:
-        await servicer.client.post("/chat/completions", body=body, cast_to=object)
+        await api.client.post("/chat/completions", body=body, cast_to=object)
     assert caught.value.param == param
     assert str(caught.value.body["message"]).count(f"{param}: ") == 1  # type: ignore[index]
-    await servicer.client.chat.completions.create(model=MODEL, messages=USER)
+    await api.client.chat.completions.create(model=MODEL, messages=USER)
 
 
 @pytest.mark.parametrize(
@@ -182,18 +182,18 @@ async def test_each_bad_field_is_named(servicer: Door, fields: dict[str, Any], p
     ],
 )
 async def test_what_nobody_has_built_is_refused_by_name(
-    servicer: Door, fields: dict[str, Any], param: str
+    api: HttpApi, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": MODEL, "messages": USER} | fields
     with pytest.raises(openai.BadRequestError, match="does not serve it yet") as caught:
-        await servicer.client.post("/chat/completions", body=body, cast_to=object)
+        await api.client.post("/chat/completions", body=body, cast_to=object)
     assert (caught.value.param, caught.value.code) == (param, "feature_disabled")
 
 
-async def test_neutral_values_of_fields_that_nobody_has_built_are_taken(servicer: Door) -> None:
+async def test_neutral_values_of_fields_that_nobody_has_built_are_taken(api: HttpApi) -> None:
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
         "parallel_tool_calls": True, "store": False, "metadata": {"a": "b"}, "service_tier": "auto",
     }  # fmt: skip
-    answer = await servicer.client.chat.completions.create(model=MODEL, messages=USER, extra_body=neutral)
+    answer = await api.client.chat.completions.create(model=MODEL, messages=USER, extra_body=neutral)
     assert answer.choices[0].message.content == ALL

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
-from tests.helpers.http_api import Door, open_api
+from tests.helpers.http_api import HttpApi, open_api
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
@@ -39,19 +39,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_api() -> AsyncIterator[Door]:
-    async with open_api() as servicer:
-        yield servicer
+async def shared_api() -> AsyncIterator[HttpApi]:
+    async with open_api() as api:
+        yield api
 
 
 @pytest.fixture
-def servicer(shared_api: Door) -> Door:
+def api(shared_api: HttpApi) -> HttpApi:
     shared_api.generator.reset()
     return shared_api
 
 
-async def openapi(servicer: Door) -> dict[str, Any]:
-    document: dict[str, Any] = (await servicer.http.get("/openapi.json")).json()
+async def openapi(api: HttpApi) -> dict[str, Any]:
+    document: dict[str, Any] = (await api.http.get("/openapi.json")).json()
     return document
 
 
@@ -63,13 +63,13 @@ def check(value: Any, schema: dict[str, Any], document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
 async def test_requests_and_answers_are_as_described(
-    servicer: Door, method: str, path: str, body: dict[str, Any] | None
+    api: HttpApi, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    document = await openapi(servicer)
+    document = await openapi(api)
     operation = document["paths"][path][method]
     if body is not None:
         check(body, operation["requestBody"]["content"]["application/json"]["schema"], document)
-    response = await servicer.http.request(method, path.replace("{model}", "tiny/fake"), json=body)
+    response = await api.http.request(method, path.replace("{model}", "tiny/fake"), json=body)
     key = "200" if response.status_code == 200 else f"{response.status_code // 100}XX"
     check(response.json(), operation["responses"][key]["content"]["application/json"]["schema"], document)
 
@@ -112,30 +112,30 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BAD)
-async def test_what_is_refused_is_described_as_bad(servicer: Door, path: str, body: dict[str, Any]) -> None:
-    document = await openapi(servicer)
+async def test_what_is_refused_is_described_as_bad(api: HttpApi, path: str, body: dict[str, Any]) -> None:
+    document = await openapi(api)
     operation = document["paths"][path]["post"]
     with pytest.raises(jsonschema.ValidationError):
         check(body, operation["requestBody"]["content"]["application/json"]["schema"], document)
-    assert (await servicer.http.post(path, json=body)).status_code == 400
+    assert (await api.http.post(path, json=body)).status_code == 400
 
 
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", {"prompt": "a", "logprobs": 1}), ("/v1/chat/completions", CHAT)]
 )
-async def test_events_of_a_stream_are_as_described(servicer: Door, path: str, body: dict[str, Any]) -> None:
-    document = await openapi(servicer)
+async def test_events_of_a_stream_are_as_described(api: HttpApi, path: str, body: dict[str, Any]) -> None:
+    document = await openapi(api)
     schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    response = await servicer.http.post(path, json=streamed)
+    response = await api.http.post(path, json=streamed)
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     for event in events[:-1]:
         check(json.loads(event), schema, document)
 
 
-async def test_every_route_is_described_with_its_errors_and_header(servicer: Door) -> None:
-    document = await openapi(servicer)
+async def test_every_route_is_described_with_its_errors_and_header(api: HttpApi) -> None:
+    document = await openapi(api)
     assert set(document["paths"]) == {path for _, path, _ in CALLS} | {"/metrics"}
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -151,25 +151,25 @@ async def test_every_field_says_what_it_means(body: type[CompletionRequest | Cha
     assert [name for name, field in body.model_fields.items() if not field.description] == []
 
 
-async def test_the_page_for_people_works_without_the_network(servicer: Door) -> None:
-    response = await servicer.http.get("/docs")
+async def test_the_page_for_people_works_without_the_network(api: HttpApi) -> None:
+    response = await api.http.get("/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "/openapi.json" in response.text
     targets = re.findall(r'(?:src|href)="([^"]*)"', response.text)
     assert any(target.endswith("swagger-ui-bundle.js") for target in targets)
     for target in targets:
         assert target.startswith("/")  # here, not on another host
-        assert (await servicer.http.get(target)).status_code == 200
+        assert (await api.http.get(target)).status_code == 200
 
 
-async def test_a_monitor_may_ask_by_head(servicer: Door) -> None:
-    response = await servicer.http.head("/health")
+async def test_a_monitor_may_ask_by_head(api: HttpApi) -> None:
+    response = await api.http.head("/health")
     assert (response.status_code, response.content) == (200, b"")
-    assert int(response.headers["content-length"]) == len((await servicer.http.get("/health")).content)
-    assert (await servicer.http.head("/v1/completions")).status_code == 405
+    assert int(response.headers["content-length"]) == len((await api.http.get("/health")).content)
+    assert (await api.http.head("/v1/completions")).status_code == 405
 
 
-async def test_metrics_are_in_prometheus_form(servicer: Door) -> None:
-    response = await servicer.http.get("/metrics")
+async def test_metrics_are_in_prometheus_form(api: HttpApi) -> None:
+    response = await api.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert "# TYPE python_info gauge" in response.text

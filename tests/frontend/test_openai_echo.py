@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from services.frontend.openai.objects import EchoLogprobs
 from tests.helpers.fake_generator import MODEL
-from tests.helpers.http_api import Door, open_api
+from tests.helpers.http_api import HttpApi, open_api
 from triptych.types.events import PromptLogprobsEvent
 from triptych.types.step import PromptLogprobs
 
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_api() -> AsyncIterator[Door]:
-    async with open_api() as servicer:
-        yield servicer
+async def shared_api() -> AsyncIterator[HttpApi]:
+    async with open_api() as api:
+        yield api
 
 
 @pytest.fixture
-def servicer(shared_api: Door) -> Door:
+def api(shared_api: HttpApi) -> HttpApi:
     shared_api.generator.reset()
     return shared_api
 
 
 def echo_of(*pieces: bytes) -> EchoLogprobs:
-    """Of a prompt of these tokens, with no alternatives."""
+    """Return the echo of a prompt of these tokens, with no alternatives."""
     echo = EchoLogprobs(pieces[0])
     count = len(pieces) - 1
     columns = np.zeros((count, 1), np.uint32), np.zeros((count, 1), np.float32), np.ones(count, np.uint32)
@@ -40,8 +40,8 @@ def echo_of(*pieces: bytes) -> EchoLogprobs:
     return echo
 
 
-async def test_lists_begin_with_the_prompt_and_null_stands_for_its_first_token(servicer: Door) -> None:
-    answer = await servicer.client.completions.create(
+async def test_lists_begin_with_the_prompt_and_null_stands_for_its_first_token(api: HttpApi) -> None:
+    answer = await api.client.completions.create(
         model=MODEL, prompt="hé", echo=True, logprobs=2, max_tokens=2
     )
     (choice,) = answer.choices
@@ -60,7 +60,7 @@ async def test_lists_begin_with_the_prompt_and_null_stands_for_its_first_token(s
     assert len(logprobs.top_logprobs) == 5
 
 
-async def test_several_prompts_and_choices_each_begin_with_their_own(servicer: Door) -> None:
+async def test_several_prompts_and_choices_each_begin_with_their_own(api: HttpApi) -> None:
     arguments: dict[str, Any] = {
         "prompt": ["ab", "c", "def"],
         "n": 2,
@@ -68,7 +68,7 @@ async def test_several_prompts_and_choices_each_begin_with_their_own(servicer: D
         "logprobs": 0,
         "max_tokens": 1,
     }
-    answer = await servicer.client.completions.create(model=MODEL, temperature=1, **arguments)
+    answer = await api.client.completions.create(model=MODEL, temperature=1, **arguments)
     assert [choice.text for choice in answer.choices] == ["ab0", "ab1", "c0", "c1", "def0", "def1"]
     for choice in answer.choices:
         assert choice.logprobs is not None
@@ -79,10 +79,10 @@ async def test_several_prompts_and_choices_each_begin_with_their_own(servicer: D
         assert choice.logprobs.token_logprobs == [None, *(-1.0 * i for i in range(1, len(tokens) - 1)), -0.5]
 
 
-async def test_a_stream_says_what_the_whole_answer_says(servicer: Door) -> None:
+async def test_a_stream_says_what_the_whole_answer_says(api: HttpApi) -> None:
     arguments: dict[str, Any] = {"prompt": ["abc", "d"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 3}
-    whole = await servicer.client.completions.create(model=MODEL, temperature=1, **arguments)
-    stream = await servicer.client.completions.create(model=MODEL, temperature=1, stream=True, **arguments)
+    whole = await api.client.completions.create(model=MODEL, temperature=1, **arguments)
+    stream = await api.client.completions.create(model=MODEL, temperature=1, stream=True, **arguments)
     chunks = [chunk async for chunk in stream]
     for choice in whole.choices:
         parts = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
@@ -94,7 +94,7 @@ async def test_a_stream_says_what_the_whole_answer_says(servicer: Door) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_multiple_choice_tasks_read_their_continuations(servicer: Door, max_tokens: int) -> None:
+async def test_multiple_choice_tasks_read_their_continuations(api: HttpApi, max_tokens: int) -> None:
     """lm-eval's `local-completions`: contexts and continuations as ids; of the lists it reads `[num_context:-1]`."""
     body = {
         "prompt": [[97, 98, 65, 66], [99, 65]],
@@ -103,7 +103,7 @@ async def test_multiple_choice_tasks_read_their_continuations(servicer: Door, ma
         "temperature": 0,
         "seed": 1234,
     }
-    response = await servicer.post(
+    response = await api.post(
         "/v1/completions", json.dumps({**body, "max_tokens": max_tokens, "model": MODEL})
     )
     assert response.status_code == 200

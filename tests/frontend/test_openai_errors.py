@@ -1,4 +1,4 @@
-"""What goes wrong at the HTTP door: each with its status, in OpenAI's shape, and the next request works."""
+"""HTTP errors: each has its status, in OpenAI's shape, and the next request works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.frontend.openai.guard import MAX_BODY_BYTES
 from services.frontend.openai.schema import MAX_PROMPTS
 from tests.helpers.fake_engine import eventually
 from tests.helpers.fake_generator import MAX_MODEL_LEN, MODEL, VOCAB_SIZE
-from tests.helpers.http_api import Door, open_api
+from tests.helpers.http_api import HttpApi, open_api
 from triptych.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_api() -> AsyncIterator[Door]:
-    async with open_api() as servicer:
-        yield servicer
+async def shared_api() -> AsyncIterator[HttpApi]:
+    async with open_api() as api:
+        yield api
 
 
 @pytest.fixture
-def servicer(shared_api: Door) -> Door:
+def api(shared_api: HttpApi) -> HttpApi:
     """One server for all: whatever a test does to it, the next one finds it serving."""
     shared_api.generator.reset()
     return shared_api
@@ -100,28 +100,28 @@ def told(response: httpx.Response) -> dict[str, Any]:
     ],
 )  # fmt: skip
 async def test_bad_fields_are_named_with_value_and_limit(
-    servicer: Door, fields: str, param: str, why: str
+    api: HttpApi, fields: str, param: str, why: str
 ) -> None:
-    response = await servicer.post("/v1/completions", "{" + fields + "}")
+    response = await api.post("/v1/completions", "{" + fields + "}")
     error = told(response)
     assert response.status_code == 400
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert why in error["message"]
 
 
-async def test_a_misspelt_prompt_is_missing_too(servicer: Door) -> None:
-    message = told(await servicer.post("/v1/completions", '{"prompts": "a"}'))["message"]
+async def test_a_misspelt_prompt_is_missing_too(api: HttpApi) -> None:
+    message = told(await api.post("/v1/completions", '{"prompts": "a"}'))["message"]
     assert "prompts: there is no such field; did you mean prompt?" in message
     assert "prompt: no prompt is given" in message
 
 
-async def test_all_violations_are_told_at_once(servicer: Door) -> None:
+async def test_all_violations_are_told_at_once(api: HttpApi) -> None:
     body = (
         '{"prompt": [1, "x"], "bogus": 1, "n": "two", "temperature": NaN, "top_p": 0, "max_tokens": 0,'
         ' "stop": 5, "cache_salt": 7, "stream_options": {"include_usage": true}}'
     )
     headers = {"X-Request-Timeout-S": "-1"}
-    message = told(await servicer.post("/v1/completions", body, **headers))["message"]
+    message = told(await api.post("/v1/completions", body, **headers))["message"]
     names = {part.partition(":")[0] for part in message.split("; ")}
     assert names >= {
         "prompt", "bogus", "n", "temperature", "top_p", "max_tokens", "stop", "cache_salt", "stream_options",
@@ -143,61 +143,59 @@ async def test_all_violations_are_told_at_once(servicer: Door) -> None:
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "digits"),
     ],
 )
-async def test_a_malformed_body_is_a_400_that_says_where(servicer: Door, body: bytes, why: str) -> None:
-    response = await servicer.post("/v1/completions", body)
+async def test_a_malformed_body_is_a_400_that_says_where(api: HttpApi, body: bytes, why: str) -> None:
+    response = await api.post("/v1/completions", body)
     assert response.status_code == 400
     assert why in told(response)["message"]
 
 
-async def test_a_body_of_another_type_is_told_the_right_one(servicer: Door) -> None:
-    response = await servicer.http.post("/v1/completions", data={"prompt": "a"})
+async def test_a_body_of_another_type_is_told_the_right_one(api: HttpApi) -> None:
+    response = await api.http.post("/v1/completions", data={"prompt": "a"})
     assert response.status_code == 400
     assert "Content-Type: application/json" in told(response)["message"]
 
 
-async def test_heaps_of_wrong_fields_are_cut_short(servicer: Door) -> None:
+async def test_heaps_of_wrong_fields_are_cut_short(api: HttpApi) -> None:
     many = ",".join(f'"f{i}": 1' for i in range(200))
-    assert 1_000 < len(told(await servicer.post("/v1/completions", "{" + many + "}"))["message"]) < 10_000
+    assert 1_000 < len(told(await api.post("/v1/completions", "{" + many + "}"))["message"]) < 10_000
     too_many = ",".join(f'"f{i}": 1' for i in range(100_000))
-    assert "100000 fields" in told(await servicer.post("/v1/completions", "{" + too_many + "}"))["message"]
+    assert "100000 fields" in told(await api.post("/v1/completions", "{" + too_many + "}"))["message"]
     messages = "[" + "{}," * 10_000 + "{}]"
-    error = told(await servicer.post("/v1/chat/completions", '{"messages": ' + messages + "}"))
+    error = told(await api.post("/v1/chat/completions", '{"messages": ' + messages + "}"))
     assert error["param"] == "messages[0].role"
     assert len(error["message"]) < 10_000
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
-async def test_a_bad_timeout_header_is_a_400(servicer: Door, value: str) -> None:
-    response = await servicer.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Timeout-S": value})
+async def test_a_bad_timeout_header_is_a_400(api: HttpApi, value: str) -> None:
+    response = await api.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Timeout-S": value})
     assert (response.status_code, told(response)["param"]) == (400, "X-Request-Timeout-S")
 
 
-async def test_request_ids_are_taken_drawn_and_returned(servicer: Door) -> None:
-    given = await servicer.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Id": "my-1"})
+async def test_request_ids_are_taken_drawn_and_returned(api: HttpApi) -> None:
+    given = await api.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Id": "my-1"})
     assert (given.headers.get_list("x-request-id"), given.json()["id"]) == (["my-1"], "cmpl-my-1")
-    first, second = [await servicer.http.get("/health") for _ in range(2)]
+    first, second = [await api.http.get("/health") for _ in range(2)]
     assert len({first.headers["x-request-id"], second.headers["x-request-id"]}) == 2
-    long = await servicer.post("/v1/completions", '{"prompt": ["a", "b"]}', **{"X-Request-Id": "x" * 128})
+    long = await api.post("/v1/completions", '{"prompt": ["a", "b"]}', **{"X-Request-Id": "x" * 128})
     assert (long.status_code, long.json()["id"]) == (200, "cmpl-" + "x" * 128)
-    bad = await servicer.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Id": "x" * 129})
+    bad = await api.post("/v1/completions", '{"prompt": "a"}', **{"X-Request-Id": "x" * 129})
     assert (bad.status_code, told(bad)["param"]) == (400, "X-Request-Id")
 
 
-async def test_requests_that_share_an_id_run_side_by_side(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 1
+async def test_requests_that_share_an_id_run_side_by_side(api: HttpApi) -> None:
+    api.generator.hold_after_words = 1
     shared = {"X-Request-Id": "trace-1"}
-    calls = [
-        asyncio.create_task(servicer.post("/v1/completions", '{"prompt": "a"}', **shared)) for _ in range(2)
-    ]
-    await eventually(lambda: servicer.generator.num_running == 2)
-    servicer.generator.released.set()
+    calls = [asyncio.create_task(api.post("/v1/completions", '{"prompt": "a"}', **shared)) for _ in range(2)]
+    await eventually(lambda: api.generator.num_running == 2)
+    api.generator.released.set()
     assert [(await call).status_code for call in calls] == [200, 200]
-    first, second = servicer.generator.requests
+    first, second = api.generator.requests
     assert first.request_id != second.request_id
 
 
-async def test_a_context_overflow_is_told_in_openai_s_words(servicer: Door) -> None:
-    error = told(await servicer.post("/v1/completions", '{"prompt": "aaaaaaa", "max_tokens": 1000}'))
+async def test_a_context_overflow_is_told_in_openai_s_words(api: HttpApi) -> None:
+    error = told(await api.post("/v1/completions", '{"prompt": "aaaaaaa", "max_tokens": 1000}'))
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert error["message"].startswith(
         "This model's maximum context length is 64 tokens. However, you requested 1007 tokens "
@@ -205,9 +203,9 @@ async def test_a_context_overflow_is_told_in_openai_s_words(servicer: Door) -> N
     )
 
 
-async def test_an_unknown_model_is_a_404(servicer: Door) -> None:
+async def test_an_unknown_model_is_a_404(api: HttpApi) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        await servicer.client.completions.create(model="other", prompt="a")
+        await api.client.completions.create(model="other", prompt="a")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
@@ -225,16 +223,16 @@ async def test_an_unknown_model_is_a_404(servicer: Door) -> None:
 )
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_errors_before_the_first_output_have_their_status(
-    servicer: Door,
+    api: HttpApi,
     error: Exception,
     expected: type[openai.APIStatusError],
     status: int,
     code: str,
     is_stream: bool,
 ) -> None:
-    servicer.generator.admission_errors = [error]
+    api.generator.admission_errors = [error]
     with pytest.raises(expected) as caught:
-        await servicer.client.completions.create(model=MODEL, prompt="a", stream=is_stream)
+        await api.client.completions.create(model=MODEL, prompt="a", stream=is_stream)
     assert (caught.value.status_code, caught.value.code) == (status, code)
     assert str(error) in caught.value.message
     retry_after = {
@@ -246,21 +244,21 @@ async def test_errors_before_the_first_output_have_their_status(
     assert caught.value.response.headers.get("retry-after") == retry_after
 
 
-async def test_the_client_comes_back_after_the_retry_time(servicer: Door) -> None:
-    servicer.generator.admission_errors = [QueueFull("full", 0.1)]
-    patient = servicer.client.with_options(max_retries=1)
+async def test_the_client_comes_back_after_the_retry_time(api: HttpApi) -> None:
+    api.generator.admission_errors = [QueueFull("full", 0.1)]
+    patient = api.client.with_options(max_retries=1)
     answer = await patient.completions.create(model=MODEL, prompt="a", max_tokens=1)
     assert answer.choices[0].text == "0"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_bug_is_a_500_that_is_logged_once_with_the_request_id(
-    servicer: Door, caplog: pytest.LogCaptureFixture, is_stream: bool
+    api: HttpApi, caplog: pytest.LogCaptureFixture, is_stream: bool
 ) -> None:
-    servicer.generator.admission_errors = [ZeroDivisionError("secret")]
+    api.generator.admission_errors = [ZeroDivisionError("secret")]
     body = f'{{"prompt": "a", "stream": {"true" if is_stream else "false"}}}'
     with caplog.at_level(logging.WARNING):
-        response = await servicer.post("/v1/completions", body, **{"X-Request-Id": "id-7"})
+        response = await api.post("/v1/completions", body, **{"X-Request-Id": "id-7"})
     error = told(response)
     assert (response.status_code, error["type"], error["code"]) == (500, "server_error", "internal")
     assert "id-7" in error["message"]
@@ -270,11 +268,11 @@ async def test_a_bug_is_a_500_that_is_logged_once_with_the_request_id(
     assert record.fields == {"request_id": "id-7"}  # type: ignore[attr-defined]
 
 
-async def test_unknown_routes_and_methods_have_the_same_shape(servicer: Door) -> None:
-    missing = await servicer.http.get("/v1/nothing")
+async def test_unknown_routes_and_methods_have_the_same_shape(api: HttpApi) -> None:
+    missing = await api.http.get("/v1/nothing")
     assert (missing.status_code, told(missing)["code"]) == (404, "not_found")
     assert "GET /v1/nothing" in told(missing)["message"]
-    wrong = await servicer.http.get("/v1/completions")
+    wrong = await api.http.get("/v1/completions")
     assert (wrong.status_code, told(wrong)["code"], wrong.headers["allow"]) == (
         405,
         "method_not_allowed",
@@ -282,14 +280,14 @@ async def test_unknown_routes_and_methods_have_the_same_shape(servicer: Door) ->
     )
 
 
-async def test_a_body_of_20_mb_is_a_413(servicer: Door) -> None:
-    response = await servicer.post("/v1/completions", b" " * 20_000_000)
+async def test_a_body_of_20_mb_is_a_413(api: HttpApi) -> None:
+    response = await api.post("/v1/completions", b" " * 20_000_000)
     assert response.status_code == 413
     assert "20000000 bytes are above the limit 10485760 bytes" in told(response)["message"]
-    assert (await servicer.http.get("/health")).status_code == 200
+    assert (await api.http.get("/health")).status_code == 200
 
 
-async def test_a_body_of_unknown_length_is_counted(servicer: Door) -> None:
+async def test_a_body_of_unknown_length_is_counted(api: HttpApi) -> None:
     async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
         yield b'{"prompt": "a", "max_tokens": 1'
         for _ in range(num_bytes // (1 << 16)):
@@ -297,26 +295,24 @@ async def test_a_body_of_unknown_length_is_counted(servicer: Door) -> None:
         yield b"}"
 
     headers = {"Content-Type": "application/json"}
-    fits = await servicer.http.post(
-        "/v1/completions", content=pieces(MAX_BODY_BYTES - (1 << 16)), headers=headers
-    )
+    fits = await api.http.post("/v1/completions", content=pieces(MAX_BODY_BYTES - (1 << 16)), headers=headers)
     assert fits.status_code == 200
-    response = await servicer.http.post("/v1/completions", content=pieces(20_000_000), headers=headers)
+    response = await api.http.post("/v1/completions", content=pieces(20_000_000), headers=headers)
     assert response.status_code == 413
     assert told(response)["code"] == "body_too_large"
 
 
-async def test_health_tells_why_it_is_not_ready(servicer: Door) -> None:
-    assert (await servicer.http.get("/health")).json() == {"status": "ready"}
-    servicer.generator.unready_because = "engine-0: loading weights, 40%"
-    response = await servicer.http.get("/health")
+async def test_health_tells_why_it_is_not_ready(api: HttpApi) -> None:
+    assert (await api.http.get("/health")).json() == {"status": "ready"}
+    api.generator.unready_because = "engine-0: loading weights, 40%"
+    response = await api.http.get("/health")
     assert response.status_code == 503
     assert told(response)["message"] == "engine-0: loading weights, 40%"
 
 
 @pytest.mark.parametrize("body", ['{"prompt": "a", "messages": []}', "{}"])
-async def test_tokenize_wants_one_kind_of_prompt(servicer: Door, body: str) -> None:
-    response = await servicer.post("/tokenize", body)
+async def test_tokenize_wants_one_kind_of_prompt(api: HttpApi, body: str) -> None:
+    response = await api.post("/tokenize", body)
     assert (response.status_code, told(response)["param"]) == (400, "prompt")
 
 
@@ -334,6 +330,6 @@ async def test_tokenize_wants_one_kind_of_prompt(servicer: Door, body: str) -> N
         ("/detokenize", '{"tokens": [300]}', "tokens"),
     ],
 )
-async def test_the_token_routes_name_bad_fields(servicer: Door, path: str, body: str, param: str) -> None:
-    response = await servicer.post(path, body)
+async def test_the_token_routes_name_bad_fields(api: HttpApi, path: str, body: str, param: str) -> None:
+    response = await api.post(path, body)
     assert (response.status_code, told(response)["param"]) == (400, param)

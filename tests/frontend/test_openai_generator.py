@@ -1,4 +1,4 @@
-"""The HTTP door over the real generator, down to the wire of a fake engine."""
+"""The HTTP API over the real generator, down to the wire of a fake engine."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 from services.frontend.openai.server import HttpServer
 from services.frontend.requests.parse import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
-from tests.helpers.http_api import DEADLINE_S, Door, open_api
+from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api
 from triptych.errors import ConfigError, GenerationLost
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event
 
@@ -25,15 +25,13 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
-async def servicer() -> AsyncIterator[Door]:
-    async with open_api() as servicer:
-        yield servicer
+async def api() -> AsyncIterator[HttpApi]:
+    async with open_api() as api:
+        yield api
 
 
-async def test_the_bytes_of_a_stream_are_server_sent_events(servicer: Door) -> None:
-    async with servicer.http.stream(
-        "POST", "/v1/completions", json={"prompt": "a", "stream": True}
-    ) as response:
+async def test_the_bytes_of_a_stream_are_server_sent_events(api: HttpApi) -> None:
+    async with api.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
         text = (await response.aread()).decode()
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert "content-length" not in response.headers
@@ -50,12 +48,12 @@ async def test_the_bytes_of_a_stream_are_server_sent_events(servicer: Door) -> N
     [(GenerationLost("engine-0 is gone"), "generation_lost"), (ZeroDivisionError("x"), "internal")],
 )
 async def test_an_error_after_output_is_the_last_event(
-    servicer: Door, caplog: pytest.LogCaptureFixture, error: Exception, code: str
+    api: HttpApi, caplog: pytest.LogCaptureFixture, error: Exception, code: str
 ) -> None:
-    servicer.generator.error_after_words = (2, error)
+    api.generator.error_after_words = (2, error)
     body = {"prompt": "a", "stream": True}
     with caplog.at_level(logging.WARNING):
-        async with servicer.http.stream("POST", "/v1/completions", json=body) as response:
+        async with api.http.stream("POST", "/v1/completions", json=body) as response:
             text = (await response.aread()).decode()
     *chunks, last, end = text.split("\n\n")
     assert end == ""
@@ -67,101 +65,99 @@ async def test_an_error_after_output_is_the_last_event(
     assert len(caplog.records) == (code == "internal")
 
 
-async def test_the_client_raises_the_error_of_a_stream(servicer: Door) -> None:
-    servicer.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
-    stream = await servicer.client.completions.create(model=MODEL, prompt="a", stream=True)
+async def test_the_client_raises_the_error_of_a_stream(api: HttpApi) -> None:
+    api.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
+    stream = await api.client.completions.create(model=MODEL, prompt="a", stream=True)
     assert [(await anext(stream)).choices[0].text for _ in range(3)] == ["0", " Once", " upon"]
     with pytest.raises(openai.APIError, match="engine-0 is gone"):
         await anext(stream)
 
 
-async def test_an_error_after_output_of_an_unstreamed_request_is_its_status(servicer: Door) -> None:
-    servicer.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
+async def test_an_error_after_output_of_an_unstreamed_request_is_its_status(api: HttpApi) -> None:
+    api.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
     with pytest.raises(openai.InternalServerError) as caught:
-        await servicer.client.completions.create(model=MODEL, prompt="a")
+        await api.client.completions.create(model=MODEL, prompt="a")
     assert caught.value.status_code == 503
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_client_that_vanishes_closes_its_generation(
-    servicer: Door, path: str, is_stream: bool
-) -> None:
-    servicer.generator.hold_after_words = 2
+async def test_a_client_that_vanishes_closes_its_generation(api: HttpApi, path: str, is_stream: bool) -> None:
+    api.generator.hold_after_words = 2
     prompt: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else CHAT
-    reader, writer = await servicer.connect(path, {**prompt, "stream": is_stream})
-    await servicer.generator.holding.wait()
+    reader, writer = await api.connect(path, {**prompt, "stream": is_stream})
+    await api.generator.holding.wait()
     if is_stream:
         await reader.readuntil(b"upon")
-    assert servicer.generator.closed == []
+    assert api.generator.closed == []
     writer.close()
-    await servicer.until(lambda: servicer.generator.num_running == 0)
-    assert servicer.generator.closed == [servicer.generator.requests[0].request_id]
-    servicer.generator.hold_after_words = None
-    assert (await servicer.client.completions.create(model=MODEL, prompt="a")).choices[0].text
+    await api.until(lambda: api.generator.num_running == 0)
+    assert api.generator.closed == [api.generator.requests[0].request_id]
+    api.generator.hold_after_words = None
+    assert (await api.client.completions.create(model=MODEL, prompt="a")).choices[0].text
 
 
-async def test_leaving_the_clients_iterator_closes_the_generation(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 2
-    async with await servicer.client.completions.create(model=MODEL, prompt="a", stream=True) as stream:
+async def test_leaving_the_clients_iterator_closes_the_generation(api: HttpApi) -> None:
+    api.generator.hold_after_words = 2
+    async with await api.client.completions.create(model=MODEL, prompt="a", stream=True) as stream:
         async for _ in stream:
             break
-    await servicer.until(lambda: servicer.generator.num_running == 0)
-    assert len(servicer.generator.closed) == 1
+    await api.until(lambda: api.generator.num_running == 0)
+    assert len(api.generator.closed) == 1
 
 
-async def test_all_generations_of_a_request_end_with_it(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 1
-    reader, writer = await servicer.connect("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True})
+async def test_all_generations_of_a_request_end_with_it(api: HttpApi) -> None:
+    api.generator.hold_after_words = 1
+    reader, writer = await api.connect("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True})
     await reader.readuntil(b"Once")
-    assert servicer.generator.num_running == 3
+    assert api.generator.num_running == 3
     writer.close()
-    await servicer.until(lambda: servicer.generator.num_running == 0)
-    assert len(servicer.generator.closed) == 3
+    await api.until(lambda: api.generator.num_running == 0)
+    assert len(api.generator.closed) == 3
 
 
-async def test_one_refused_prompt_refuses_the_request_and_ends_the_others(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 0
+async def test_one_refused_prompt_refuses_the_request_and_ends_the_others(api: HttpApi) -> None:
+    api.generator.hold_after_words = 0
     with pytest.raises(openai.BadRequestError) as caught:
-        await servicer.client.completions.create(model=MODEL, prompt=["a", "b", ""], stream=True)
+        await api.client.completions.create(model=MODEL, prompt=["a", "b", ""], stream=True)
     assert caught.value.param == "prompt[2]"
-    assert servicer.generator.num_running == 0
+    assert api.generator.num_running == 0
 
 
-async def test_a_lost_prompt_ends_the_others(servicer: Door) -> None:
-    servicer.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
+async def test_a_lost_prompt_ends_the_others(api: HttpApi) -> None:
+    api.generator.error_after_words = (2, GenerationLost("engine-0 is gone"))
     with pytest.raises(openai.InternalServerError, match="engine-0 is gone"):
-        await servicer.client.completions.create(model=MODEL, prompt=["a", "b"])
-    assert servicer.generator.num_running == 0
+        await api.client.completions.create(model=MODEL, prompt=["a", "b"])
+    assert api.generator.num_running == 0
 
 
-async def test_a_stopping_server_lets_running_requests_end_and_takes_no_more(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 2
-    asking = asyncio.create_task(servicer.client.completions.create(model=MODEL, prompt="a"))
-    await servicer.generator.holding.wait()
-    stopping = asyncio.create_task(servicer.server.stop(DEADLINE_S))
+async def test_a_stopping_server_lets_running_requests_end_and_takes_no_more(api: HttpApi) -> None:
+    api.generator.hold_after_words = 2
+    asking = asyncio.create_task(api.client.completions.create(model=MODEL, prompt="a"))
+    await api.generator.holding.wait()
+    stopping = asyncio.create_task(api.server.stop(DEADLINE_S))
     async with asyncio.timeout(DEADLINE_S):
         with contextlib.suppress(ConnectionError):
             while True:  # until the listener is closed
-                _, writer = await asyncio.open_connection("127.0.0.1", servicer.port)
+                _, writer = await asyncio.open_connection("127.0.0.1", api.port)
                 writer.close()
     assert not stopping.done()
-    servicer.generator.released.set()
+    api.generator.released.set()
     assert (await asking).choices[0].finish_reason == "stop"
     await stopping
-    await servicer.server.wait_stopped()
+    await api.server.wait_stopped()
 
 
-async def test_what_outlasts_the_grace_ends_with_an_error(servicer: Door) -> None:
-    servicer.generator.hold_after_words = 2
+async def test_what_outlasts_the_grace_ends_with_an_error(api: HttpApi) -> None:
+    api.generator.hold_after_words = 2
     body = {"prompt": "a"}
-    whole = asyncio.create_task(servicer.http.post("/v1/completions", json=body))
-    async with servicer.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+    whole = asyncio.create_task(api.http.post("/v1/completions", json=body))
+    async with api.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         parts = response.aiter_text()
         assert "data:" in await anext(parts)
-        while len(servicer.generator.requests) < 2:
+        while len(api.generator.requests) < 2:
             await asyncio.sleep(0)
-        stopping = asyncio.create_task(servicer.server.stop(0.05))
+        stopping = asyncio.create_task(api.server.stop(0.05))
         rest = "".join([part async for part in parts])
     assert "the server is stopping" in rest
     assert "[DONE]" not in rest
@@ -169,7 +165,7 @@ async def test_what_outlasts_the_grace_ends_with_an_error(servicer: Door) -> Non
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "engine_unavailable"
     await stopping
-    assert servicer.generator.num_running == 0
+    assert api.generator.num_running == 0
 
 
 class Torrent(FakeGenerator):
@@ -190,11 +186,11 @@ class Torrent(FakeGenerator):
             self.changed.set()
 
 
-async def connect_without_reading(servicer: Door) -> socket.socket:
+async def connect_without_reading(api: HttpApi) -> socket.socket:
     """A client with a small window that sends a request and never reads."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", servicer.port))
+    client.connect(("127.0.0.1", api.port))
     body = b'{"prompt": "a", "stream": true}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     client.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -203,28 +199,28 @@ async def connect_without_reading(servicer: Door) -> socket.socket:
 
 async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody() -> None:
     generator = Torrent()
-    async with open_api(generator) as servicer:
-        with contextlib.closing(await connect_without_reading(servicer)):
+    async with open_api(generator) as api:
+        with contextlib.closing(await connect_without_reading(api)):
             before = -1
             async with asyncio.timeout(DEADLINE_S):
                 while not before == generator.num_deltas > 0:  # until nothing more is asked of the generator
                     before = generator.num_deltas
-                    assert (await servicer.http.get("/health")).status_code == 200
+                    assert (await api.http.get("/health")).status_code == 200
             assert generator.num_running == 1
-        await servicer.until(lambda: generator.num_running == 0)
+        await api.until(lambda: generator.num_running == 0)
 
 
 async def test_a_reader_that_stalls_for_too_long_is_dropped() -> None:
     generator = Torrent()
-    async with open_api(generator, client_timeout_s=0.2) as servicer:
-        with contextlib.closing(await connect_without_reading(servicer)):
-            await servicer.until(lambda: generator.num_deltas > 0 and generator.num_running == 0)
+    async with open_api(generator, client_timeout_s=0.2) as api:
+        with contextlib.closing(await connect_without_reading(api)):
+            await api.until(lambda: generator.num_deltas > 0 and generator.num_running == 0)
 
 
 async def test_a_reader_that_is_slow_is_not_dropped() -> None:
     generator = Torrent()
-    async with open_api(generator, client_timeout_s=0.2) as servicer:
-        with contextlib.closing(await connect_without_reading(servicer)) as client:
+    async with open_api(generator, client_timeout_s=0.2) as api:
+        with contextlib.closing(await connect_without_reading(api)) as client:
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             for _ in range(20):
@@ -244,8 +240,8 @@ async def test_a_reader_that_is_slow_is_not_dropped() -> None:
     ids=["nothing", "half a head", "half a body", "half a second request"],
 )
 async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: bytes) -> None:
-    async with open_api(client_timeout_s=0.2) as servicer:
-        reader, writer = await asyncio.open_connection("127.0.0.1", servicer.port)
+    async with open_api(client_timeout_s=0.2) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
         writer.write(sent)
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionResetError):
@@ -255,34 +251,34 @@ async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: b
 
 
 async def test_a_long_answer_is_no_late_request() -> None:
-    async with open_api(client_timeout_s=0.1) as servicer:
-        servicer.generator.hold_after_words = 1
-        answer = asyncio.create_task(servicer.http.post("/v1/completions", json={"prompt": "a"}))
-        await servicer.generator.holding.wait()
+    async with open_api(client_timeout_s=0.1) as api:
+        api.generator.hold_after_words = 1
+        answer = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "a"}))
+        await api.generator.holding.wait()
         await asyncio.sleep(0.3)
-        servicer.generator.released.set()
+        api.generator.released.set()
         assert (await answer).status_code == 200
 
 
 async def test_a_server_stops_although_a_client_does_not_read() -> None:
-    async with open_api(Torrent()) as servicer:
-        with contextlib.closing(await connect_without_reading(servicer)):
-            while servicer.generator.num_running == 0:
+    async with open_api(Torrent()) as api:
+        with contextlib.closing(await connect_without_reading(api)):
+            while api.generator.num_running == 0:
                 await asyncio.sleep(0)  # never idle: the generator talks
             async with asyncio.timeout(DEADLINE_S):
-                await servicer.server.stop(0.05)
-            assert servicer.generator.num_running == 0
+                await api.server.stop(0.05)
+            assert api.generator.num_running == 0
 
 
-async def test_a_port_already_taken_is_a_config_error(servicer: Door) -> None:
-    with pytest.raises(ConfigError, match=rf"frontend\.http_port: cannot bind 127\.0\.0\.1:{servicer.port}"):
-        await HttpServer(FakeGenerator(), "127.0.0.1", servicer.port).start()
+async def test_a_port_already_taken_is_a_config_error(api: HttpApi) -> None:
+    with pytest.raises(ConfigError, match=rf"frontend\.http_port: cannot bind 127\.0\.0\.1:{api.port}"):
+        await HttpServer(FakeGenerator(), "127.0.0.1", api.port).start()
     with pytest.raises(ConfigError, match=r"frontend\.http_port: cannot bind 203\.0\.113\.1:0"):
         await HttpServer(FakeGenerator(), "203.0.113.1", 0).start()
 
 
-async def test_a_server_that_dies_by_itself_is_noticed(servicer: Door) -> None:
-    waiting = asyncio.create_task(servicer.server.wait_stopped())
+async def test_a_server_that_dies_by_itself_is_noticed(api: HttpApi) -> None:
+    waiting = asyncio.create_task(api.server.wait_stopped())
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "http"]
     task.cancel()
     with pytest.raises(RuntimeError, match="the HTTP server has died"):

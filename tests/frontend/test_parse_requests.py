@@ -1,4 +1,4 @@
-"""What the door refuses, and in which words: field, value and limit, all violations at once."""
+"""Refused requests and their messages: field, value and limit, all violations at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, has_priorities=False)
 
 
 def raw_request(prompt: Any = "Hello", engine: EngineWelcome = ENGINE, **fields: Any) -> RawRequest:
-    return RawRequest(servicer="test", prompt=prompt, **fields)
+    return RawRequest(api="test", prompt=prompt, **fields)
 
 
 def sampling_of(given: dict[str, Any], defaults: dict[str, float] | None = None) -> SamplingParams:
@@ -145,7 +145,7 @@ def test_bad_request_is_refused_with_field_value_and_limit(
 
 def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
     raw = RawRequest(
-        servicer="test",
+        api="test",
         prompt=[7, 300],
         sampling={"temperature": 3.0, "top_p": 0, "max_tokens": 0, "logprobs": 21},
         priority=5,

@@ -32,7 +32,7 @@ def token_text(token_id: int) -> str:
 
 
 class Upstream:
-    """What a choice tells its engine."""
+    """Calls of a choice to its engine."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -36,7 +36,7 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> text_tokeniz
 
 
 def write_model_directory(directory: Path) -> Path:
-    """What a frontend needs of a model: its tokenizer, and a config.json to be known by."""
+    """Write the files that a frontend needs of a model: its tokenizer, and a config.json to recognise it."""
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text(byte_tokenizer()._backend.to_str())
     config = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}

@@ -71,7 +71,7 @@ class SubmittedChoice:
         return len(self.request.prompt_token_ids)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever all choices of the request share."""
+        """Return a field that all choices of the request share."""
         return getattr(self.request, name)
 
 
@@ -213,7 +213,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
 
     @property
     def last_acknowledged(self) -> list[int]:
-        """Of each stream: the last output batch that its frontend has acknowledged."""
+        """Return, for each stream, the last output batch that its frontend has acknowledged."""
         return [stream.last_acknowledged for stream in self._streams]
 
     def set_ready(self, is_ready: bool, why: str = "") -> None:

@@ -23,7 +23,7 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 
 @dataclass(frozen=True)
 class FrontendCore:
-    """What `app.run` wires, without the servers."""
+    """The objects that `app.run` wires, without the servers."""
 
     generator: Generator
     router: Router
@@ -31,7 +31,7 @@ class FrontendCore:
 
     def count(self, outcome: str) -> float:
         """Requests that ended so."""
-        labels = {"door": "test", "outcome": outcome}
+        labels = {"api": "test", "outcome": outcome}
         return self.registry.get_sample_value("triptych_frontend_requests_total", labels) or 0.0
 
 
@@ -62,7 +62,7 @@ async def frontend_core(
 
 
 def raw_request(prompt: object = "Hello", **fields: object) -> RawRequest:
-    return RawRequest(servicer="test", prompt=prompt, **fields)  # type: ignore[arg-type]
+    return RawRequest(api="test", prompt=prompt, **fields)  # type: ignore[arg-type]
 
 
 async def collect(generator: Generator, raw: RawRequest) -> list[Event]:

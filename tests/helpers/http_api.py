@@ -1,4 +1,4 @@
-"""The HTTP door over a fake generator, and clients for it."""
+"""The HTTP API over a fake generator, and clients for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Door:
+class HttpApi:
     """A server that runs."""
 
     generator: FakeGenerator
@@ -62,7 +62,7 @@ class Door:
 @asynccontextmanager
 async def open_api(
     generator: Generator | None = None, *, client_timeout_s: float = 60.0
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[HttpApi]:
     """Over a new fake generator, or over the given one, of any kind."""
     generator = generator or FakeGenerator()
     server = HttpServer(generator, "127.0.0.1", 0, client_timeout_s=client_timeout_s)
@@ -71,6 +71,6 @@ async def open_api(
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
     try:
         async with client, httpx.AsyncClient(base_url=address, timeout=DEADLINE_S) as http:
-            yield Door(cast(FakeGenerator, generator), server, port, client, http)
+            yield HttpApi(cast(FakeGenerator, generator), server, port, client, http)
     finally:
         await server.stop(0)

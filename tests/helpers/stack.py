@@ -1,4 +1,4 @@
-"""A real worker door and a real engine core in this process, over loopback gRPC, computing the naive way."""
+"""A real worker servicer and a real engine core in this process, over loopback gRPC, computing the naive way."""
 
 from __future__ import annotations
 

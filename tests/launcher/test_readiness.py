@@ -1,4 +1,4 @@
-"""What a starting stack tells of itself."""
+"""Reported progress of a starting stack."""
 
 from __future__ import annotations
 

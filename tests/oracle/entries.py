@@ -1,4 +1,4 @@
-"""What transformers said to the oracle's prompts, and whether others say the same. Needs no tokenizer."""
+"""Recorded answers of transformers to the oracle's prompts, and their comparison. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry:
     prompt: list[int]
     tokens: list[int]
     gaps: list[float]
-    """Of each token's logit to the next best."""
+    """Gap of each token's logit to the next best."""
 
 
 def read_entries(directory: Path) -> list[Entry]:

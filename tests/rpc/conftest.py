@@ -1,4 +1,4 @@
-"""A real server in this process, with a door that raises what a test gives it."""
+"""A real server in this process, with a servicer that raises what a test gives it."""
 
 from __future__ import annotations
 

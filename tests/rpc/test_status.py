@@ -1,4 +1,4 @@
-"""The error table both ways: what a door raises is what the caller catches, and UNKNOWN never leaves a server."""
+"""The error table both ways: what a servicer raises is what the caller catches, and UNKNOWN never leaves a server."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ async def test_violations_beyond_what_fits_are_counted(serve):
     assert last.description == f"and {300 - len(shown)} more"
 
 
-# Statuses that no Triptych door wrote
+# Statuses that no Triptych server wrote
 
 
 @pytest.mark.parametrize("details", [b"\xff", internal_status().trailing_metadata[0][1]])

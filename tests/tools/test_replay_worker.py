@@ -1,4 +1,4 @@
-"""A journal's steps against a real worker door: the same tokens, or the first that is not."""
+"""A journal's steps against a real worker servicer: the same tokens, or the first that is not."""
 
 from __future__ import annotations
 

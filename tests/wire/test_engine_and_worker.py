@@ -1,4 +1,4 @@
-"""A real engine core and a real worker door over loopback; only the frontend and the model are fakes."""
+"""A real engine core and a real worker servicer over loopback; only the frontend and the model are fakes."""
 
 from __future__ import annotations
 

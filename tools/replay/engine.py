@@ -44,7 +44,7 @@ class Divergence:
     details: tuple[str, ...] = ()
     """Each field that differs, recorded and now."""
     requests: tuple[str, ...] = ()
-    """Whom it concerns: request ids."""
+    """Ids of the requests concerned."""
 
     def __str__(self) -> str:
         lines = [f"event {self.event_number}, {self.at_s:.6f} s after the first: {self.what}"]
@@ -56,7 +56,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a journal."""
+    """The result of replaying a journal."""
 
     num_steps: int
     num_requests: int

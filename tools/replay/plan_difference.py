@@ -42,7 +42,7 @@ class Difference:
     recorded: str
     now: str
     slots: frozenset[int] = frozenset()
-    """Whom it concerns, as far as it says."""
+    """Slots concerned, as far as they are known."""
 
     def __str__(self) -> str:
         return f"{self.field}: recorded {self.recorded}, now {self.now}"
@@ -110,7 +110,7 @@ def _row_differences(recorded: Sequence[NewRow], now: Sequence[NewRow]) -> Itera
 
 
 def _first_difference(before: Iterable[int], after: Iterable[int]) -> int:
-    """Where one of two columns that are not equal first says something else, or ends."""
+    """Return the index of the first difference between two unequal columns, or the length of the shorter."""
     return next(place for place, (a, b) in enumerate(zip_longest(before, after)) if a != b)
 
 

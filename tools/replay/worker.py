@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a journal."""
+    """The result of replaying a journal."""
 
     num_steps: int
     num_tokens: int

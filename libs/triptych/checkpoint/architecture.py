@@ -20,7 +20,7 @@ class RopeParameters:
 
 @dataclass(frozen=True, slots=True)
 class ModelArchitecture:
-    """What a checkpoint says of itself."""
+    """The shape and numerics of a model, as its checkpoint states them."""
 
     name: str
     """Registry key, as in config.json: `LlamaForCausalLM`."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: config.json and generation_config.json, without torch or transformers."""
+"""Reads config.json and generation_config.json of a checkpoint, without torch or transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure a stack through its public gRPC door.
+"""Measure a stack through its public gRPC API.
 
   triptych bench throughput                       64 prompts of 128 tokens, 128 new, all at once
   triptych bench latency --input-len 1024         one stream at a time

@@ -1,4 +1,4 @@
-"""What the commands that start a stack of their own share."""
+"""Options and start-up shared by the commands that start a stack of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that print an answer share: where to send it, and printing as it comes."""
+"""Options and printing shared by the commands that stream an answer to the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_address_argument(parser: argparse.ArgumentParser, *, default: str | None
         "--address",
         default=default,
         metavar="HOST:PORT",
-        help=f"gRPC door of the frontend (default: {default or 'a stack of its own'})",
+        help=f"gRPC address of the frontend (default: {default or 'a stack of its own'})",
     )
 
 

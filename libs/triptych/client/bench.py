@@ -1,4 +1,4 @@
-"""Measures a running stack through its public door: throughput, time to first token, gaps between tokens."""
+"""Measures a running stack through its public API: throughput, time to first token, gaps between tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triptych.errors import QueueFull
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one round sends: prompts of random token ids, answers of a fixed length."""
+    """The requests of one round: prompts of random token ids, answers of a fixed length."""
 
     num_prompts: int
     input_len: int
@@ -32,7 +32,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round gave."""
+    """The measurements of one round."""
 
     wall_s: float
     num_input_tokens: int

@@ -56,7 +56,7 @@ class LLM:
         Args:
             model: without `address`, what to serve: a directory, a .gguf file, a hub id or `embedded`,
                 the default. With it, which of the models served there to use; None where it is the only one.
-            address: host:port of a frontend's gRPC door.
+            address: host:port of a frontend's gRPC server.
             ready_timeout_s: None: 600 for a stack of our own, 30 for another.
             overrides: options of a stack of our own, by key or bare name: `max_num_seqs=16`,
                 `**{"scheduler.max_num_seqs": 16}`.
@@ -159,7 +159,7 @@ class LLM:
 
 
 class _Session:
-    """What an LLM holds and must let go: kept apart from it, so that its finalizer does not keep it alive."""
+    """The resources of an LLM. They are kept apart from it so that its finalizer does not keep it alive."""
 
     def __init__(self) -> None:
         self.loop = LoopThread("triptych-llm")

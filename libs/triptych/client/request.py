@@ -1,4 +1,4 @@
-"""What a client sends: a prompt in any of its forms and how to sample it, as one GenerateRequest."""
+"""Builds a GenerateRequest from a prompt in any of its forms and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PROTO_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request may carry besides prompt and sampling; defaults as generation.proto states them."""
+    """Options of a request besides prompt and sampling; the defaults are those of generation.proto."""
 
     request_id: str = ""
     model: str = ""

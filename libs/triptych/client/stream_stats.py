@@ -1,4 +1,4 @@
-"""What a client's clock says about one streamed answer."""
+"""Times one streamed answer as its client sees it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 FRONTEND, ENGINE, WORKER = ("frontend",), ("enginecore",), ("worker",)
-"""Who reads an option: packages of `services`."""
+"""The packages of `services` that read an option."""
 ALL = FRONTEND + ENGINE + WORKER
 
 
@@ -140,7 +140,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs in a step, and how much."""
+    """Limits and policy of a step: which requests run, and how many tokens of each."""
 
     max_num_seqs: int = value(
         64, "Requests that run at once (rows in the worker).", ENGINE + WORKER, ge=1, le=65536
@@ -371,7 +371,7 @@ class JournalConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What the processes say."""
+    """Logging of all three services."""
 
     level: str = value(
         "info", "Least severe line to print.", ALL, choices=("debug", "info", "warning", "error")

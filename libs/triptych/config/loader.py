@@ -56,11 +56,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
-    """What a service's command line says."""
+    """The parsed command line of a service."""
 
     config: EngineConfig
     ready_file: Path | None
-    """Where to write the bound ports as JSON."""
+    """File that receives the bound ports as JSON."""
 
 
 def iter_options() -> Iterator[Option]:

@@ -1,4 +1,4 @@
-"""What an engine and its worker must agree on; the hello carries it, the worker compares."""
+"""Lists the options that an engine and its worker must agree on. The hello carries them, the worker compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step times on file: written by `python -m tools.fit`, read by the simulated worker."""
+"""Step-time profiles: written by `python -m tools.fit`, read by the simulated worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triptych.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes, in the three numbers that its time depends on."""
+    """The work of one step, in the three numbers that its time depends on."""
 
     num_prefill_tokens: int
     """Tokens that were known when their row entered: bound by arithmetic."""
@@ -25,16 +25,16 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Seconds = base + what each part of the work costs; every coefficient >= 0."""
+    """A linear model of step time: base + the cost of each part of the work. Every coefficient is >= 0."""
 
     base_ms: float
-    """Of any step: reading the weights, launching kernels."""
+    """Cost of every step: reading the weights, launching kernels."""
     prefill_token_us: float
     decode_row_us: float
     context_token_ns: float
 
     def step_ns(self, work: StepWork) -> int:
-        """Nanoseconds that a step of this work takes."""
+        """Return the duration of a step with this work, in ns."""
         return round(
             self.base_ms * 1e6
             + self.prefill_token_us * 1e3 * work.num_prefill_tokens
@@ -45,7 +45,7 @@ class StepTimeModel:
 
 _COEFFICIENTS = tuple(field.name for field in fields(StepTimeModel))
 _ABOUT = "about"
-"""Key of what is there for people alone: where the numbers come from, and how well they fit."""
+"""Key of the notes for readers: the source of the numbers, and how well they fit. The simulation ignores it."""
 
 
 def write_step_time_profile(path: Path, model: StepTimeModel, about: Mapping[str, object]) -> None:
@@ -62,7 +62,7 @@ def write_step_time_profile(path: Path, model: StepTimeModel, about: Mapping[str
 
 
 def read_step_time_profile(path: Path) -> StepTimeModel:
-    """Read what `write_step_time_profile` wrote, or somebody by hand.
+    """Read a profile that `write_step_time_profile` or a user wrote.
 
     Raises:
         ConfigError: no such file, a coefficient missing or below 0, or a key that means nothing; names it.

@@ -1,4 +1,4 @@
-"""Where the files of a model are: a path, a hub id, or the model that comes with Triptych."""
+"""Finds the files of a model: a path, a hub id, or the embedded model."""
 
 from __future__ import annotations
 

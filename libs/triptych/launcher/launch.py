@@ -72,7 +72,7 @@ def stack_config(model: str | None, address: str | None, overrides: dict[str, An
 
 
 def request_model(model: str | None, address: str | None) -> str:
-    """What requests say of the model: nothing, where it is the only one."""
+    """Return the model name that requests carry: empty where the stack serves only one."""
     return model or "" if address is not None else ""
 
 

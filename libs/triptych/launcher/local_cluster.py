@@ -121,13 +121,13 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """The frontend's public gRPC door, host:port; valid once bound."""
+        """Address of the frontend's public gRPC server, host:port; valid once bound."""
         frontend = self.config.frontend
         return dial_address(frontend.host, frontend.port)
 
     @property
     def http_address(self) -> str:
-        """The frontend's HTTP door, host:port; valid once bound."""
+        """Address of the frontend's HTTP server, host:port; valid once bound."""
         frontend = self.config.frontend
         return dial_address(frontend.host, frontend.http_port)
 
@@ -278,7 +278,7 @@ class LocalCluster:
 
 
 def dial_address(host: str, port: int) -> str:
-    """Where to reach a server of this machine that was told to bind `host`."""
+    """Return the address at which a server of this machine bound to `host` can be reached."""
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1" if host != "::" else "::1"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -63,9 +63,9 @@ class ServiceProcess:
         self._reader.start()
 
     def read_ports(self) -> dict[str, int] | None:
-        """What it wrote into its ready file: port, metrics_port and such. None: not bound yet.
+        """Return the ports from its ready file (port, metrics_port, …), or None if it has not bound yet.
 
-        The file and its directory are gone once read.
+        Deletes the file and its directory once read.
         """
         if self._ready_file is None or not self._ready_file.exists():
             return None

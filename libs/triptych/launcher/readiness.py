@@ -1,4 +1,4 @@
-"""How far a stack is on its way to serving: the worker's phase, then the frontend's health."""
+"""Follows the start of a stack: the worker's phase, then the frontend's health."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a starting stack is."""
+    """The start-up phase of a stack."""
 
     phase: str
     """starting, the worker's phase (`triptych.types.facts.Phase`), or connecting once that is ready."""
     fraction: float = 0.0
-    """Of the phase, 0..1; 0 where the phase has no measure."""
+    """Completed part of the phase, 0..1; 0 if the phase has no measure."""
 
     def __str__(self) -> str:
         return f"{self.phase} {self.fraction:.0%}" if self.fraction else self.phase
 
 
 class ReadinessProbe:
-    """Asks a frontend and its worker. Synchronous, for threads without an event loop."""
+    """Asks a frontend and its worker for their state. Synchronous, for threads without an event loop."""
 
     def __init__(self, frontend_address: str, worker_address: str) -> None:
         options = (
@@ -55,7 +55,7 @@ class ReadinessProbe:
         self._worker.close()
 
     def is_ready(self) -> bool:
-        """Whether the frontend takes requests; takes a moment, so that callers may loop over it."""
+        """Return whether the frontend takes requests. Sleeps for a moment first, so that callers may loop over it."""
         time.sleep(_POLL_S)
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         try:
@@ -65,7 +65,7 @@ class ReadinessProbe:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def progress(self) -> Progress:
-        """What the worker says; `starting` where it says nothing yet."""
+        """Return the worker's phase; `starting` while it does not answer."""
         try:
             info = self._info.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S).info
         except grpc.RpcError:

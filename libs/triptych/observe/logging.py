@@ -33,7 +33,10 @@ def with_fields(**values: Any) -> dict[str, Any]:
 
 
 def message_of(line: str) -> str:
-    """What a log line of either format says, without time, level and service; any other line as it is."""
+    """Return the message of a log line in either format, without time, level and service.
+
+    Other lines are returned unchanged.
+    """
     if line.startswith("{"):
         try:
             return str(json.loads(line)["message"])

@@ -15,7 +15,7 @@ _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 @dataclass(frozen=True, slots=True)
 class FrontendMetrics:
-    """What the gateway counts."""
+    """Prometheus metrics of the frontend."""
 
     requests: Counter
     prompt_tokens: Counter
@@ -29,8 +29,8 @@ class FrontendMetrics:
         return cls(
             Counter(
                 "triptych_frontend_requests",
-                "Requests ended, by door and outcome.",
-                ["door", "outcome"],
+                "Requests ended, by API and outcome.",
+                ["api", "outcome"],
                 registry=registry,
             ),
             Counter("triptych_frontend_prompt_tokens", "Prompt tokens taken.", registry=registry),
@@ -50,7 +50,7 @@ class FrontendMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What the engine core counts."""
+    """Prometheus metrics of the engine core."""
 
     running: Gauge
     waiting: Gauge
@@ -98,7 +98,7 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMetrics:
-    """What a worker counts."""
+    """Prometheus metrics of a worker."""
 
     steps: Counter
     tokens: Counter

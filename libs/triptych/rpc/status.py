@@ -137,7 +137,7 @@ def _cut(text: str, max_bytes: int) -> str:
 
 
 def internal_status(request_id: str = "") -> grpc.Status:
-    """What a client learns of a bug: that there is one, and where to look."""
+    """Return the status of a bug: it says that there is one and where to look."""
     where = f" (request {request_id})" if request_id else ""
     text = f"internal error{where}; the server's log has the details"
     return _status(code_pb2.INTERNAL, text, [_error_info(TriptychError.code, {})], request_id)

@@ -1,1 +1,1 @@
-"""What crosses a boundary: frozen, slotted dataclasses that know nothing of protobuf, HTTP or torch."""
+"""Frozen, slotted dataclasses that cross boundaries. They know nothing of protobuf, HTTP or torch."""

@@ -1,4 +1,4 @@
-"""What a generation tells its client, in order: admitted once, the prompt if asked for, deltas, finished once."""
+"""Events of a generation, in order: admitted once, the prompt if requested, deltas, finished once."""
 
 from __future__ import annotations
 

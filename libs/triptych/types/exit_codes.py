@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """A bug; the log has its traceback."""
     MISCONFIGURED = 2
-    """What the operator said cannot work; the last line of the log says why."""
+    """The configuration cannot work. The last line of the log says why; a restart does not help."""
     FENCED = 3
     """An engine core whose worker another, started later, has taken over."""
     HUNG = 70

@@ -1,4 +1,4 @@
-"""What a machine answered, as opposed to what an operator said."""
+"""Facts: answers of a machine or checkpoint, as opposed to the config of an operator."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class KvShape:
     """Tokens per block."""
     num_layers: int
     num_kv_heads: int
-    """Of this worker; where ranks share out the model's heads, its share."""
+    """KV heads of this worker: its share if ranks divide the model's heads."""
     head_dim: int
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What everyone above the worker needs to know of a model; nobody else reads its files for this."""
+    """Facts of a model that the tiers above the worker need. Only the worker reads the files for them."""
 
     name: str
-    """What clients call it."""
+    """Name that clients use."""
     fingerprint: str
     """sha256 over architecture, tensor names, shapes, dtypes, file sizes, dtype and quantization; of a simulated
     worker, `simulated-` and the sha256 of what decides its tokens."""
@@ -68,7 +68,7 @@ class WorkerFacts:
     max_steps_in_flight: int
     device_name: str = ""
     kernels: str = ""
-    """What computes, in words: the instruction set of the native kernels and how they are called, or torch."""
+    """Description of the kernels: the instruction set of the native ones and how they are called, or torch."""
     weight_bytes: int = 0
     load_s: float = 0.0
 
@@ -97,7 +97,7 @@ class PauseMode(Enum):
 
 
 class SleepLevel(Enum):
-    """What becomes of the weights while a worker sleeps; its KV cache is gone in any case."""
+    """State of the weights while a worker sleeps. Its KV cache is released in any case."""
 
     WEIGHTS_ON_HOST = 1
     """They wait in the host's memory."""
@@ -126,7 +126,7 @@ class EngineStatus:
     prefix_queries: int
     """Prompt tokens looked up since start."""
     prefix_hits: int
-    """Of those, found."""
+    """Queried blocks that were found in the prefix cache."""
     num_preemptions: int
     num_scheduled_tokens: int
     num_finished: dict[str, int] = field(default_factory=dict)

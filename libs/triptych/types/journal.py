@@ -1,4 +1,4 @@
-"""What a step journal tells: the header of a run, and everything that happened to its engine, in order."""
+"""Records of a step journal: the header of a run, and every event of its engine, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JournalHeader:
     epoch: int
     """Unix ms at the engine's start."""
     engine_version: str
-    """Of the package, for people."""
+    """Version of the package, for readers."""
     config: Mapping[str, str]
     """Every option that an engine or a worker reads: key to text."""
 
@@ -28,7 +28,7 @@ class Planned:
     """Steps were asked for."""
 
     plan: StepPlan | None
-    """None: there was nothing to compute."""
+    """The step, or None if there was nothing to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +133,5 @@ class JournalEvent:
     """One call of the engine core."""
 
     at_s: float
-    """What its clock said, all through the call."""
+    """Reading of the clock during the call, in seconds."""
     what: What

@@ -1,4 +1,4 @@
-"""What comes back: from the engine to a frontend, and from a frontend to a client."""
+"""Outputs: from the engine to a frontend, and from a frontend to a client."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OutputBatch:
     logprobs: LogprobColumns | None = None
     """Rows are indices into `token_ids`."""
     prompt_logprobs: tuple[RequestPromptLogprobs, ...] = ()
-    """Of the requests that asked; those of one request in order, before its first token or with it."""
+    """Entries of the requests that asked for them, in order, before the first token of each or with it."""
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
     num_free_places: int | None = None
@@ -146,7 +146,7 @@ class Usage:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt, how many came out of the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns for one prompt."""
+    """Result of `LLM.generate` for one prompt."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""What passes between a frontend and an engine besides outputs."""
+"""Messages between a frontend and an engine, except outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
 MAX_SUBMIT_BYTES = 32 << 20
-"""What one request may take in a message: half of what a message between the tiers may hold."""
+"""Limit of one request in bytes: half of the largest message between the tiers."""
 _SCALAR_BYTES = 128  # of all fields of one number each, with their tags
 
 
@@ -103,7 +103,7 @@ class EngineWelcome:
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What a stream between a frontend and an engine begins with, or goes on with."""
+    """Terms of a session between a frontend and an engine, granted when a stream begins or resumes."""
 
     name: str
     """To resume the session by."""

@@ -1,4 +1,4 @@
-"""common.proto: sampling parameters and log-probabilities, inside the house and on the public door."""
+"""common.proto: sampling parameters and log-probabilities, between the tiers and in the public API."""
 
 from __future__ import annotations
 

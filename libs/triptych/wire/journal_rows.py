@@ -1,4 +1,4 @@
-"""What a journal's plans make of the worker's rows: who computes what in a step, and what a step costs."""
+"""Follows the worker's rows through a journal's plans: the work of each row in a step, and its cost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RowNames:
             self._content_to_ids[seed, prompt].append(name)
 
     def note_rows(self, rows: Iterable[NewRow]) -> None:
-        """Of a plan, or of several."""
+        """Record the new rows of one plan or several."""
         for row in rows:
             self._slot_to_name[row.slot] = self.name_of(row)
 
@@ -105,7 +105,7 @@ class RowNames:
         return " or ".join(ids) if ids else "a request that was never submitted"
 
     def in_slot(self, slot: int) -> str:
-        """Whoever entered this slot last."""
+        """Return the request that entered this slot last."""
         return self._slot_to_name.get(slot, "nobody")
 
 

@@ -183,7 +183,7 @@ def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | 
     if kind is not None:
         paths["prompt"] = _PROMPT_PATHS[kind]
     return RawRequest(
-        servicer="grpc",
+        api="grpc",
         prompt=prompt,
         request_id=request.request_id,
         model=request.model,

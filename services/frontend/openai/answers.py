@@ -1,4 +1,4 @@
-"""What clients receive, as /openapi.json describes it. `objects` writes these without building them."""
+"""Answers as /openapi.json describes them. `objects` writes their JSON without building them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ChatCompletionAnswer(Answer):
 
 
 class ChatDelta(Answer):
-    """What is new in a choice."""
+    """The new part of a choice."""
 
     role: Literal["assistant"] | None = None
     """In the first chunk of a choice."""

@@ -183,7 +183,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
     if not body.tenant:
         paths["tenant"] = "user"
     return RawRequest(
-        servicer="http",
+        api="http",
         prompt=None,
         request_id="" if bad_label else unique_request_id(label),
         model=body.model or "",

@@ -38,7 +38,7 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; never seen by the client, which has lef
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """What a client is told."""
+    """An HTTP error as the client sees it."""
 
     status: int
     type: str
@@ -72,7 +72,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def to_http_error(error: Exception, request_id: str) -> HttpError:
-    """What a client is told of this error; one that is our fault is logged, here and once."""
+    """Return the HTTP form of an error. Internal errors are logged here, once."""
     match error:
         case RequestValidationError():
             return _from_triptych_error(_to_invalid_request(error))

@@ -1,4 +1,4 @@
-"""The routes of the HTTP door and the app that serves them."""
+"""The routes of the HTTP API and the app that serves them."""
 
 from __future__ import annotations
 

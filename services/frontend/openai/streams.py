@@ -82,7 +82,7 @@ async def _pump(
 
 
 def _together(refusals: Sequence[InvalidRequest]) -> InvalidRequest:
-    """What is wrong with any of the prompts. What they have in common is reported once."""
+    """Join the refusals of several prompts into one error; equal violations are reported once."""
     if len(refusals) == 1:
         return refusals[0]
     kinds = {type(refusal) for refusal in refusals}

@@ -45,7 +45,7 @@ class RawChat:
 class RawRequest:
     """One request to generate, unchecked. The same from every door."""
 
-    servicer: str
+    api: str
     """grpc or http; for logs and metrics."""
     prompt: str | Sequence[int] | RawChat | None
     """None: the client gave none."""

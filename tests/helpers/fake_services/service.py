@@ -1,4 +1,4 @@
-"""What the three fakes share: bind, tell the ports, leave on SIGTERM; misbehave as $FAKE_<NAME> says.
+"""Shared by the three fakes: bind, report the ports, leave on SIGTERM; misbehave as $FAKE_<NAME> says.
 
 `exit:CODE` leaves right after binding, `stay` ignores SIGTERM.
 """

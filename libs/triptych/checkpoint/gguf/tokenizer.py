@@ -170,7 +170,7 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
-    """What the file says; where it is silent, what llama.cpp does for this kind of tokenizer."""
+    """Return whether prompts begin with BOS: as the file says, else as llama.cpp does for this kind of tokenizer."""
     silent = (
         metadata["tokenizer.ggml.model"] == "llama"
         or _BYTE_LEVEL_KINDS.get(metadata.get("tokenizer.ggml.pre", "")) == "llama3"
