@@ -69,7 +69,9 @@ async def run(arguments: ServiceArguments) -> int:
     dialling = [asyncio.create_task(e.run(), name=f"engine-{e.address}") for e in router.engines]
     await server.start()
 
-    from services.frontend.openai.server import HttpServer  # long to import: engines are dialled meanwhile
+    from services.frontend.openai.server import (
+        HttpServer,
+    )  # slow to import: engines are dialled in the meantime
 
     client_timeout_s = config.frontend.client_timeout_s
     http = HttpServer(generator, host, config.frontend.http_port, client_timeout_s=client_timeout_s)
@@ -121,7 +123,7 @@ def _load(model: str) -> TextModel:
 async def _first_death(
     loading: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]
 ) -> asyncio.Task[None] | None:
-    """Wait until told to stop (None), or until a task has ended that never does by itself."""
+    """Wait for a signal (returns None), or until a task ends that should not."""
     waited: set[asyncio.Task[None] | asyncio.Task[bool]] = {stopping, loading, *tasks}
     while True:
         done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

@@ -122,7 +122,7 @@ class Generator:
             ModelNotFound, EngineUnavailable, InvalidRequest: as `Router.find`.
         """
         found = self._router.find(name).model
-        assert found is not None, "a ready engine has told its model"
+        assert found is not None, "a ready engine has reported its model"
         return ServedModel(found.name, found.max_model_len, found.vocab_size, self._started_unix_s)
 
     async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
@@ -136,7 +136,7 @@ class Generator:
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
-        # A request whose id is no good is refused under a drawn one: ids stand in logs and headers.
+        # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
         with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(request_id):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
@@ -234,7 +234,7 @@ class Generator:
         """Everything before the engine. Raises InvalidRequest and its like."""
         text = self._require_text()
         engine = self._router.find(raw.model, raw.path("model"))
-        assert engine.model is not None, "a ready engine has told its model"
+        assert engine.model is not None, "a ready engine has reported its model"
         record.model = engine.model.name
         valid = await text.run(raw.size, parse, raw, engine, text.defaults)
         started_ns = time.perf_counter_ns()
@@ -327,7 +327,7 @@ class Generator:
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
     ) -> asyncio.TimerHandle | None:
-        """End the request at its deadline, wherever it stands."""
+        """End the request at its deadline, in whatever state it is."""
         if raw.deadline_s is None:
             return None
         error = DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")

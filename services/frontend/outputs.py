@@ -44,7 +44,7 @@ class RequestOutputs:
     def add_choice(
         self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | U32, echo: str
     ) -> Choice:
-        """The next choice, to be submitted now. `echo` stands at the head of its text."""
+        """Add the next choice, to be submitted now. Its text begins with `echo`."""
         index = len(self.choices)
         report = self._report if index == 0 else None
         choice = Choice(self, index, sampling, tokenizer, prompt_token_ids, echo, report)
@@ -140,7 +140,7 @@ class RequestOutputs:
 
     @property
     def first_token_ns(self) -> int:
-        """Time from the engine's acceptance to the first token of any choice; 0 where the engine has not told it."""
+        """Time from the engine's acceptance to the first token of any choice; 0 if the engine has not reported it."""
         times = (choice.timings.queued_ns + choice.timings.prefill_ns for choice in self.choices)
         return min((ns for ns in times if ns), default=0)
 
@@ -193,7 +193,7 @@ class Choice:
         self.timings = StageTimings()
         self.finish_reason: FinishReason | None = None
         self.stop_upstream: Callable[[], None] = lambda: None
-        """End it at the engine, which then tells how it ended. Set at submission, like the next."""
+        """End it at the engine, which then reports its end. Set at submission, like the next."""
         self.abort_upstream: Callable[[], None] = lambda: None
         """End it at the engine and hear no more of it."""
         self._outputs = outputs
@@ -262,7 +262,7 @@ class Choice:
         self._settle()
 
     def abort(self) -> None:
-        """Tell the engine that nobody waits; does nothing once it has accounted for the choice."""
+        """Abort the choice at the engine; does nothing once the engine has reported its end."""
         self.abort_upstream()
 
     def take(self) -> DeltaEvent:
@@ -314,7 +314,7 @@ class Choice:
         """Add the tokens' text; return how many of them belong to the output.
 
         All do, unless a stop string is complete before the last: then it has ended here and now, whatever
-        the engine thinks, and the engine is told.
+        the engine assumes, and the engine is informed.
         """
         if self._detokenizer is None:
             return len(token_ids)

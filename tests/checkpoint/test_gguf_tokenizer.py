@@ -167,7 +167,7 @@ def test_user_defined_tokens_are_never_split_and_never_skipped() -> None:
     ("change", "message"),
     [
         ({"tokenizer.ggml.merges": ["ab"]}, r"merges: 'ab' is not two tokens"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokens: 1 tokens stand there twice"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokens: 1 tokens are listed twice"),
         (
             {"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True},
             r"bos_token_id: 1000000 is outside",

@@ -14,7 +14,7 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GGUF_INDEX_FILE = "gguf_index.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-"""Beside config.json where the weights stand in a .gguf file; its form: `triptych.checkpoint.gguf.index`."""
+"""Present beside config.json if the weights are in a .gguf file. Its form: `triptych.checkpoint.gguf.index`."""
 
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling fields that a checkpoint may set for requests that leave them out."""
@@ -207,7 +207,7 @@ def _rope_parameters(config: _JsonFile, max_positions: int) -> RopeParameters:
                 section.values["partial_rotary_factor"],
                 "is not supported: all of a head must be rotated",
             )
-    if kind == "llama3":  # no default may stand in for a factor that the kind is made of
+    if kind == "llama3":  # a factor that defines the kind has no default
         factors = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         original = rope.integer("original_max_position_embeddings")
     else:

@@ -30,7 +30,7 @@ first steps:
   triptych chat                       talk to it, from a second terminal
   triptych demo --prompt "Why is the sky blue?"
 
-`triptych COMMAND --help` tells more. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+Run `triptych COMMAND --help` for its options. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
 """
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130  # as a shell reports death by SIGINT
-    except BrokenPipeError:  # `triptych … | head`: whoever read us is gone
+    except BrokenPipeError:  # `triptych … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

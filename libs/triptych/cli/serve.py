@@ -6,7 +6,7 @@
   triptych serve --sim --simulation.base-ms 20  all but the model itself: made-up words, no weights, modelled times
 
 Ctrl-C lets running requests finish and leaves; a second one ends everything at once.
-Every option can also stand in a yaml file (--config) or in the environment; flags win.
+Options can also be set in a yaml file (--config) or in the environment; flags win.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def address_of_stack(
     """`--address`, or the address of a stack that lives as long as the block.
 
     Args:
-        preferred: for options that the user has left alone; see `config_from_overrides`.
+        preferred: values for options that the user has not set; see `config_from_overrides`.
 
     Raises:
         ConfigError: config flags for a stack that is not ours.

@@ -103,10 +103,10 @@ class AsyncLLM:
 
         Each output holds one choice, as `sampling_params.output_kind` says: CUMULATIVE, the default, all of it so
         far; DELTA what is new; FINAL_ONLY each choice once, when it has ended. The last output has `finished`, usage
-        and timings. Nothing is retried: QueueFull tells when to try again.
+        and timings. Nothing is retried: QueueFull says when to try again.
 
         Args:
-            sampling_params: sent as it stands, every field of it; None leaves all but the output kind to the
+            sampling_params: sent unchanged, with every field; None leaves all but the output kind to the
                 model's generation_config.json and the server's defaults.
             timeout_s: the request's deadline.
         """

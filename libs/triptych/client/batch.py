@@ -23,13 +23,13 @@ from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import OutputKind
 
 MAX_IN_FLIGHT = 256
-"""Far below `scheduler.max_num_waiting`'s default of 1024, so that other clients find room; above any
+"""Far below `scheduler.max_num_waiting`'s default of 1024, so that other clients find free places; above any
 `max_num_seqs` that one CPU or GPU uses, so that the engine never starves."""
 STALL_LIMIT_S = 120.0
 """With nothing in flight and every attempt refused for so long, the batch gives up."""
 
 _MIN_PAUSE_S = 0.05
-_REDIAL_PAUSE_S = 1.0  # for a server that is away and cannot tell a time; a restart takes seconds
+_REDIAL_PAUSE_S = 1.0  # for a server that is away and names no time; a restart takes seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Batch:
             self._running[asyncio.create_task(self._attempt(self._jobs[index]))] = index
 
     async def _next_done(self) -> set[asyncio.Task[RequestOutput]]:
-        """Wait for a job to end, or for the hold to pass if there is room for another job by then."""
+        """Wait for a job to end, or for the hold to pass if another job may start by then."""
         has_space = bool(self._waiting) and len(self._running) < self._window
         pause_s = max(0.0, self._hold_until - time.monotonic()) if has_space else None
         if not self._running:

@@ -62,7 +62,7 @@ class GenerationClient:
     """One channel to one frontend, for use on the event loop that it is created on.
 
     Every method raises the errors of `triptych.errors` as the server meant them; EngineUnavailable also
-    where nobody answers at the address, GenerationLost where the connection broke after output had come.
+    if no server answers at the address, GenerationLost where the connection broke after output had come.
     """
 
     def __init__(self, address: str) -> None:
@@ -97,7 +97,7 @@ class GenerationClient:
         """Return as soon as the frontend can take requests.
 
         Raises:
-            EngineUnavailable: it cannot after `timeout_s`; tells what it said last.
+            EngineUnavailable: it cannot after `timeout_s`; the message carries its last reason.
         """
         stub = health_pb2_grpc.HealthStub(self._channel)
         state = "no answer"
@@ -192,7 +192,7 @@ class GenerationClient:
         num_prompt_tokens = len(token_ids)
         if options.truncate_prompt_tokens is not None:
             num_prompt_tokens = min(num_prompt_tokens, options.truncate_prompt_tokens)
-        # A prompt that leaves no room is sent all the same: the server's refusal names both numbers.
+        # A prompt that leaves no space for output is sent as well: the server's refusal names both numbers.
         return token_ids, replace(sampling, max_tokens=max(1, max_model_len - num_prompt_tokens))
 
     async def _max_model_len(self, model: str) -> int:
@@ -219,5 +219,5 @@ class GenerationClient:
 
 
 def _reason(error: grpc.RpcError) -> str:
-    """The end of gRPC's account of a failed connection, which tells what happened: `Connection refused`."""
+    """Return the last part of gRPC's message about a failed connection, which names the cause: `Connection refused`."""
     return (error.details() or error.code().name).rpartition(": ")[2]

@@ -108,7 +108,7 @@ class LLM:
 
         Args:
             prompts: text, token ids or messages, one of these or a list of them.
-            sampling_params: for all prompts, or a list with one for each; sent as it stands. None leaves all
+            sampling_params: for all prompts, or a list with one for each; sent unchanged. None leaves all
                 to the model's generation_config.json and the server's defaults.
             use_tqdm: show a progress bar with tokens/s.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar:
-    """A tqdm bar that counts prompts and tells tokens/s; `add` is called on the loop's thread."""
+    """A tqdm bar that counts prompts and shows tokens/s; `add` is called on the loop's thread."""
 
     def __init__(self, num_prompts: int, *, is_shown: bool) -> None:
         self._num_tokens_in = self._num_tokens_out = 0

@@ -18,7 +18,7 @@ Conversation: TypeAlias = Sequence[Message]
 Prompt: TypeAlias = str | Sequence[int] | Conversation
 """Text, token ids, or a conversation for the model's chat template."""
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
-"""How to sample. A SamplingParams object is meant as it stands: every field of it is sent. A mapping sends
+"""How to sample. Every field of a SamplingParams object is sent. A mapping sends
 the fields that it names, and None nothing; the model's generation_config.json, then the server's defaults,
 stand for what is not sent."""
 

@@ -17,7 +17,7 @@ ALL = FRONTEND + ENGINE + WORKER
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a value, what it means and who reads it; stands in the metadata of a dataclass field."""
+    """The range of an option, its meaning and its readers, kept in the metadata of its dataclass field."""
 
     help: str
     read_by: tuple[str, ...]
@@ -70,10 +70,10 @@ class ModelConfig:
     )
     quantization: str = value(
         "none",
-        "Quantization of linear layers. none: weights in `model.dtype`. q4, q8: of weights alone; blocks of 4 "
+        "Quantization of linear layers. none: weights in `model.dtype`. q4, q8: of weights only; blocks of 4 "
         "and 8 bits that a GGUF file holds are kept, everything else is quantized in groups of 32, the output "
         "head to 8 bits. int8, fp8: of weights and their inputs, with a scale per output and per token, the "
-        "output head as with q8; on CUDA devices alone, fp8 from compute capability 8.9 on. auto: q4 where the "
+        "output head as with q8; on CUDA devices only, fp8 from compute capability 8.9 on. auto: q4 where the "
         "native kernels for CPUs serve it, else none.",
         ENGINE + WORKER,
         choices=("none", "q4", "q8", "int8", "fp8", "auto"),
@@ -119,7 +119,7 @@ class CacheConfig:
         "auto",
         "Precision of keys and values; auto: `model.dtype`. int8 rounds each key and each value to 8 bits with a scale "
         "of its own, so that almost twice the tokens of bfloat16 fit. float8_e4m3fn does the same with 8-bit "
-        "floats, which are coarser and converted by the device itself: on CUDA devices alone, from compute capability "
+        "floats, which are coarser and converted by the device itself: on CUDA devices only, from compute capability "
         "8.9 on.",
         ENGINE + WORKER,
         choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"),
@@ -151,7 +151,7 @@ class SchedulerConfig:
     max_num_waiting: int = value(
         1024,
         "Requests that may wait. When the queue is full, one more is refused with a retry time, or the last one of the "
-        "tenant with the most waiting requests makes room.",
+        "tenant with the most waiting requests loses its latest.",
         ENGINE,
         ge=0,
     )
@@ -174,7 +174,7 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int = value(
         0,
-        "Most tokens of one request in one step; 0: the budget alone limits. In either case a prompt that wants "
+        "Most tokens of one request in one step; 0: only the budget limits it. In either case a prompt that wants "
         "more than a quarter of a step leaves a quarter of what is there to requests that wait.",
         ENGINE,
         ge=0,
@@ -223,7 +223,7 @@ class FrontendConfig:
     """The tokenizing gateway: public gRPC and HTTP."""
 
     host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.", FRONTEND)
-    port: int = value(50051, "gRPC port; 0: any free one, told in --ready-file.", FRONTEND, ge=0, le=65535)
+    port: int = value(50051, "gRPC port; 0: any free one, written to --ready-file.", FRONTEND, ge=0, le=65535)
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
     engine_addresses: str = value(
@@ -253,14 +253,14 @@ class EngineCoreConfig:
     """The scheduler's process."""
 
     host: str = value("127.0.0.1", "Address to bind.", ENGINE)
-    port: int = value(50052, "gRPC port; 0: any free one, told in --ready-file.", ENGINE, ge=0, le=65535)
+    port: int = value(50052, "gRPC port; 0: any free one, written to --ready-file.", ENGINE, ge=0, le=65535)
     metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
     engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
     worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
     resume_ttl_s: float = value(
         10.0,
         "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost. Of the "
-        "step stream the worker's value counts, which it tells the engine.",
+        "step stream the worker's value counts; the engine learns it in the handshake.",
         ENGINE + WORKER,
         ge=0,
     )
@@ -274,7 +274,7 @@ class WorkerConfig:
     """One accelerator's process."""
 
     host: str = value("127.0.0.1", "Address to bind.", WORKER)
-    port: int = value(50053, "gRPC port; 0: any free one, told in --ready-file.", WORKER, ge=0, le=65535)
+    port: int = value(50053, "gRPC port; 0: any free one, written to --ready-file.", WORKER, ge=0, le=65535)
     metrics_port: int = value(9103, "Prometheus /metrics port; 0: any free one.", WORKER, ge=0, le=65535)
     device: str = value(
         "auto", "auto: cuda if there is one, else cpu.", WORKER, choices=("auto", "cpu", "cuda")
@@ -356,13 +356,13 @@ class JournalConfig:
 
     path: str = value(
         "",
-        "Directory for one journal per run of the engine, on a local disk; prompts and outputs stand in it as "
+        "Directory for one journal per run of the engine, on a local disk; it contains prompts and outputs as "
         "token ids. Empty: nothing is recorded.",
         ENGINE,
     )
     max_bytes: int = value(
         256 << 20,
-        "Bytes of all journals of one engine there. The ones of earlier runs make room, oldest first; then the "
+        "Bytes of all journals of one engine there. Those of earlier runs are deleted for it, oldest first; then the "
         "recording ends.",
         ENGINE,
         ge=1 << 16,

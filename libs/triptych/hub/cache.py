@@ -27,7 +27,7 @@ def cache_home() -> Path:
 def build_directory_once(
     target: Path, version: int, build: Callable[[Path], None], *, progress: bool
 ) -> Path:
-    """Return `target`, built by `build(empty directory)` unless it stands there complete already.
+    """Return `target`, built by `build(empty directory)` unless it is there and complete.
 
     Processes that ask together build once. What a killed builder left, and what an older version of
     the builder made, is replaced.

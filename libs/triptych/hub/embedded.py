@@ -50,7 +50,7 @@ def fetch_embedded(*, progress: bool) -> Path:
 
 
 def _is_whole(target: Path) -> bool:
-    # Size alone: the content was checked before the file got its name.
+    # Only the size: the content was checked before the file got its name.
     return target.is_file() and target.stat().st_size == SIZE
 
 
@@ -112,6 +112,6 @@ def _largest_file(directory: Path) -> int:
     for path in directory.rglob("*"):
         try:
             sizes.append(path.stat().st_size)
-        except OSError:  # pip moved it meanwhile
+        except OSError:  # pip moved it in between
             continue
     return max(sizes)

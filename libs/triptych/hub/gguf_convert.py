@@ -84,7 +84,7 @@ def prepare_gguf(gguf: Path, *, sha256: str | None = None, progress: bool) -> Pa
 
 
 def _open(gguf: Path) -> GGUFReader:
-    from gguf import GGUFReader  # seconds to import and to run: needed for the conversion alone
+    from gguf import GGUFReader  # seconds to import and to run: needed only for the conversion
 
     try:
         reader = GGUFReader(gguf)
@@ -178,7 +178,7 @@ def _has_biases(tensors: dict[str, ReaderTensor], names: Sequence[str]) -> bool:
 def _rope_scaling(
     metadata: Metadata, tensors: dict[str, ReaderTensor], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    """The rotary scaling: `linear` stands in the metadata, `llama3` in a tensor of divisors by frequency."""
+    """The rotary scaling: `linear` is in the metadata, `llama3` is a tensor of divisors by frequency."""
     kind = metadata.get("llama.rope.scaling.type", "none")
     if kind == "linear":
         return {"rope_type": "linear", "factor": float(metadata.get("llama.rope.scaling.factor", 1.0))}

@@ -1,4 +1,4 @@
-"""One line on stderr that tells how far a download or conversion is."""
+"""A line on stderr with the progress of a download or conversion."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     Args:
         model: path of a Hugging Face model directory or of a .gguf file, a hub id, or `embedded`.
             A path that exists wins over a hub id of the same name.
-        progress: tell on stderr about work that takes longer than a moment.
+        progress: show work that takes longer than a moment on stderr.
     Raises:
         ModelNotFound: no such path, hub id or network; says what else can be served.
         ModelError: the files are there but incomplete or not understood.
@@ -54,7 +54,7 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
 
 
 def _check_directory(directory: Path) -> Path:
-    """Tell what is missing before a service starts on it."""
+    """Raise for what is missing before a service starts with it."""
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(directory.glob("*.gguf"))
         hint = f"; pass the file itself: {gguf_files[0]}" if gguf_files else ""

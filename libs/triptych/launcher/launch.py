@@ -23,7 +23,7 @@ from triptych.types.facts import Phase
 READY_TIMEOUT_S = 600.0
 """For a stack of our own: a large model may come from a slow disk."""
 CONNECT_TIMEOUT_S = 30.0
-"""For a stack that somebody else has started: it is up, or coming up."""
+"""For a stack that is already running or starting."""
 
 _write_lock = threading.Lock()
 
@@ -41,7 +41,7 @@ def config_from_overrides(
         overrides: keys (`scheduler.max_num_seqs`) or bare names (`max_num_seqs`) to values. Where several
             sections have a name, the one of `model` is meant: `dtype` is `model.dtype`.
         file: yaml, as in `load_config`; environment variables count too, below the overrides.
-        preferred: key to value, for options that nobody has set to anything but their default.
+        preferred: key to value, for options that have their default.
 
     Raises:
         ConfigError: an unknown or ambiguous name, or a bad value; names it.
@@ -102,8 +102,8 @@ def launch(
 
     Args:
         on_log_line: called with what the services print; None: it goes to stderr.
-        show_progress: tell on stderr how far it is.
-        check: called again and again meanwhile; what it raises ends the start.
+        show_progress: show progress on stderr.
+        check: called repeatedly while waiting; an exception from it ends the start.
 
     Raises:
         ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.

@@ -213,7 +213,7 @@ class LocalCluster:
                     self._advance(service, upstream)
                 if all(service.is_bound for service in self._services):
                     self._all_bound.set()
-        except Exception as error:  # a bug of ours included: whoever waits shall hear of it
+        except Exception as error:  # bugs included: the waiting thread must learn of it
             self.failure = error
             grace_s = _FAILED_GRACE_S
         finally:

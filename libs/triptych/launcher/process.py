@@ -52,7 +52,7 @@ class ServiceProcess:
         ready_file = Path(self._directory.name) / "ready.json"
         self._ready_file: Path | None = ready_file
         self._popen = subprocess.Popen(
-            # -P: a directory called `services` where the user happens to stand is not ours
+            # -P: a directory called `services` in the user's working directory is not ours
             [sys.executable, "-P", "-m", "triptych.launcher.child", str(os.getpid()), module,
              *flags, f"--ready-file={ready_file}"],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -91,7 +91,7 @@ class ServiceProcess:
             self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it now, with all that it started; `poll` tells when it is over."""
+        """Kill it and all that it started; `poll` reports its end."""
         if self._popen.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Logs: one line an event, UTC, for people or as JSON; the request id stands in every line about a request."""
+"""Logs: one line per event, UTC, as text or JSON. Lines about a request carry its id."""
 
 from __future__ import annotations
 

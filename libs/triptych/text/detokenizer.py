@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         """Start after `prompt_token_ids`: the output continues their text.
 
         With a prompt, a leading space is the output's own and a character that the prompt's last token
-        began is completed; without, the text is that of the output alone.
+        began is completed; without it, the text is that of the output only.
         """
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         return "".join(self.pieces(token_ids))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Like `push`, one text per token: what `StopChecker` needs to tell which token ended it."""
+        """Like `push`, one text per token: `StopChecker` needs them to find the token that ended it."""
         return [
             self._text(b"" if token_id in self._skipped else self._token_bytes(token_id))
             for token_id in token_ids

@@ -42,7 +42,7 @@ class Tokenizer:
         self.chat_template: str | None = _default_template(config.get("chat_template"))
         """Jinja source; None where the model has none."""
         self.max_chars_per_token = _max_chars_per_token(backend)
-        """No token stands for more characters of a text than this. None: there is no such bound."""
+        """Return the most characters of a text that one token can represent, or None if there is no bound."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -105,12 +105,12 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as it stands in the vocabulary; None where there is none."""
+        """Return the id of a token as the vocabulary spells it, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token stands for, special tokens spelled out; empty for an unknown id."""
+        """Return the UTF-8 bytes of a token, special tokens spelled out; empty for an unknown id."""
         known = self._token_id_to_bytes.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id)

@@ -33,7 +33,7 @@ class CompletionLogprobs(Answer):
     tokens: list[str]
     """A part of a character is spelled by its bytes: `bytes:\\xe2\\x80`."""
     token_logprobs: list[float | None]
-    """-9999 stands for minus infinity; null for the first token of a prompt that is repeated."""
+    """-9999 represents minus infinity; null for the first token of a prompt that is repeated."""
     top_logprobs: list[dict[str, float] | None]
     """The chosen token and its best rivals, by text; null as in token_logprobs."""
     text_offset: list[int]
@@ -78,7 +78,7 @@ class CompletionChunk(Answer):
 class Candidate(Answer):
     token: str
     logprob: float
-    """-9999 stands for minus infinity."""
+    """-9999 represents minus infinity."""
     bytes: list[int]
     """Those of the token: a part of a UTF-8 text, where `token` may show U+FFFD."""
 

@@ -44,7 +44,7 @@ _SAMPLING_FIELDS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-# Stands in for a prompt that `violations` refuse already, so that it is not reported missing as well.
+# Replaces a prompt that `violations` refuse already, so that it is not reported missing as well.
 _REFUSED_PROMPT = "-"
 
 

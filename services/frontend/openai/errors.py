@@ -63,8 +63,8 @@ def install_handlers(app: FastAPI) -> None:
 
 def error_response(error: Exception, request_id: str) -> Response:
     """The answer to a request that failed before any of its answer was sent."""
-    told = to_http_error(error, request_id)
-    return json_response(told.body, status=told.status, headers=told.headers)
+    answer = to_http_error(error, request_id)
+    return json_response(answer.body, status=answer.status, headers=answer.headers)
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -14,7 +14,7 @@ MAX_BODY_BYTES = 10 << 20
 
 
 class RequestGuard:
-    """ASGI middleware; stands outside Starlette's own handling of errors, which would log a bug twice."""
+    """ASGI middleware outside of Starlette's own handling of errors, which would log a bug twice."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection and reads no answer."""
 
 
 class InFlight:

@@ -224,7 +224,7 @@ def _candidate(entry: Logprob) -> dict[str, Any]:
     return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.utf8)}
 
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell; as OpenAI does
+LOWEST_LOGPROB = -9999.0  # represents minus infinity, which JSON lacks; as OpenAI does
 _SEARCHED_CHARS = 64
 
 

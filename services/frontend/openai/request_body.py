@@ -59,7 +59,7 @@ class Part(BaseModel):
 class Body(Part):
     """The JSON object of a request.
 
-    It always builds: a field that is wrong counts as left out and stands in `violations`, so that the
+    Validation never fails: a wrong field counts as left out and is listed in `violations`, so that the
     rest can still be checked and everything is reported at once. Every field has a default, therefore.
     """
 
@@ -92,7 +92,7 @@ class Body(Part):
 
 
 def not_served(*accepted: Any) -> Any:
-    """A field that the API knows and nobody has built: any value but null and `accepted` is refused by name."""
+    """Declare a field that is known but not supported: any value but null and `accepted` is refused by name."""
     also = f" (null and {', '.join(map(json.dumps, accepted))} are accepted)" if accepted else ""
     return Field(
         default=None,
@@ -107,7 +107,7 @@ def ignored() -> Any:
 
 
 def unsupported_fields(part: Part) -> list[str]:
-    """Names of the fields that the client set although nobody has built them."""
+    """Return the names of unsupported fields that the client has set."""
     given = part.model_fields_set
     return [
         name
@@ -118,7 +118,7 @@ def unsupported_fields(part: Part) -> list[str]:
 
 @functools.cache
 def _name_to_accepted(kind: type[Part]) -> dict[str, Sequence[Any]]:
-    """The fields that nobody has built, with the values that are accepted all the same."""
+    """Return the unsupported fields, with the values that are accepted anyway."""
     extras = {name: info.json_schema_extra for name, info in kind.model_fields.items()}
     return {
         name: cast(Sequence[Any], extra["enum"])
@@ -193,7 +193,7 @@ class BodyReader:
         """Return what `convert` makes of the request's body.
 
         Raises:
-            InvalidRequest: The body is no JSON object. What is wrong with its fields stands in `Body.violations`.
+            InvalidRequest: The body is no JSON object. Errors of its fields are in `Body.violations`.
             QueueFull: Too many long bodies wait to be read.
         """
         try:
@@ -229,7 +229,7 @@ def loads_in_parts(text: str) -> Any:
 
     `json.loads` is one call into C, which holds the interpreter's lock to its end: 20 ms for 131,072 token ids.
     """
-    scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # in C; for what stands deeper
+    scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # in C; for nested values
 
     def scan(text: str, index: int) -> tuple[Any, int]:
         if text[index : index + 1] == "[":

@@ -37,7 +37,7 @@ from triptych.types.events import Event
 VERSION = importlib.metadata.version("triptych")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": answers.ErrorAnswer, "description": "The request cannot be served as it stands."},
+    "4XX": {"model": answers.ErrorAnswer, "description": "The request cannot be served as sent."},
     "5XX": {"model": answers.ErrorAnswer, "description": "The server failed or cannot serve now."},
 }
 _TimeoutS = Annotated[
@@ -49,7 +49,7 @@ router = APIRouter(responses=_ERRORS)
 
 
 def create_app(generator: Generator) -> FastAPI:
-    """The app, bound to nothing yet. `app.state.in_flight` is for whoever stops it."""
+    """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it."""
     app = FastAPIOffline(
         title="Triptych",
         version=VERSION,

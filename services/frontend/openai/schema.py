@@ -28,7 +28,7 @@ _LOGIT_BIAS: dict[str, Any] = {
     "additionalProperties": {"type": "number"},
 }
 _VARIABLE: dict[str, Any] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
-MAX_PROMPTS = 1024  # of one request; each is a request of its own behind this door
+MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
 
 
 class FirstOnly(FailFast):
@@ -111,7 +111,7 @@ class SamplingBody(Body):
     top_p: Annotated[float, limits("top_p")] | None = None
     """(0, 1]. Null: the model's own default, else 1, which is off."""
     top_k: Annotated[int, Integral, limits("top_k")] | None = None
-    """Keep the k best tokens alone; 0 and -1 are off."""
+    """Keep only the k best tokens; 0 and -1 are off."""
     min_p: Annotated[float, limits("min_p")] | None = None
     """[0, 1]: drop tokens less likely than min_p times the best; 0 is off."""
     presence_penalty: Annotated[float, limits("presence_penalty")] | None = None
@@ -145,7 +145,7 @@ class SamplingBody(Body):
     priority: Annotated[int, Integral, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
     """Lower runs first. Null: 0."""
     tenant: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
-    """Who is served, at most 256 bytes: tenants have fair shares. Believed as it stands. Null: `user`."""
+    """Tenant, at most 256 bytes: tenants get fair shares. It is not verified. Null: `user`."""
     user: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """OpenAI's name of the end user, at most 256 bytes: the tenant where none is given."""
     cache_salt: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None

@@ -1,4 +1,4 @@
-"""The HTTP server: binds its own socket, runs uvicorn as an owned task, and tells when that dies."""
+"""The HTTP server: binds its own socket, runs uvicorn as an owned task, and reports its death."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the app and tells when it is up."""
+    """Uvicorn's server, which leaves signals to the app and reports when it is up."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -154,7 +154,7 @@ class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection with two deadlines, which uvicorn does not have.
 
     A request must have arrived whole `client_timeout_s` after the connection was made or its first byte came. A
-    client that reads nothing of an answer for so long is dropped; whoever makes the answer learns that it has left.
+    client that reads nothing of an answer for so long is dropped; the coroutine that answers it is cancelled.
     """
 
     def __init__(self, *arguments: Any, client_timeout_s: float, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""gguf_index.json: where each tensor stands in a .gguf file, so that loading parses no GGUF metadata."""
+"""gguf_index.json: the place of each tensor in a .gguf file, so that loading parses no GGUF metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GgufTensor:
     gguf_name: str
     """`blk.0.attn_q.weight`"""
     type: str
-    """GGML type: F32, Q4_1, …; kept even where nobody can read it, for the loader to refuse by name."""
+    """GGML type: F32, Q4_1, …; kept even if it cannot be read: the loader refuses it by name."""
     shape: tuple[int, ...]
     """As in Hugging Face: [rows, columns], columns being the axis that blocks run along."""
     offset: int

@@ -222,7 +222,7 @@ def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ModelError(
-            f"gguf: tokenizer.ggml.tokens: {len(tokens) - len(vocabulary)} tokens stand there twice"
+            f"gguf: tokenizer.ggml.tokens: {len(tokens) - len(vocabulary)} tokens are listed twice"
         )
     return vocabulary
 
