@@ -24,7 +24,7 @@ from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
-from triptych.wire.worker import plan_to_proto
+from triptych.wire.step import plan_to_proto
 
 BUDGET = 32_768
 NUM_BLOCKS = 10_000

@@ -26,10 +26,11 @@ from benchmarks.engine.requests import (
 )
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure, distribution
-from triptych.internal.v1 import worker_pb2
+from triptych.internal.v1 import step_pb2
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.wire.worker import plan_to_proto, result_from_proto, result_to_proto
+from triptych.wire.result import result_from_proto, result_to_proto
+from triptych.wire.step import plan_to_proto
 
 STAGES = ("schedule", "encode", "decode", "update")
 
@@ -74,7 +75,7 @@ def stage_times(num_running: int, num_steps: int, steps_in_flight: int) -> np.nd
         in_flight.append(plan.step_id)
         message = result_to_proto(StepResult(in_flight.popleft(), tokens[step])).SerializeToString()
         received = time.thread_time_ns()
-        result = result_from_proto(worker_pb2.Result.FromString(message))
+        result = result_from_proto(step_pb2.Result.FromString(message))
         decoded = time.thread_time_ns()
         output = scheduler.update(result)
         updated = time.thread_time_ns()

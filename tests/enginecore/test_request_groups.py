@@ -13,7 +13,7 @@ from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, m
 from triptych.errors import DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
-from triptych.wire.worker import StepEncoder
+from triptych.wire.step import StepEncoder
 
 
 def make_choices(

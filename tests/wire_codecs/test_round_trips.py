@@ -28,12 +28,12 @@ from tests.wire_codecs.strategies import (
     worker_facts,
 )
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2, worker_pb2
+from triptych.internal.v1 import engine_core_pb2, step_pb2
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, empty_u32
 from triptych.v1 import common_pb2, generation_pb2
-from triptych.wire import admin, columns, common, engine_core, generation, worker
+from triptych.wire import admin, columns, common, engine_core, generation, result, step, worker
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 U32_MAX = 2**32 - 1
@@ -70,8 +70,8 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (timings, lambda value: common.timings_to_proto(value, 5), common.timings_from_proto),
     (token_logprobs, common.token_logprobs_to_proto, common.token_logprobs_from_proto),
     (events, generation.event_to_proto, generation.event_from_proto),
-    (plans(), worker.plan_to_proto, worker.plan_from_proto),
-    (results, worker.result_to_proto, worker.result_from_proto),
+    (plans(), step.plan_to_proto, step.plan_from_proto),
+    (results, result.result_to_proto, result.result_from_proto),
     (model_facts, worker.model_facts_to_proto, worker.model_facts_from_proto),
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
     (submits(), engine_core.submit_to_proto, engine_core.submit_from_proto),
@@ -99,7 +99,7 @@ def test_a_value_survives_the_wire(strategy, to_proto, from_proto):
 
 
 def test_every_codec_is_tested():
-    modules = (admin, common, engine_core, generation, worker)
+    modules = (admin, common, engine_core, generation, result, step, worker)
     decoders = {
         function
         for module in modules
@@ -109,8 +109,8 @@ def test_every_codec_is_tested():
     tested = {from_proto for _, _, from_proto in PAIRS}
     # Inside results and output batches; inside the step journal's events.
     assert decoders - tested == {
-        worker.logprobs_from_proto,
-        worker.prompt_logprobs_from_proto,
+        result.logprobs_from_proto,
+        result.prompt_logprobs_from_proto,
         admin.pause_mode_from_proto,
     }
 
@@ -121,7 +121,7 @@ def test_default_sampling_takes_next_to_no_bytes():
 
 def test_an_empty_step_takes_few_bytes():
     plan = StepPlan(step_id=10_000, last_result_seen=9_999, num_tokens=64)
-    assert len(worker.plan_to_proto(plan).SerializeToString()) <= 8
+    assert len(step.plan_to_proto(plan).SerializeToString()) <= 8
 
 
 def test_columns_are_little_endian():
@@ -161,19 +161,17 @@ def column_fields(message_class: Any) -> list[str]:
 
 
 CUT_COLUMNS = [
-    (worker_pb2.Step, worker.plan_from_proto),
-    (worker_pb2.LogprobColumns, worker.logprobs_from_proto),
+    (step_pb2.Step, step.plan_from_proto),
+    (step_pb2.LogprobColumns, result.logprobs_from_proto),
     (engine_core_pb2.OutputBatch, engine_core.outputs_from_proto),
     (engine_core_pb2.Submit, engine_core.submit_from_proto),
     (
-        worker_pb2.NewRow,
-        lambda row: worker.plan_from_proto(
-            worker_pb2.Step(new_contents=[worker_pb2.RowContent()], new_rows=[row])
-        ),
+        step_pb2.NewRow,
+        lambda row: step.plan_from_proto(step_pb2.Step(new_contents=[step_pb2.RowContent()], new_rows=[row])),
     ),
     (
-        worker_pb2.RowContent,
-        lambda content: worker.plan_from_proto(worker_pb2.Step(new_contents=[content])),
+        step_pb2.RowContent,
+        lambda content: step.plan_from_proto(step_pb2.Step(new_contents=[content])),
     ),
     (
         engine_core_pb2.FinishedColumns,
@@ -208,7 +206,7 @@ def test_a_column_cut_short_is_refused(message_class, decode, name):
 def test_a_ragged_plan_is_refused(fields, named):
     plan = StepPlan(step_id=1, last_result_seen=0, **fields)
     with pytest.raises(ProtocolViolation, match=named):
-        worker.plan_from_proto(worker.plan_to_proto(plan))
+        step.plan_from_proto(step.plan_to_proto(plan))
 
 
 @pytest.mark.parametrize(
@@ -227,9 +225,9 @@ def test_a_ragged_output_batch_is_refused(fields, named):
 
 
 def test_several_tokens_per_row_are_refused_by_name():
-    message = worker_pb2.Result(step_id=1, token_ids=u32(1, 2).tobytes(), token_counts=u32(2).tobytes())
+    message = step_pb2.Result(step_id=1, token_ids=u32(1, 2).tobytes(), token_counts=u32(2).tobytes())
     with pytest.raises(ProtocolViolation, match="token_counts"):
-        worker.result_from_proto(message)
+        result.result_from_proto(message)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +238,10 @@ def test_ragged_prompt_logprobs_are_refused(change):
     columns = {
         name: column.tobytes() for name, column in {**columns, **change}.items() if name != "num_candidates"
     }
-    message = worker_pb2.PromptLogprobs(num_candidates=change.get("num_candidates", 2), **columns)
-    worker.prompt_logprobs_from_proto(worker_pb2.PromptLogprobs(num_candidates=1))  # of no position
+    message = step_pb2.PromptLogprobs(num_candidates=change.get("num_candidates", 2), **columns)
+    result.prompt_logprobs_from_proto(step_pb2.PromptLogprobs(num_candidates=1))  # of no position
     with pytest.raises(ProtocolViolation, match=r"prompt_logprobs: \d+ token_ids"):
-        worker.prompt_logprobs_from_proto(message)
+        result.prompt_logprobs_from_proto(message)
 
 
 def test_ragged_finished_columns_are_refused():
@@ -278,10 +276,10 @@ GOOD = {
 )
 def test_ragged_logprobs_are_refused(change):
     assert_same(
-        worker.logprobs_from_proto(worker.logprobs_to_proto(LogprobColumns(**GOOD))), LogprobColumns(**GOOD)
+        result.logprobs_from_proto(result.logprobs_to_proto(LogprobColumns(**GOOD))), LogprobColumns(**GOOD)
     )
     with pytest.raises(ProtocolViolation):
-        worker.logprobs_from_proto(worker.logprobs_to_proto(LogprobColumns(**(GOOD | change))))
+        result.logprobs_from_proto(result.logprobs_to_proto(LogprobColumns(**(GOOD | change))))
 
 
 # The messages mirror the types
@@ -308,15 +306,15 @@ def test_a_submission_takes_no_more_than_it_is_counted_for(request):
 @settings(max_examples=200)
 @given(plans())
 def test_new_rows_take_no_more_than_they_are_counted_for(plan):
-    message = worker.plan_to_proto(plan)
+    message = step.plan_to_proto(plan)
     contents = {id(row.content): row.content.num_bytes for row in plan.new_rows}
     num_bytes = sum(row.num_bytes for row in plan.new_rows) + sum(contents.values())
-    rows_alone = worker_pb2.Step(new_rows=message.new_rows, new_contents=message.new_contents)
+    rows_alone = step_pb2.Step(new_rows=message.new_rows, new_contents=message.new_contents)
     assert rows_alone.ByteSize() <= num_bytes
 
 
 def test_a_content_is_sent_once_for_as_long_as_a_row_holds_it():
-    encoder, decoder = worker.StepEncoder(), worker.StepDecoder()
+    encoder, decoder = step.StepEncoder(), step.StepDecoder()
     content = RowContent(np.arange(1000, dtype=np.uint32), SamplingParams(temperature=0.5))
 
     def new_row(slot):
@@ -339,8 +337,8 @@ def test_a_content_is_sent_once_for_as_long_as_a_row_holds_it():
 
 
 def test_a_row_without_its_content_is_refused_and_the_session_goes_on():
-    decoder = worker.StepDecoder()
-    lost = worker_pb2.Step(step_id=1, new_rows=[worker_pb2.NewRow(content_id=7)])
+    decoder = step.StepDecoder()
+    lost = step_pb2.Step(step_id=1, new_rows=[step_pb2.NewRow(content_id=7)])
     with pytest.raises(ProtocolViolation, match="content 7 was not sent"):
         decoder.decode(lost)
     lost.new_contents.add(id=7, prompt_token_ids=u32(1).tobytes())

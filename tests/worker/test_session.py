@@ -28,7 +28,7 @@ from triptych.errors import (
 )
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
-from triptych.wire.worker import Step, plan_from_proto, plan_to_proto
+from triptych.wire.step import Step, plan_from_proto, plan_to_proto
 
 DEADLINE_S = 10.0
 SHARED = {"cache.block_size": "16"}

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from triptych.types.step import NewRow, StepPlan
-from triptych.wire.worker import plan_to_proto
+from triptych.wire.step import plan_to_proto
 
 _SHOWN = 6  # values of a column, from the first that differs
 _COLUMN_TO_SLOTS = {

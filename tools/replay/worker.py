@@ -28,7 +28,8 @@ from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, 
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import JournalReader
 from triptych.wire.journal_rows import RowNames, SessionRows
-from triptych.wire.worker import StepEncoder, result_from_proto
+from triptych.wire.result import result_from_proto
+from triptych.wire.step import StepEncoder
 
 _ENGINE_ID = "replay"
 _POLL_S = 0.05

@@ -26,15 +26,13 @@ from triptych.wire.columns import (
     u64_to_bytes,
 )
 from triptych.wire.common import sampling_from_proto, sampling_to_proto
-from triptych.wire.worker import (
-    PROTOCOL_VERSION,
+from triptych.wire.result import (
     logprobs_from_proto,
     logprobs_to_proto,
-    model_facts_from_proto,
-    model_facts_to_proto,
     prompt_logprobs_from_proto,
     prompt_logprobs_to_proto,
 )
+from triptych.wire.worker import PROTOCOL_VERSION, model_facts_from_proto, model_facts_to_proto
 
 
 def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:

@@ -34,14 +34,9 @@ from triptych.types.journal import (
 )
 from triptych.wire.admin import pause_mode_from_proto, pause_mode_to_proto
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
-from triptych.wire.worker import (
-    plan_from_proto,
-    plan_to_proto,
-    result_from_proto,
-    result_to_proto,
-    worker_facts_from_proto,
-    worker_facts_to_proto,
-)
+from triptych.wire.result import result_from_proto, result_to_proto
+from triptych.wire.step import plan_from_proto, plan_to_proto
+from triptych.wire.worker import worker_facts_from_proto, worker_facts_to_proto
 
 JOURNAL_VERSION = 2
 JOURNAL_SUFFIX = ".journal"

@@ -12,14 +12,16 @@ import grpc.aio
 
 from services.enginecore.workers.base import Connected, WorkerLost
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
-from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
+from triptych.internal.v1 import step_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
-from triptych.wire.worker import StepEncoder, result_from_proto, worker_facts_from_proto
+from triptych.wire.result import result_from_proto
+from triptych.wire.step import StepEncoder
+from triptych.wire.worker import worker_facts_from_proto
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class GrpcExecutor:
         self._reader: asyncio.Task[None] | None = None
         self._session_name = ""
         self._encoder = StepEncoder()
-        self._steps: ReplayBuffer[worker_pb2.Step] = ReplayBuffer()
+        self._steps: ReplayBuffer[step_pb2.Step] = ReplayBuffer()
         """By step id; a step is confirmed by its result."""
         self._arrived: deque[StepResult] = deque()
         self._loss: WorkerLost | None = None
@@ -158,7 +160,7 @@ class GrpcExecutor:
             )
         return welcome
 
-    async def _write(self, step: worker_pb2.Step) -> None:
+    async def _write(self, step: step_pb2.Step) -> None:
         if self._call is None or self._loss is not None:
             raise self._loss or WorkerLost("not connected")
         try:
@@ -193,7 +195,7 @@ class GrpcExecutor:
             self._loss = WorkerLost(repr(error))
         on_event()
 
-    def _take(self, message: worker_pb2.Result) -> None:
+    def _take(self, message: step_pb2.Result) -> None:
         """Take each result once and in order."""
         if is_repeated(message.step_id, self._steps.num_confirmed, "result of step"):
             return

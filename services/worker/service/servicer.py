@@ -18,7 +18,8 @@ from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.session.handshake import read_hello
 from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level
-from triptych.wire.worker import result_to_proto, worker_facts_to_proto
+from triptych.wire.result import result_to_proto
+from triptych.wire.worker import worker_facts_to_proto
 
 log = logging.getLogger(__name__)
 

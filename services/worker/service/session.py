@@ -18,7 +18,7 @@ from triptych.rpc.session.outbox import Outbox
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepResult
-from triptych.wire.worker import Step, StepDecoder
+from triptych.wire.step import Step, StepDecoder
 
 
 @dataclass(frozen=True, slots=True)

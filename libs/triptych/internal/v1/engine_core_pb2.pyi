@@ -1,3 +1,4 @@
+from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from triptych.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
@@ -140,21 +141,21 @@ class OutputBatch(_message.Message):
     numbers: bytes
     token_counts: bytes
     token_ids: bytes
-    logprobs: _worker_pb2.LogprobColumns
+    logprobs: _step_pb2.LogprobColumns
     finished: FinishedColumns
     failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
     messages_received: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RequestPromptLogprobs]
     num_free_places: int
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_worker_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ...) -> None: ...
 
 class RequestPromptLogprobs(_message.Message):
     __slots__ = ("number", "logprobs")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    logprobs: _worker_pb2.PromptLogprobs
-    def __init__(self, number: _Optional[int] = ..., logprobs: _Optional[_Union[_worker_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    logprobs: _step_pb2.PromptLogprobs
+    def __init__(self, number: _Optional[int] = ..., logprobs: _Optional[_Union[_step_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class FinishedColumns(_message.Message):
     __slots__ = ("numbers", "reasons", "stop_token_ids_plus_one", "num_cached_tokens", "queued_ns", "prefill_ns", "decode_ns")

@@ -1,4 +1,5 @@
 from triptych.internal.v1 import engine_core_pb2 as _engine_core_pb2
+from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from triptych.v1 import admin_pb2 as _admin_pb2
 from google.protobuf.internal import containers as _containers
@@ -50,9 +51,9 @@ class JournalEvent(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     at_s: float
-    step: _worker_pb2.Step
+    step: _step_pb2.Step
     no_step: JournalNoStep
-    result: _worker_pb2.Result
+    result: _step_pb2.Result
     expire: JournalExpire
     submit: JournalSubmit
     abort: JournalAbort
@@ -64,7 +65,7 @@ class JournalEvent(_message.Message):
     paused: _admin_pb2.PauseMode
     resumed: JournalResume
     closed: str
-    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_worker_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_worker_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ...) -> None: ...
+    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ...) -> None: ...
 
 class JournalNoStep(_message.Message):
     __slots__ = ()

@@ -23,10 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from triptych.internal.v1 import session_pb2 as triptych_dot_internal_dot_v1_dot_session__pb2
-from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
+from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\"triptych/internal/v1/session.proto\x1a\x18triptych/v1/common.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xb2\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\x8b\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\t\n\x07Goodbye\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\x99\x02\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\"\xa8\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\"|\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\xaf\x02\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10last_result_seen\x18\x02 \x01(\x04\x12\x15\n\rremoved_slots\x18\x03 \x01(\x0c\x12.\n\x08new_rows\x18\x04 \x03(\x0b\x32\x1c.triptych.internal.v1.NewRow\x12\x13\n\x0b\x63hunk_slots\x18\x05 \x01(\x0c\x12\x15\n\rchunk_lengths\x18\x06 \x01(\x0c\x12\x15\n\rskipped_slots\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_slots\x18\x08 \x01(\x0c\x12\x11\n\tblock_ids\x18\t \x01(\x0c\x12\x12\n\nnum_tokens\x18\n \x01(\r\x12\x36\n\x0cnew_contents\x18\x0b \x03(\x0b\x32 .triptych.internal.v1.RowContent\"a\n\nRowContent\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\"\xd3\x01\n\x06NewRow\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x03 \x01(\x0c\x12\x12\n\ncontent_id\x18\x04 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x01(\x0c\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x1d\n\x15prompt_logprobs_start\x18\t \x01(\r\"\xcc\x02\n\x06Result\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x36\n\x08logprobs\x18\x04 \x01(\x0b\x32$.triptych.internal.v1.LogprobColumns\x12\x32\n\nrow_errors\x18\x05 \x03(\x0b\x32\x1e.triptych.internal.v1.RowError\x12\x12\n\nprepare_ns\x18\x06 \x01(\x04\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x11\n\tsample_ns\x18\x08 \x01(\x04\x12\x0f\n\x07idle_ns\x18\t \x01(\x04\x12\x0e\n\x06gap_ns\x18\n \x01(\x04\x12@\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\'.triptych.internal.v1.RowPromptLogprobs\"o\n\x11RowPromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\x12\x36\n\x08logprobs\x18\x03 \x01(\x0b\x32$.triptych.internal.v1.PromptLogprobs\"t\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enum_candidates\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"c\n\x0eLogprobColumns\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"\x86\x01\n\x08RowError\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x30\n\x04\x63ode\x18\x04 \x01(\x0e\x32\".triptych.internal.v1.RowErrorCode\x12\x13\n\x0bkv_is_valid\x18\x05 \x01(\x08\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"3\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse*]\n\x0bSessionKind\x12\x1c\n\x18SESSION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12SESSION_KIND_FRESH\x10\x01\x12\x18\n\x14SESSION_KIND_RESUMED\x10\x02*u\n\x0cRowErrorCode\x12\x1e\n\x1aROW_ERROR_CODE_UNSPECIFIED\x10\x00\x12!\n\x1dROW_ERROR_CODE_ENGINE_FAILURE\x10\x01\x12\"\n\x1eROW_ERROR_CODE_INVALID_REQUEST\x10\x02\x32\xe4\x02\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xb2\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\x8b\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\t\n\x07Goodbye\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\x99\x02\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\"\xa8\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\"|\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"3\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse*]\n\x0bSessionKind\x12\x1c\n\x18SESSION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12SESSION_KIND_FRESH\x10\x01\x12\x18\n\x14SESSION_KIND_RESUMED\x10\x02\x32\xe4\x02\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,60 +35,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_options = b'8\001'
-  _globals['_SESSIONKIND']._serialized_start=3239
-  _globals['_SESSIONKIND']._serialized_end=3332
-  _globals['_ROWERRORCODE']._serialized_start=3334
-  _globals['_ROWERRORCODE']._serialized_end=3451
-  _globals['_EXECUTEREQUEST']._serialized_start=122
-  _globals['_EXECUTEREQUEST']._serialized_end=289
-  _globals['_EXECUTERESPONSE']._serialized_start=292
-  _globals['_EXECUTERESPONSE']._serialized_end=470
-  _globals['_DRAINING']._serialized_start=472
-  _globals['_DRAINING']._serialized_end=482
-  _globals['_HELLO']._serialized_start=485
-  _globals['_HELLO']._serialized_end=752
-  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_start=701
-  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_end=752
-  _globals['_GOODBYE']._serialized_start=754
-  _globals['_GOODBYE']._serialized_end=763
-  _globals['_WELCOME']._serialized_start=766
-  _globals['_WELCOME']._serialized_end=909
-  _globals['_WORKERFACTS']._serialized_start=912
-  _globals['_WORKERFACTS']._serialized_end=1193
-  _globals['_MODELFACTS']._serialized_start=1196
-  _globals['_MODELFACTS']._serialized_end=1364
-  _globals['_KVSHAPE']._serialized_start=1366
-  _globals['_KVSHAPE']._serialized_end=1490
-  _globals['_STEP']._serialized_start=1493
-  _globals['_STEP']._serialized_end=1796
-  _globals['_ROWCONTENT']._serialized_start=1798
-  _globals['_ROWCONTENT']._serialized_end=1895
-  _globals['_NEWROW']._serialized_start=1898
-  _globals['_NEWROW']._serialized_end=2109
-  _globals['_RESULT']._serialized_start=2112
-  _globals['_RESULT']._serialized_end=2444
-  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2446
-  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2557
-  _globals['_PROMPTLOGPROBS']._serialized_start=2559
-  _globals['_PROMPTLOGPROBS']._serialized_end=2675
-  _globals['_LOGPROBCOLUMNS']._serialized_start=2677
-  _globals['_LOGPROBCOLUMNS']._serialized_end=2776
-  _globals['_ROWERROR']._serialized_start=2779
-  _globals['_ROWERROR']._serialized_end=2913
-  _globals['_GETINFOREQUEST']._serialized_start=2915
-  _globals['_GETINFOREQUEST']._serialized_end=2931
-  _globals['_GETINFORESPONSE']._serialized_start=2933
-  _globals['_GETINFORESPONSE']._serialized_end=2998
-  _globals['_WORKERINFO']._serialized_start=3000
-  _globals['_WORKERINFO']._serialized_end=3112
-  _globals['_SLEEPREQUEST']._serialized_start=3114
-  _globals['_SLEEPREQUEST']._serialized_end=3165
-  _globals['_SLEEPRESPONSE']._serialized_start=3167
-  _globals['_SLEEPRESPONSE']._serialized_end=3206
-  _globals['_WAKEREQUEST']._serialized_start=3208
-  _globals['_WAKEREQUEST']._serialized_end=3221
-  _globals['_WAKERESPONSE']._serialized_start=3223
-  _globals['_WAKERESPONSE']._serialized_end=3237
-  _globals['_WORKERSERVICE']._serialized_start=3454
-  _globals['_WORKERSERVICE']._serialized_end=3810
+  _globals['_SESSIONKIND']._serialized_start=1823
+  _globals['_SESSIONKIND']._serialized_end=1916
+  _globals['_EXECUTEREQUEST']._serialized_start=129
+  _globals['_EXECUTEREQUEST']._serialized_end=296
+  _globals['_EXECUTERESPONSE']._serialized_start=299
+  _globals['_EXECUTERESPONSE']._serialized_end=477
+  _globals['_DRAINING']._serialized_start=479
+  _globals['_DRAINING']._serialized_end=489
+  _globals['_HELLO']._serialized_start=492
+  _globals['_HELLO']._serialized_end=759
+  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_start=708
+  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_end=759
+  _globals['_GOODBYE']._serialized_start=761
+  _globals['_GOODBYE']._serialized_end=770
+  _globals['_WELCOME']._serialized_start=773
+  _globals['_WELCOME']._serialized_end=916
+  _globals['_WORKERFACTS']._serialized_start=919
+  _globals['_WORKERFACTS']._serialized_end=1200
+  _globals['_MODELFACTS']._serialized_start=1203
+  _globals['_MODELFACTS']._serialized_end=1371
+  _globals['_KVSHAPE']._serialized_start=1373
+  _globals['_KVSHAPE']._serialized_end=1497
+  _globals['_GETINFOREQUEST']._serialized_start=1499
+  _globals['_GETINFOREQUEST']._serialized_end=1515
+  _globals['_GETINFORESPONSE']._serialized_start=1517
+  _globals['_GETINFORESPONSE']._serialized_end=1582
+  _globals['_WORKERINFO']._serialized_start=1584
+  _globals['_WORKERINFO']._serialized_end=1696
+  _globals['_SLEEPREQUEST']._serialized_start=1698
+  _globals['_SLEEPREQUEST']._serialized_end=1749
+  _globals['_SLEEPRESPONSE']._serialized_start=1751
+  _globals['_SLEEPRESPONSE']._serialized_end=1790
+  _globals['_WAKEREQUEST']._serialized_start=1792
+  _globals['_WAKEREQUEST']._serialized_end=1805
+  _globals['_WAKERESPONSE']._serialized_start=1807
+  _globals['_WAKERESPONSE']._serialized_end=1821
+  _globals['_WORKERSERVICE']._serialized_start=1919
+  _globals['_WORKERSERVICE']._serialized_end=2275
 # @@protoc_insertion_point(module_scope)

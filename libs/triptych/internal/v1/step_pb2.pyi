@@ -1,0 +1,154 @@
+from triptych.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_ERROR_CODE_UNSPECIFIED: _ClassVar[RowErrorCode]
+    ROW_ERROR_CODE_ENGINE_FAILURE: _ClassVar[RowErrorCode]
+    ROW_ERROR_CODE_INVALID_REQUEST: _ClassVar[RowErrorCode]
+ROW_ERROR_CODE_UNSPECIFIED: RowErrorCode
+ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
+ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
+
+class Step(_message.Message):
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NEW_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEW_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    last_result_seen: int
+    removed_slots: bytes
+    new_rows: _containers.RepeatedCompositeFieldContainer[NewRow]
+    chunk_slots: bytes
+    chunk_lengths: bytes
+    skipped_slots: bytes
+    block_slots: bytes
+    block_ids: bytes
+    num_tokens: int
+    new_contents: _containers.RepeatedCompositeFieldContainer[RowContent]
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ...) -> None: ...
+
+class RowContent(_message.Message):
+    __slots__ = ("id", "prompt_token_ids", "sampling")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    prompt_token_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class NewRow(_message.Message):
+    __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    slot_version: int
+    emitted_token_ids: bytes
+    content_id: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    block_ids: bytes
+    seed: int
+    prompt_logprobs_start: int
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_NS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_NS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_NS_FIELD_NUMBER: _ClassVar[int]
+    GAP_NS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    token_ids: bytes
+    token_counts: bytes
+    logprobs: LogprobColumns
+    row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+    idle_ns: int
+    gap_ns: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPromptLogprobs]
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class RowPromptLogprobs(_message.Message):
+    __slots__ = ("slot", "slot_version", "logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    slot_version: int
+    logprobs: PromptLogprobs
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "num_candidates", "token_ids", "logprobs", "ranks")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    num_candidates: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    def __init__(self, first_position: _Optional[int] = ..., num_candidates: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
+
+class LogprobColumns(_message.Message):
+    __slots__ = ("rows", "offsets", "token_ids", "logprobs", "ranks")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    offsets: bytes
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
+
+class RowError(_message.Message):
+    __slots__ = ("slot", "slot_version", "message", "code", "kv_is_valid")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    KV_IS_VALID_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    slot_version: int
+    message: str
+    code: RowErrorCode
+    kv_is_valid: bool
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...

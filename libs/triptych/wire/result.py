@@ -1,0 +1,134 @@
+"""step.proto, the worker's half: results."""
+
+from __future__ import annotations
+
+from triptych.errors import ProtocolViolation
+from triptych.internal.v1 import step_pb2
+from triptych.types.step import (
+    LogprobColumns,
+    PromptLogprobs,
+    RowError,
+    RowErrorCode,
+    RowPromptLogprobs,
+    StepResult,
+    StepTimings,
+)
+from triptych.wire.columns import (
+    check_equal_lengths,
+    check_offsets,
+    f32_from_bytes,
+    f32_to_bytes,
+    u32_from_bytes,
+    u32_to_bytes,
+)
+
+_CODE_TO_PROTO = {
+    RowErrorCode.ENGINE_FAILURE: step_pb2.ROW_ERROR_CODE_ENGINE_FAILURE,
+    RowErrorCode.INVALID_REQUEST: step_pb2.ROW_ERROR_CODE_INVALID_REQUEST,
+}
+_PROTO_TO_CODE = {number: code for code, number in _CODE_TO_PROTO.items()}
+
+
+def result_to_proto(result: StepResult) -> step_pb2.Result:
+    timings = result.timings
+    return step_pb2.Result(
+        step_id=result.step_id,
+        token_ids=u32_to_bytes(result.token_ids),
+        logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
+        row_errors=[
+            step_pb2.RowError(
+                slot=error.slot,
+                slot_version=error.slot_version,
+                message=error.message,
+                code=_CODE_TO_PROTO[error.code],
+                kv_is_valid=error.kv_is_valid,
+            )
+            for error in result.row_errors
+        ],
+        prepare_ns=timings.prepare_ns,
+        forward_ns=timings.forward_ns,
+        sample_ns=timings.sample_ns,
+        idle_ns=timings.idle_ns,
+        gap_ns=timings.gap_ns,
+        prompt_logprobs=[
+            step_pb2.RowPromptLogprobs(
+                slot=row.slot, slot_version=row.slot_version, logprobs=prompt_logprobs_to_proto(row.logprobs)
+            )
+            for row in result.prompt_logprobs
+        ],
+    )
+
+
+def result_from_proto(message: step_pb2.Result) -> StepResult:
+    """Raises ProtocolViolation for more than one token per row, which no engine plans yet."""
+    if message.token_counts:
+        raise ProtocolViolation("Result.token_counts: several tokens per row and step are not served yet")
+    return StepResult(
+        step_id=message.step_id,
+        token_ids=u32_from_bytes(message.token_ids),
+        logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+        row_errors=tuple(
+            RowError(
+                error.slot,
+                error.slot_version,
+                error.message,
+                _PROTO_TO_CODE.get(error.code, RowErrorCode.ENGINE_FAILURE),
+                error.kv_is_valid,
+            )
+            for error in message.row_errors
+        ),
+        timings=StepTimings(
+            message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
+        ),
+        prompt_logprobs=tuple(
+            RowPromptLogprobs(row.slot, row.slot_version, prompt_logprobs_from_proto(row.logprobs))
+            for row in message.prompt_logprobs
+        ),
+    )
+
+
+def logprobs_to_proto(columns: LogprobColumns) -> step_pb2.LogprobColumns:
+    return step_pb2.LogprobColumns(
+        rows=u32_to_bytes(columns.rows),
+        offsets=u32_to_bytes(columns.offsets),
+        token_ids=u32_to_bytes(columns.token_ids),
+        logprobs=f32_to_bytes(columns.logprobs),
+        ranks=u32_to_bytes(columns.ranks),
+    )
+
+
+def logprobs_from_proto(message: step_pb2.LogprobColumns) -> LogprobColumns:
+    columns = LogprobColumns(
+        rows=u32_from_bytes(message.rows),
+        offsets=u32_from_bytes(message.offsets),
+        token_ids=u32_from_bytes(message.token_ids),
+        logprobs=f32_from_bytes(message.logprobs),
+        ranks=u32_from_bytes(message.ranks),
+    )
+    check_equal_lengths(rows=columns.rows, ranks=columns.ranks, offsets_less_one=columns.offsets[1:])
+    check_equal_lengths(token_ids=columns.token_ids, logprobs=columns.logprobs)
+    check_offsets(columns.offsets, len(columns.token_ids))
+    return columns
+
+
+def prompt_logprobs_to_proto(entries: PromptLogprobs) -> step_pb2.PromptLogprobs:
+    return step_pb2.PromptLogprobs(
+        first_position=entries.first_position,
+        num_candidates=entries.token_ids.shape[1],
+        token_ids=u32_to_bytes(entries.token_ids),
+        logprobs=f32_to_bytes(entries.logprobs),
+        ranks=u32_to_bytes(entries.ranks),
+    )
+
+
+def prompt_logprobs_from_proto(message: step_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Raises ProtocolViolation unless every position has as many candidates."""
+    token_ids, logprobs = u32_from_bytes(message.token_ids), f32_from_bytes(message.logprobs)
+    ranks = u32_from_bytes(message.ranks)
+    shape = len(ranks), message.num_candidates
+    if not shape[1] or {len(token_ids), len(logprobs)} != {shape[0] * shape[1]}:
+        raise ProtocolViolation(
+            f"prompt_logprobs: {len(token_ids)} token_ids and {len(logprobs)} logprobs are not {shape[1]} candidates "
+            f"for each of {shape[0]} positions"
+        )
+    return PromptLogprobs(message.first_position, token_ids.reshape(shape), logprobs.reshape(shape), ranks)

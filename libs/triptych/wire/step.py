@@ -1,0 +1,184 @@
+"""step.proto, the engine's half: steps as they travel in a session."""
+
+from __future__ import annotations
+
+from triptych.errors import ProtocolViolation
+from triptych.internal.v1 import step_pb2
+from triptych.types.step import U32, NewRow, RowContent, StepPlan
+from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
+from triptych.wire.common import sampling_from_proto, sampling_to_proto
+
+Step = step_pb2.Step
+"""One step of a session as it travels; what it means, `StepDecoder` says."""
+
+
+class StepEncoder:
+    """Turns one session's plans into messages: a content is sent once, for as long as any row holds it.
+
+    Used for the plans of one session in order; `StepDecoder` is its counterpart at the worker.
+    """
+
+    def __init__(self) -> None:
+        self._held = _HeldContents()
+        self._key_to_id: dict[int, int] = {}
+        """id() of a content that the worker holds -> its name there."""
+        self._next_id = 1
+
+    def encode(self, plan: StepPlan) -> step_pb2.Step:
+        new_contents = []
+        self._held.leave(plan.removed_slots)
+        for row in plan.new_rows:
+            content = row.content
+            content_id = self._key_to_id.get(id(content))
+            if content_id is None:
+                content_id, self._next_id = self._next_id, self._next_id + 1
+                self._key_to_id[id(content)] = content_id
+                new_contents.append(
+                    step_pb2.RowContent(
+                        id=content_id,
+                        prompt_token_ids=u32_to_bytes(content.prompt_token_ids),
+                        sampling=sampling_to_proto(content.sampling),
+                    )
+                )
+            self._held.enter(row.slot, content_id, content)
+        new_rows = [_row_to_proto(row, self._key_to_id[id(row.content)]) for row in plan.new_rows]
+        for content in self._held.drop_unused():
+            del self._key_to_id[id(content)]
+        return step_pb2.Step(
+            step_id=plan.step_id,
+            last_result_seen=plan.last_result_seen,
+            removed_slots=u32_to_bytes(plan.removed_slots),
+            new_contents=new_contents,
+            new_rows=new_rows,
+            chunk_slots=u32_to_bytes(plan.chunk_slots),
+            chunk_lengths=u32_to_bytes(plan.chunk_lengths),
+            skipped_slots=u32_to_bytes(plan.skipped_slots),
+            block_slots=u32_to_bytes(plan.block_slots),
+            block_ids=u32_to_bytes(plan.block_ids),
+            num_tokens=plan.num_tokens,
+        )
+
+
+class StepDecoder:
+    """Turns one session's messages into plans. Used for the steps of one session in order, each once."""
+
+    def __init__(self) -> None:
+        self._held = _HeldContents()
+
+    def decode(self, message: step_pb2.Step) -> StepPlan:
+        """The plan of the next step.
+
+        Raises:
+            ProtocolViolation: columns of one table differ in length, or a row refers to a content that is not here;
+                the step has had no effect.
+        """
+        contents = {
+            content.id: RowContent(
+                u32_from_bytes(content.prompt_token_ids), sampling_from_proto(content.sampling)
+            )
+            for content in message.new_contents
+        }
+        rows = tuple(
+            _row_from_proto(row, contents.get(row.content_id) or self._held.find(row.content_id))
+            for row in message.new_rows
+        )
+        plan = StepPlan(
+            step_id=message.step_id,
+            last_result_seen=message.last_result_seen,
+            removed_slots=u32_from_bytes(message.removed_slots),
+            new_rows=rows,
+            chunk_slots=u32_from_bytes(message.chunk_slots),
+            chunk_lengths=u32_from_bytes(message.chunk_lengths),
+            skipped_slots=u32_from_bytes(message.skipped_slots),
+            block_slots=u32_from_bytes(message.block_slots),
+            block_ids=u32_from_bytes(message.block_ids),
+            num_tokens=message.num_tokens,
+        )
+        check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
+        check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
+        self._held.leave(plan.removed_slots)
+        for row, row_message in zip(rows, message.new_rows, strict=True):
+            self._held.enter(row.slot, row_message.content_id, row.content)
+        self._held.drop_unused()
+        return plan
+
+
+class _HeldContents:
+    """The contents that live rows refer to. Both ends of a session keep one, by the same rules."""
+
+    def __init__(self) -> None:
+        self._slot_to_id: dict[int, int] = {}
+        self._id_to_content: dict[int, RowContent] = {}
+        self._id_to_num_rows: dict[int, int] = {}
+        self._unused: set[int] = set()
+
+    def find(self, content_id: int) -> RowContent:
+        """Raises ProtocolViolation if it is not held."""
+        content = self._id_to_content.get(content_id)
+        if content is None:
+            raise ProtocolViolation(f"new_rows: content {content_id} was not sent, or has been forgotten")
+        return content
+
+    def enter(self, slot: int, content_id: int, content: RowContent) -> None:
+        """Note that a row of this content is now in the slot."""
+        self._id_to_content[content_id] = content
+        self._slot_to_id[slot] = content_id
+        self._id_to_num_rows[content_id] = self._id_to_num_rows.get(content_id, 0) + 1
+        self._unused.discard(content_id)
+
+    def leave(self, slots: U32) -> None:
+        """Note that the rows in these slots are gone; their contents stay until `drop_unused`."""
+        for slot in slots.tolist():
+            content_id = self._slot_to_id.pop(slot, None)
+            if content_id is None:
+                continue  # no row of this session: the runner refuses the step
+            self._id_to_num_rows[content_id] -= 1
+            if not self._id_to_num_rows[content_id]:
+                self._unused.add(content_id)
+
+    def drop_unused(self) -> list[RowContent]:
+        """Forget the contents that no row refers to, and return them."""
+        dropped = []
+        for content_id in self._unused:
+            del self._id_to_num_rows[content_id]
+            dropped.append(self._id_to_content.pop(content_id))
+        self._unused.clear()
+        return dropped
+
+
+def plan_to_proto(plan: StepPlan) -> step_pb2.Step:
+    """A plan that stands for itself, with the contents of all its rows: for journals, not for a session."""
+    return StepEncoder().encode(plan)
+
+
+def plan_from_proto(message: step_pb2.Step) -> StepPlan:
+    """The inverse of `plan_to_proto`. Raises ProtocolViolation as `StepDecoder.decode` does."""
+    return StepDecoder().decode(message)
+
+
+def _row_to_proto(row: NewRow, content_id: int) -> step_pb2.NewRow:
+    return step_pb2.NewRow(
+        slot=row.slot,
+        slot_version=row.slot_version,
+        content_id=content_id,
+        emitted_token_ids=u32_to_bytes(row.emitted_token_ids),
+        num_computed_tokens=row.num_computed_tokens,
+        num_cached_tokens=row.num_cached_tokens,
+        block_ids=u32_to_bytes(row.block_ids),
+        seed=row.seed,
+        prompt_logprobs_start=row.prompt_logprobs_start,
+    )
+
+
+def _row_from_proto(message: step_pb2.NewRow, content: RowContent) -> NewRow:
+    return NewRow(
+        slot=message.slot,
+        slot_version=message.slot_version,
+        content=content,
+        emitted_token_ids=u32_from_bytes(message.emitted_token_ids),
+        num_computed_tokens=message.num_computed_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        block_ids=u32_from_bytes(message.block_ids),
+        seed=message.seed,
+        prompt_logprobs_start=message.prompt_logprobs_start,
+    )
