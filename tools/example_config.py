@@ -12,7 +12,8 @@ from pathlib import Path
 import yaml
 
 from triptych.config import EngineConfig
-from triptych.config.loader import Option, iter_options
+from triptych.config.loader import iter_options
+from triptych.config.option import Option
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "config" / "example.yaml"
 WIDTH = 110

@@ -34,8 +34,7 @@ from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.startup import load_runner
 from triptych.config import EngineConfig
-from triptych.config.loader import to_flags
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config, to_flags
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult

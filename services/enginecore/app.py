@@ -12,8 +12,7 @@ from services.enginecore.loop import EngineLoop
 from services.enginecore.metrics import export_status
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from triptych.config.loader import ServiceArguments
-from triptych.config.shared import shared_config
+from triptych.config.loader import ServiceArguments, shared_config
 from triptych.errors import ConfigError, StaleEpoch
 from triptych.internal.v1 import engine_core_pb2_grpc
 from triptych.observe import logging as observe_logging

@@ -24,8 +24,7 @@ from services.frontend.grpc.generation_servicer import (
     EmbeddingServicer,
     GenerationServicer,
 )
-from triptych.config import EngineConfig
-from triptych.config.fields import FrontendConfig
+from triptych.config import EngineConfig, FrontendConfig
 from triptych.config.loader import ServiceArguments
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe import logging as observe_logging

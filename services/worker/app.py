@@ -17,8 +17,7 @@ from services.worker.service.servicer import SERVICE, WorkerServicer
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepHung, Watchdog
-from triptych.config.loader import ServiceArguments
-from triptych.config.shared import shared_config
+from triptych.config.loader import ServiceArguments, shared_config
 from triptych.errors import TriptychError
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe import logging as observe_logging

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from triptych.config.fields import LogConfig
+from triptych.config import LogConfig
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import message_of
 

@@ -11,7 +11,8 @@ import yaml
 
 from tools.example_config import EXAMPLE, render
 from triptych.config import EngineConfig
-from triptych.config.loader import Option, iter_options, load_config
+from triptych.config.loader import iter_options, load_config, rank_config, shared_config
+from triptych.config.option import Option
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = list(iter_options())
@@ -74,8 +75,8 @@ def attribute_reads(root: Path) -> set[str]:
 
 
 READS = {service: attribute_reads(ROOT / "services" / service) for service in SERVICES}
-HANDSHAKE = attribute_reads(ROOT / "libs/triptych/config") & set(KEYS)
-"""Options that shared_config() reads, for the engine core and the worker to compare."""
+HANDSHAKE = shared_config(EngineConfig()).keys()
+"""Options that the engine core and the worker compare."""
 
 
 def is_read(option: Option, service: str) -> bool:
@@ -101,3 +102,16 @@ def test_an_option_is_read_by_no_other_service(option):
         assert f"config.{option.key}" not in READS[service], (
             f"{option.key}: services/{service} reads it, undeclared"
         )
+
+
+def test_shared_options_are_read_by_engine_and_worker():
+    for option in OPTIONS:
+        if option.limits.shared:
+            assert {"enginecore", "worker"} <= set(option.limits.read_by), option.key
+
+
+def test_ranks_share_what_workers_read_but_options_of_a_process():
+    shared_by_ranks = rank_config(EngineConfig()).keys()
+    assert shared_config(EngineConfig()).keys() <= shared_by_ranks
+    assert {"cache.num_blocks", "cache.memory_fraction", "parallel.tensor_parallel_size"} <= shared_by_ranks
+    assert not {"worker.rank", "worker.local_rank", "worker.port", "engine.port"} & shared_by_ranks

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from triptych.config import EngineConfig
-from triptych.config.loader import Option, iter_options
+from triptych.config.loader import iter_options
+from triptych.config.option import Option
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.v1 import generation_pb2
 

@@ -14,7 +14,7 @@ from tests.helpers.processes import DEADLINE_S, Service, free_port, service_proc
 from tests.helpers.stack import FakeFrontend
 from tests.helpers.step_relay import Cut, StepRelay
 from triptych.config import EngineConfig
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config
 from triptych.errors import EngineUnavailable, WorkerHeld
 
 pytestmark = pytest.mark.model  # its tokenizer's vocabulary, not its weights

@@ -24,7 +24,7 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import FrontendCore, frontend_core
 from triptych import errors
-from triptych.config.fields import FrontendConfig
+from triptych.config import FrontendConfig
 from triptych.rpc.channel import open_channel
 from triptych.rpc.server import RpcServer
 from triptych.rpc.status import from_rpc_error

@@ -26,7 +26,7 @@ from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -18,7 +18,7 @@ from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)

@@ -29,7 +29,7 @@ from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config
 from triptych.errors import TriptychError
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher import child
 from triptych.launcher.launch import with_free_ports
@@ -144,7 +144,7 @@ def test_the_children_of_a_killed_parent_leave():
         "import sys, time\n"
         "from triptych.launcher.launch import with_free_ports\n"
         "from triptych.launcher.local_cluster import LocalCluster\n"
-        "from triptych.config.fields import EngineConfig\n"
+        "from triptych.config import EngineConfig\n"
         f"cluster = LocalCluster(with_free_ports(EngineConfig()), modules={FAKES!r})\n"
         "cluster.start(); cluster.wait_bound(20)\n"
         "print(*cluster.pids.values(), flush=True)\n"

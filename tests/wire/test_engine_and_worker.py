@@ -16,7 +16,7 @@ from tests.helpers.stack import (
     make_config,
     running_stack,
 )
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config
 from triptych.errors import EngineUnavailable, HandshakeMismatch, WorkerHeld
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams

@@ -29,7 +29,7 @@ from tests.helpers.stack import (
     make_config,
     running_stack,
 )
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config
 from triptych.errors import EngineFailure
 from triptych.internal.v1 import engine_core_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics

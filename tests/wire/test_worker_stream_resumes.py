@@ -22,7 +22,7 @@ from tests.helpers.stack import (
     make_config,
 )
 from tests.helpers.step_relay import Cut, StepRelay
-from triptych.config.shared import shared_config
+from triptych.config.loader import shared_config
 from triptych.errors import EngineFailure, StaleEpoch, WorkerHeld
 from triptych.types.outputs import RequestFailure
 from triptych.types.sampling import SamplingParams

@@ -17,7 +17,7 @@ from services.worker.runner.startup.create import create_runner
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 
 SIZES = {
     "vocab_size": 97,

@@ -29,7 +29,7 @@ from services.worker.runner.startup.create import create_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import (
+from triptych.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -113,11 +113,9 @@ def compute(case: Case, rank: int) -> Answer:
         model=ModelConfig(model="somewhere/tiny", quantization=case.quantization, dtype=case.dtype),
         cache=CacheConfig(block_size=4, num_blocks=60),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        worker=WorkerConfig(device=case.device, num_threads=1),
+        worker=WorkerConfig(device=case.device, rank=rank, local_rank=rank, num_threads=1),
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks,
-            rank=rank,
-            local_rank=rank,
             rendezvous_address=f"127.0.0.1:{case.port}",
             timeout_s=TIMEOUT_S,
         ),

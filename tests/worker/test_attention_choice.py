@@ -17,7 +17,7 @@ from services.worker.context.attention_choice import (
 )
 from services.worker.context.resolve import choose_batch_invariance, resolve_for_device
 from tests.worker.tiny import tiny_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled
 
 HOPPER = AttentionSite(

@@ -27,7 +27,7 @@ from services.worker.context.resolve import (
 )
 from services.worker.service.startup import load_runner
 from tests.worker.tiny import tiny_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import forced_isa
 
@@ -93,7 +93,7 @@ def test_the_caches_precision_can_be_set_apart():
             EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3)),
             "parallel.pipeline_parallel_size = 3",
         ),
-        (EngineConfig(parallel=ParallelConfig(rank=1)), "parallel.rank = 1"),
+        (EngineConfig(worker=WorkerConfig(rank=1)), "worker.rank = 1"),
     ],
 )
 def test_what_no_worker_serves_is_refused_by_key_and_value_before_anything_is_loaded(engine, names):
@@ -102,16 +102,15 @@ def test_what_no_worker_serves_is_refused_by_key_and_value_before_anything_is_lo
 
 
 def test_ranks_beyond_the_group_are_refused():
-    parallel = ParallelConfig(tensor_parallel_size=2, rank=2)
-    with pytest.raises(ConfigError, match=r"parallel.rank: 2, but parallel.tensor_parallel_size = 2 ranks"):
-        resolve_config(EngineConfig(parallel=parallel, worker=CPU), tiny_architecture())
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"worker.rank: 2, but parallel.tensor_parallel_size = 2 ranks"):
+        resolve_config(EngineConfig(parallel=parallel, worker=replace(CPU, rank=2)), tiny_architecture())
 
 
-def test_a_rank_is_told_its_place():
-    parallel = ParallelConfig(tensor_parallel_size=4, rank=3, local_rank=1)
-    rank = resolve_config(EngineConfig(parallel=parallel, worker=CPU), tiny_architecture()).rank
-    assert (rank.rank, rank.tensor_parallel_rank, rank.tensor_parallel_size) == (3, 3, 4)
-    assert (rank.local_rank, rank.device) == (1, "cpu")
+def test_the_rank_comes_from_the_options_of_the_process():
+    engine = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=4), worker=replace(CPU, rank=3))
+    rank = resolve_config(engine, tiny_architecture()).rank
+    assert (rank.tensor_parallel_rank, rank.tensor_parallel_size, rank.device) == (3, 4, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +288,7 @@ def test_auto_takes_an_accelerator_if_there_is_one(monkeypatch, requested, num_d
     assert str(choose_device(requested, local_rank=1)) == chosen
 
 
-@pytest.mark.parametrize(("num_devices", "says"), [(0, "worker.device: cuda"), (1, "parallel.local_rank: 1")])
+@pytest.mark.parametrize(("num_devices", "says"), [(0, "worker.device: cuda"), (1, "worker.local_rank: 1")])
 def test_an_accelerator_that_is_not_there_stops_the_boot(monkeypatch, num_devices, says):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)

@@ -14,7 +14,7 @@ from services.worker.runner.startup import create
 from services.worker.runner.startup.create import create_runner
 from tests.worker.test_threads import CHECKPOINT
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, LoadConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, LoadConfig, WorkerConfig
 from triptych.types.facts import Phase, SleepLevel
 
 

@@ -10,7 +10,7 @@ import pytest
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.runner.startup import create
 from tests.worker.tiny import tiny_architecture
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from services.worker.runner.startup.create import create_runner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import (
+from triptych.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -22,7 +22,7 @@ from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import GREEDY, dense, tiny_config
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights import crossover

@@ -14,8 +14,14 @@ from services.worker.simulation.create import create_simulated_runner
 from services.worker.simulation.vocabulary import read_word_ids
 from tests.worker.simulated import EOS, VOCAB_SIZE, write_model
 from tests.worker.tiny import new_row, step_plan
-from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulationConfig
-from triptych.config.fields import ParallelConfig
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SimulationConfig,
+)
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 
 WORDS = {

@@ -23,7 +23,7 @@ from tests.worker.checkpoints import SIZES, save_checkpoint
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import MemoryShort, ModelError
 from triptych.types.facts import Phase, SleepLevel
 

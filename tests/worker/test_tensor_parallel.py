@@ -21,7 +21,7 @@ from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
-from triptych.config.fields import ParallelConfig
+from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
 from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
@@ -168,7 +168,7 @@ def test_two_workers_of_one_rank_are_told() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert any("parallel.rank: 1 was given to two workers" in error for error in errors)
+    assert any("worker.rank: 1 was given to two workers" in error for error in errors)
     assert any("for ranks [2]" in error for error in errors)
 
 
@@ -183,7 +183,7 @@ def test_ranks_that_differ_are_refused_before_they_load() -> None:
     with pytest.raises(HandshakeMismatch) as refusal:
         check_agreement(config, fingerprint="abc", processor="avx2")
     assert str(refusal.value).startswith(
-        "quantization: rank 0 has 'q8', rank 1 has 'q4'; checkpoint: rank 0 has 'abc', rank 1 has 'abd'; give all"
+        "checkpoint: rank 0 has 'abc', rank 1 has 'abd'; quantization: rank 0 has 'q8', rank 1 has 'q4'; give all"
     )
     check_agreement(tiny_config(), fingerprint="abc", processor="avx2")
 

@@ -17,7 +17,7 @@ from services.worker.runner.startup.create import create_runner
 from services.worker.service import startup
 from tests.worker.tiny import tiny_architecture
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import CacheConfig, EngineConfig, LoadConfig, ModelConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, WorkerConfig
 from triptych_kernels.cpu import build
 from triptych_kernels.cpu.library import forced_isa, isa
 

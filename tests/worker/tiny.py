@@ -17,7 +17,7 @@ from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
-from triptych.config.fields import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan

@@ -16,8 +16,7 @@ from typing import NoReturn
 import grpc.aio
 import numpy as np
 
-from triptych.config.loader import load_config
-from triptych.config.shared import shared_config
+from triptych.config.loader import load_config, shared_config
 from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel

@@ -21,7 +21,7 @@ from types import FrameType
 from triptych.cli.stack import given_options
 from triptych.cli.streaming import DEFAULT_ADDRESS
 from triptych.client.grpc_client import GenerationClient
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, load_config
 from triptych.errors import ConfigError
 from triptych.launcher.launch import launch

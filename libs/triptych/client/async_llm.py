@@ -12,7 +12,7 @@ from typing import Any
 from triptych.client.collect import stream_outputs
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import Prompt, RequestOptions
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.errors import EngineUnavailable
 from triptych.launcher.launch import (
     CONNECT_TIMEOUT_S,

@@ -19,7 +19,7 @@ from triptych.client.request import (
     split_conversations,
     split_prompts,
 )
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.errors import InvalidRequest
 from triptych.launcher.launch import (
     CONNECT_TIMEOUT_S,

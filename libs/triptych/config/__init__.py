@@ -3,14 +3,16 @@
 from triptych.config.fields import (
     CacheConfig,
     EngineConfig,
-    EngineCoreConfig,
-    FrontendConfig,
-    JournalConfig,
     LoadConfig,
-    LogConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+)
+from triptych.config.process_fields import (
+    EngineCoreConfig,
+    FrontendConfig,
+    JournalConfig,
+    LogConfig,
     SimulationConfig,
     WorkerConfig,
 )

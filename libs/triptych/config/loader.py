@@ -1,4 +1,7 @@
-"""Builds the one config object: defaults < yaml file < environment < flags, every source checked alike."""
+"""Builds the one config object, and compares it with another process's.
+
+Sources, each overriding the one before: defaults, yaml file, environment, flags. All are checked alike.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from triptych.config.fields import EngineConfig, Limits
-from triptych.errors import ConfigError
+from triptych.config.fields import EngineConfig
+from triptych.config.option import ENV_PREFIX, WORKER, Option
+from triptych.errors import ConfigError, HandshakeMismatch
 
-ENV_PREFIX = "TRIPTYCH_"
 CONFIG_FILE_ENV = "TRIPTYCH_CONFIG"
 _BOOLEANS = {
     "true": True,
@@ -32,29 +35,6 @@ _BOOLEANS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One value an operator may set, with the names it has in each source."""
-
-    leaf: str
-    name: str
-    type: type
-    default: Any
-    limits: Limits
-
-    @property
-    def key(self) -> str:
-        return f"{self.leaf}.{self.name}"
-
-    @property
-    def env(self) -> str:
-        return f"{ENV_PREFIX}{self.leaf}_{self.name}".upper()
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
-
-
-@dataclass(frozen=True, slots=True)
 class ServiceArguments:
     """The parsed command line of a service."""
 
@@ -64,7 +44,7 @@ class ServiceArguments:
 
 
 def iter_options() -> Iterator[Option]:
-    """Every option there is, in the order of declaration."""
+    """Yield every option, in the order of declaration."""
     for leaf in fields(EngineConfig):
         leaf_class = _leaf_class(leaf)
         types = typing.get_type_hints(leaf_class)
@@ -146,12 +126,51 @@ def parse_service_arguments(service: str, description: str, argv: Sequence[str])
 
 
 def to_flags(config: EngineConfig) -> list[str]:
-    """The flags that make another process build this same config."""
+    """Return the flags that make another process build this same config."""
     return [
         f"{option.flag}={_show(actual)}"
         for option in iter_options()
-        if (actual := getattr(getattr(config, option.leaf), option.name)) != option.default
+        if (actual := _value(config, option)) != option.default
     ]
+
+
+def shared_config(config: EngineConfig) -> dict[str, str]:
+    """Return key -> value of the options that an engine and its worker must share; the hello carries them."""
+    return {option.key: _show(_value(config, option)) for option in iter_options() if option.limits.shared}
+
+
+def rank_config(config: EngineConfig) -> dict[str, str]:
+    """Return key -> value of the options that all ranks of a worker group must share."""
+    return {
+        option.key: _show(_value(config, option))
+        for option in iter_options()
+        if set(WORKER) <= set(option.limits.read_by) and not option.limits.per_rank
+    }
+
+
+def check_same_values(holder_to_values: Mapping[str, Mapping[str, str]], *, advice: str) -> None:
+    """Compare the values of several processes with those of the first.
+
+    Args:
+        holder_to_values: Name of a process, for the error -> its key -> value.
+        advice: What the operator should do about a difference.
+
+    Raises:
+        HandshakeMismatch: Some values differ; names every such key with both values.
+    """
+    (first, expected), *others = holder_to_values.items()
+    differing = [
+        f"{key}: {first} has {expected.get(key, 'nothing')!r}, {holder} has {values.get(key, 'nothing')!r}"
+        for holder, values in others
+        for key in sorted({*expected, *values})
+        if expected.get(key) != values.get(key)
+    ]
+    if differing:
+        raise HandshakeMismatch("; ".join(differing) + f"; {advice}")
+
+
+def _value(config: EngineConfig, option: Option) -> Any:
+    return getattr(getattr(config, option.leaf), option.name)
 
 
 def _leaf_class(leaf: Field[Any]) -> Any:

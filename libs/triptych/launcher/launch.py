@@ -11,8 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from triptych.config.fields import EngineConfig
-from triptych.config.loader import Option, iter_options, load_config
+from triptych.config import EngineConfig
+from triptych.config.loader import iter_options, load_config
+from triptych.config.option import Option
 from triptych.errors import ConfigError
 from triptych.hub import resolve_model
 from triptych.hub.progress import ProgressLine

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TypeAlias
 
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess

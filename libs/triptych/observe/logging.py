@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from triptych.config.fields import LogConfig
+from triptych.config import LogConfig
 
 _FIELDS = "fields"
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")

@@ -10,14 +10,10 @@ from enum import Enum, auto
 class RankFacts:
     """This process's place in its worker group."""
 
-    rank: int = 0
-    local_rank: int = 0
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
-    pipeline_parallel_rank: int = 0
-    pipeline_parallel_size: int = 1
     device: str = "cpu"
-    """cpu or cuda:<local_rank>"""
+    """`cpu`, `cuda:<local_rank>` or `simulated`."""
 
 
 @dataclass(frozen=True, slots=True)

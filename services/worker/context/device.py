@@ -14,7 +14,7 @@ from services.worker.context.attention_choice import installed_packages
 from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved import ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.library import use_threads as use_native_threads
@@ -40,7 +40,7 @@ def resolve_config(
         ConfigError: a device that is not there, or a max_model_len above the model's own.
         FeatureDisabled: a value that this build knows and does not serve.
     """
-    device = choose_device(engine.worker.device, engine.parallel.local_rank)
+    device = choose_device(engine.worker.device, engine.worker.local_rank)
     native_bfloat16 = has_native_bfloat16(device, root)
     return resolve_for_device(
         engine,
@@ -70,7 +70,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         )
     if local_rank >= num_devices:
         raise ConfigError(
-            f"parallel.local_rank: {local_rank}, but torch sees {num_devices} CUDA device(s), numbered from 0"
+            f"worker.local_rank: {local_rank}, but torch sees {num_devices} CUDA device(s), numbered from 0"
         )
     return torch.device("cuda", local_rank)
 

@@ -10,7 +10,7 @@ from services.worker.context.attention_choice import (
 )
 from services.worker.context.resolved import ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig, ParallelConfig
+from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import RankFacts
 
@@ -44,7 +44,7 @@ def resolve_for_device(
         ConfigError: a max_model_len above the model's own, or a rank that its group does not have.
         FeatureDisabled: a value that this build knows and does not serve.
     """
-    rank = find_rank(engine.parallel, device)
+    rank = find_rank(engine, device)
     own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
     if asked > own_limit:
         raise ConfigError(
@@ -86,27 +86,26 @@ def resolve_for_device(
     )
 
 
-def find_rank(parallel: ParallelConfig, device: str) -> RankFacts:
-    """This process's place among the ranks.
+def find_rank(engine: EngineConfig, device: str) -> RankFacts:
+    """Return this process's place among the ranks.
 
     Raises:
         ConfigError: there is no such rank.
         FeatureDisabled: layers on other ranks.
     """
+    parallel, rank = engine.parallel, engine.worker.rank
     size = parallel.tensor_parallel_size
     if parallel.pipeline_parallel_size > 1:
         raise FeatureDisabled(
             f"parallel.pipeline_parallel_size = {parallel.pipeline_parallel_size}",
             "every rank runs all layers; set it to 1",
         )
-    if parallel.rank >= size:
+    if rank >= size:
         raise ConfigError(
-            f"parallel.rank: {parallel.rank}, but parallel.tensor_parallel_size = {size} ranks are numbered from 0"
+            f"worker.rank: {rank}, but parallel.tensor_parallel_size = {size} ranks are numbered from 0"
         )
     return RankFacts(
-        rank=parallel.rank,
-        local_rank=parallel.local_rank,
-        tensor_parallel_rank=parallel.rank,
+        tensor_parallel_rank=rank,
         tensor_parallel_size=size,
         device=device,
     )
@@ -122,7 +121,7 @@ def check_supported(engine: EngineConfig) -> None:
     for key, value, served in (
         ("parallel.tensor_parallel_size", engine.parallel.tensor_parallel_size, 1),
         ("parallel.pipeline_parallel_size", engine.parallel.pipeline_parallel_size, 1),
-        ("parallel.rank", engine.parallel.rank, 0),
+        ("worker.rank", engine.worker.rank, 0),
     ):
         if value != served:
             raise FeatureDisabled(

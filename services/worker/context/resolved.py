@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.worker.context.rank_group import OneRank, RankGroup
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig
+from triptych.config import EngineConfig
 from triptych.types.facts import RankFacts
 
 

@@ -13,7 +13,7 @@ from services.worker.layers.weights import find_weight_targets
 from services.worker.loader.base import Checkpoint, StoredTensor
 from services.worker.models.registry import create_model
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.config.fields import EngineConfig, ModelConfig
+from triptych.config import EngineConfig, ModelConfig
 from triptych.types.facts import RankFacts
 
 _STANDARD_DEVIATION = 0.02  # what Llama is initialised with: activations neither vanish nor overflow

@@ -241,17 +241,13 @@ class LlamaMLP(nn.Module):
 
 
 def _check_supported(config: ResolvedConfig) -> None:
-    """Stop at what would change the maths.
+    """Refuse what would change the result.
 
     Raises:
-        FeatureDisabled: another activation than silu, or layers on other ranks.
+        FeatureDisabled: The activation is not silu.
     """
-    architecture, rank = config.architecture, config.rank
+    architecture = config.architecture
     if architecture.hidden_act != "silu":
         raise FeatureDisabled(
             f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone"
-        )
-    if rank.pipeline_parallel_size > 1:
-        raise FeatureDisabled(
-            f"pipeline_parallel_size {rank.pipeline_parallel_size}", "every rank runs all layers; set it to 1"
         )

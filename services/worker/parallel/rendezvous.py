@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from triptych.config.fields import ParallelConfig
+from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, RankUnavailable
 
 
@@ -31,7 +31,7 @@ def meet(parallel: ParallelConfig, rank: int, size: int) -> TCPStore:
     arrived = [f"arrived/{number}" for number in range(size)]
     try:
         if store.add(arrived[rank], 1) > 1:
-            raise ConfigError(f"parallel.rank: {rank} was given to two workers of the group at {where}")
+            raise ConfigError(f"worker.rank: {rank} was given to two workers of the group at {where}")
         try:
             store.wait(arrived, timeout)
         except DistError as error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.session import EngineHello, Grant, Session
 from services.worker.service.status import StatusPublisher, WorkerState
-from triptych.config.shared import check_shared
+from triptych.config.loader import check_same_values
 from triptych.errors import (
     EngineUnavailable,
     HandshakeMismatch,
@@ -166,7 +166,10 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
     assert state.facts is not None, "the worker is ready"
     if hello.max_steps_in_flight < 1:
         raise HandshakeMismatch(f"max_steps_in_flight: {hello.max_steps_in_flight} is below 1")
-    check_shared(engine=hello.shared_config, worker=shared_config)
+    check_same_values(
+        {"engine": hello.shared_config, "worker": shared_config},
+        advice="give both processes the same file, environment and flags",
+    )
     if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
         raise HandshakeMismatch(
             f"fingerprint: engine expects {hello.fingerprint}, worker has {state.facts.model.fingerprint}"

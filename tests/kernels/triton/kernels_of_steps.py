@@ -32,7 +32,7 @@ from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config.fields import EngineConfig, SchedulerConfig
+from triptych.config import EngineConfig, SchedulerConfig
 from triptych.types.facts import KvShape, RankFacts
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
 from triptych_kernels import registry as dispatch

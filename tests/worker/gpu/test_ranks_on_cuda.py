@@ -15,7 +15,7 @@ from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_config
-from triptych.config.fields import ParallelConfig
+from triptych.config import ParallelConfig
 from triptych.types.facts import RankFacts
 
 SIZES = {

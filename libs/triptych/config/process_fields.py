@@ -1,0 +1,198 @@
+"""Options of the processes: addresses, devices, time limits, simulation, recordings and logs; see `fields`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.config.option import ALL, ENGINE, FRONTEND, WORKER, value
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """The tokenizing gateway: public gRPC and HTTP."""
+
+    host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.", FRONTEND)
+    port: int = value(50051, "gRPC port; 0: any free one, written to --ready-file.", FRONTEND, ge=0, le=65535)
+    http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    engine_addresses: str = value(
+        "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
+    )
+    drain_s: float = value(
+        30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
+    )
+    client_timeout_s: float = value(
+        60.0,
+        "Seconds that a client may take to send an HTTP request, or read nothing of an answer that waits for it; then "
+        "its connection or call ends and the request is aborted.",
+        FRONTEND,
+        gt=0,
+    )
+    max_connection_age_s: float = value(
+        0.0,
+        "Seconds after which a gRPC connection is asked to end, so that clients behind a load balancer spread again; "
+        "running calls finish. 0: never.",
+        FRONTEND,
+        ge=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreConfig:
+    """The scheduler's process."""
+
+    host: str = value("127.0.0.1", "Address to bind.", ENGINE)
+    port: int = value(50052, "gRPC port; 0: any free one, written to --ready-file.", ENGINE, ge=0, le=65535)
+    metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
+    engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
+    worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
+    resume_ttl_s: float = value(
+        10.0,
+        "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost. Of the "
+        "step stream the worker's value counts; the engine learns it in the handshake.",
+        ENGINE + WORKER,
+        ge=0,
+    )
+    drain_s: float = value(
+        30.0, "Seconds that running requests may take to finish after SIGTERM.", ENGINE, ge=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One accelerator's process."""
+
+    host: str = value("127.0.0.1", "Address to bind.", WORKER, per_rank=True)
+    port: int = value(
+        50053, "gRPC port; 0: any free one, written to --ready-file.", WORKER, ge=0, le=65535, per_rank=True
+    )
+    metrics_port: int = value(
+        9103, "Prometheus /metrics port; 0: any free one.", WORKER, ge=0, le=65535, per_rank=True
+    )
+    device: str = value(
+        "auto",
+        "auto: cuda if there is one, else cpu.",
+        WORKER,
+        choices=("auto", "cpu", "cuda"),
+        per_rank=True,
+    )
+    rank: int = value(
+        0,
+        "This process's number among the ranks of its group; give it as a flag or in the environment, since all ranks "
+        "may read the same file.",
+        WORKER,
+        ge=0,
+        per_rank=True,
+    )
+    local_rank: int = value(
+        0, "Number of this process's accelerator on its machine.", WORKER, ge=0, per_rank=True
+    )
+    num_threads: int = value(
+        0,
+        "CPU threads for the model; 0: the physical cores this process may use.",
+        WORKER,
+        ge=0,
+        per_rank=True,
+    )
+    attention_backend: str = value(
+        "auto",
+        "What attends to the KV cache. triton: the project's kernels for CUDA devices; torch: plain torch, slow; "
+        "flash-attn, flashinfer: those packages, on CUDA devices, in 16 bits, installed by you. auto: triton on a CUDA "
+        "device, the native kernels on a CPU.",
+        WORKER,
+        choices=("auto", "triton", "torch", "flash-attn", "flashinfer"),
+    )
+    enforce_eager: bool = value(
+        False,
+        "Call the model operation by operation, not as one recorded program or CUDA graph; for debugging.",
+        WORKER,
+    )
+    graph_capture: str = value(
+        "startup",
+        "When CUDA graphs are captured. startup: all before the worker is ready, and again when it wakes; lazy: each "
+        "behind the first step that needs it, which then takes up to a second.",
+        WORKER,
+        choices=("startup", "lazy"),
+    )
+    hang_timeout_s: float = value(
+        30.0,
+        "Seconds that a step is given at least, and more where steps of so many tokens take long; then the worker "
+        "exits with code 70, to be started again.",
+        WORKER,
+        gt=0,
+        per_rank=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """A worker without weights: real steps, made-up tokens, modelled times."""
+
+    enabled: bool = value(False, "Simulate the model instead of loading it.", WORKER)
+    profile: str = value(
+        "",
+        "JSON file with the four step-time coefficients, as `python -m tools.fit` writes it from a recorded run; "
+        "empty: those below.",
+        WORKER,
+    )
+    base_ms: float = value(
+        5.0,
+        "Milliseconds of any step: reading the weights once. The defaults, this one and the three below, estimate "
+        "an 8B model in bfloat16 on an accelerator of 3 TB/s.",
+        WORKER,
+        ge=0,
+    )
+    prefill_token_us: float = value(
+        25.0, "Microseconds per token that was known when its request entered the batch.", WORKER, ge=0
+    )
+    decode_row_us: float = value(
+        5.0, "Microseconds per request that computes a token sampled since.", WORKER, ge=0
+    )
+    context_token_ns: float = value(
+        50.0, "Nanoseconds per token of context that attention reads.", WORKER, ge=0
+    )
+    eos_probability: float = value(
+        0.0, "Chance of EOS at each token; 0: every request runs to its length.", WORKER, ge=0, le=1
+    )
+    free_memory_gib: float = value(
+        32.0,
+        "GiB free after loading on the simulated device; `cache.memory_fraction` of it holds KV blocks, unless "
+        "`cache.num_blocks` says how many there are.",
+        WORKER,
+        gt=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JournalConfig:
+    """A recording of what the engine core is given and decides, for `python -m tools.replay`."""
+
+    path: str = value(
+        "",
+        "Directory for one journal per run of the engine, on a local disk; it contains prompts and outputs as "
+        "token ids. Empty: nothing is recorded.",
+        ENGINE,
+    )
+    max_bytes: int = value(
+        256 << 20,
+        "Bytes of all journals of one engine there. Those of earlier runs are deleted for it, oldest first; then the "
+        "recording ends.",
+        ENGINE,
+        ge=1 << 16,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Logging of all three services."""
+
+    level: str = value(
+        "info",
+        "Least severe line to print.",
+        ALL,
+        choices=("debug", "info", "warning", "error"),
+        per_rank=True,
+    )
+    format: str = value(
+        "text", "text: for people; json: one object a line.", ALL, choices=("text", "json"), per_rank=True
+    )
