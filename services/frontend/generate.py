@@ -44,7 +44,7 @@ from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
-_CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
+CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
 
 
 class ServedModel(NamedTuple):
@@ -297,7 +297,7 @@ class Generator:
             prompt = request.prompt_token_ids
             outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
         for index in range(sampling.n):
-            if index and index % _CHOICES_PER_TURN == 0:
+            if index and index % CHOICES_PER_TURN == 0:
                 await asyncio.sleep(0)
             outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
         seeds = [choice_seed(request.seed, index) for index in range(sampling.n)]

@@ -215,7 +215,8 @@ class Choice:
         self._report = report
         """Set to None once the prompt has been reported."""
         self._is_admitted = False
-        self._is_queued = False
+        self.has_pending = False
+        """Whether `next_event` has an event of this choice."""
         self._is_settled = False  # the engine has accounted for it, or will not
         # What the next event carries: new output, or all of it, as the client chose.
         self._text = [echo] if echo else []
@@ -267,7 +268,7 @@ class Choice:
 
     def take(self) -> DeltaEvent:
         """The pending delta; called by the one client."""
-        self._is_queued = False
+        self.has_pending = False
         event = DeltaEvent(
             index=self.index,
             text="".join(self._text),
@@ -306,8 +307,8 @@ class Choice:
         if finish is not None and self.finish_reason is None:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
         is_due = self._sampling.output_kind is not OutputKind.FINAL_ONLY or self.finish_reason is not None
-        if is_due and not self._is_queued:
-            self._is_queued = True
+        if is_due and not self.has_pending:
+            self.has_pending = True
             self._outputs.note_ready(self)
 
     def _add_text(self, token_ids: list[int], finish: FinishedRequest | None) -> int:

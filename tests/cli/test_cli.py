@@ -273,7 +273,7 @@ def test_a_model_that_is_not_there_is_one_line(capsys):
 
 def test_env_prints_what_a_system_without_proc_tells(monkeypatch, capsys):
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(env, "_key_values", lambda path: {})
+    monkeypatch.setattr(env, "read_key_values", lambda path: {})
     assert exit_code("env") == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line)
     assert lines["cores"].startswith(f"{os.cpu_count()} usable of ")

@@ -101,7 +101,7 @@ def test_retry_info_is_obeyed(llm, frontend):
 
 
 def test_a_server_that_is_away_for_a_moment_is_asked_again(llm, frontend, monkeypatch):
-    monkeypatch.setattr(batch, "_REDIAL_PAUSE_S", 0.05)
+    monkeypatch.setattr(batch, "REDIAL_PAUSE_S", 0.05)
     frontend.errors = [EngineUnavailable("restarting")] * 3
     assert len(llm.generate(["a", "b"], use_tqdm=False)) == 2
 

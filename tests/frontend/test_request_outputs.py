@@ -248,7 +248,7 @@ def test_streamed_text_is_the_unstreamed_text(text: str, data: st.DataObject) ->
         shown = ""
         for start, stop in zip([0, *cuts], [*cuts, len(token_ids)], strict=True):
             feed(choice, token_ids[start:stop])
-            if choice._is_queued:
+            if choice.has_pending:
                 delta = await outputs.next_event()
                 assert not delta.text.endswith("\ufffd") or "\ufffd" in text
                 shown += delta.text

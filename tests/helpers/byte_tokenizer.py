@@ -18,6 +18,12 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> text_tokenizer.Tokenizer:
+    """Return a tokenizer over `byte_backend`."""
+    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": chat_template}
+    return text_tokenizer.Tokenizer(byte_backend(), config)
+
+
+def byte_backend() -> Tokenizer:
     """Ids 0..255 are the bytes in the order of GPT-2's alphabet; words and control tokens follow."""
     vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
@@ -31,14 +37,13 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> text_tokeniz
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(BOS, special=True), AddedToken(EOS, special=True)])
-    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": chat_template}
-    return text_tokenizer.Tokenizer(backend, config)
+    return backend
 
 
 def write_model_directory(directory: Path) -> Path:
     """Write the files that a frontend needs of a model: its tokenizer, and a config.json to recognise it."""
     (directory / "config.json").write_text("{}")
-    (directory / "tokenizer.json").write_text(byte_tokenizer()._backend.to_str())
+    (directory / "tokenizer.json").write_text(byte_backend().to_str())
     config = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 40}')

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, process
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.helpers.byte_tokenizer import BOS, EOS, byte_backend, byte_tokenizer
 from tests.text.tokenizers_of_tests import (
     byte_level,
     byte_level_backend,
@@ -193,7 +193,7 @@ def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None
 
 
 def with_bos_and_eos() -> Tokenizer:
-    backend = byte_tokenizer()._backend
+    backend = byte_backend()
     bos, eos = (backend.token_to_id(token) for token in (BOS, EOS))
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, bos), (EOS, eos)]
@@ -230,13 +230,13 @@ def test_no_token_stands_for_more_characters_than_the_bound(text: str) -> None:
     ],
 )
 def test_a_normalizer_that_leaves_text_out_takes_the_bound_away(normalizer: object, is_bounded: bool) -> None:
-    backend = byte_tokenizer()._backend
+    backend = byte_backend()
     if normalizer is not None:
         backend.normalizer = normalizer
     assert (Tokenizer(backend, {}).max_chars_per_token is not None) == is_bounded
 
 
 def test_an_added_token_that_takes_spaces_along_takes_the_bound_away() -> None:
-    backend = byte_tokenizer()._backend
+    backend = byte_backend()
     backend.add_special_tokens([AddedToken("<x>", rstrip=True)])
     assert Tokenizer(backend, {}).max_chars_per_token is None

@@ -42,14 +42,14 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _machine() -> Iterator[tuple[str, str]]:
-    cpu = _key_values("/proc/cpuinfo")
+    cpu = read_key_values("/proc/cpuinfo")
     flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     yield "cpu", cpu.get("model name") or platform.machine()
     yield "cpu flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
     # macOS restricts no process to some of the CPUs, and has no /proc
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cores", f"{usable} usable of {os.cpu_count()}, quota {_read_limit('cpu.max')}"
-    memory = _key_values("/proc/meminfo")
+    memory = read_key_values("/proc/meminfo")
     if "MemAvailable" not in memory:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         yield "memory", f"{total:.1f} GiB"
@@ -78,7 +78,7 @@ def _options() -> Iterator[tuple[str, str]]:
         yield name, os.environ[name]
 
 
-def _key_values(path: str) -> dict[str, str]:
+def read_key_values(path: str) -> dict[str, str]:
     """`key: value` lines of a kernel file, the first of each key; empty where there is no such file."""
     values: dict[str, str] = {}
     file = Path(path)

@@ -29,7 +29,7 @@ STALL_LIMIT_S = 120.0
 """With nothing in flight and every attempt refused for so long, the batch gives up."""
 
 _MIN_PAUSE_S = 0.05
-_REDIAL_PAUSE_S = 1.0  # for a server that is away and names no time; a restart takes seconds
+REDIAL_PAUSE_S = 1.0  # for a server that is away and names no time; a restart takes seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Batch:
             self._send_back(index, error, error.retry_after_s)
             return None
         except (EngineUnavailable, GenerationLost) as error:
-            self._send_back(index, error, _REDIAL_PAUSE_S)
+            self._send_back(index, error, REDIAL_PAUSE_S)
             return None
         except TriptychError as error:
             raise self._name_prompt(error, index) from None

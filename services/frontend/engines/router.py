@@ -64,7 +64,7 @@ class Router:
         model = model or models[0].name
         if model not in [facts.name for facts in models]:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
-        return self._welcome_of(self._least_loaded([e for e in self.engines if _serves(e, model)]))
+        return self._welcome_of(self.least_loaded([e for e in self.engines if _serves(e, model)]))
 
     def check_free_places(self, model: str, priority: int, tenant: str) -> None:
         """Refuse a request that every engine is known to refuse, before anything is done for it.
@@ -102,7 +102,7 @@ class Router:
         alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
         if not alike:
             raise EngineUnavailable(self.why_not_ready)
-        return self._least_loaded(alike)
+        return self.least_loaded(alike)
 
     def has_others(self, wanted: EngineWelcome, tried: Collection[EngineClient]) -> bool:
         """Return whether `choose` would find another engine."""
@@ -129,7 +129,7 @@ class Router:
         ]
 
     @staticmethod
-    def _least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
+    def least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
         return min(engines, key=lambda engine: (engine.num_in_flight, random.random()))
 
     @staticmethod
