@@ -22,7 +22,7 @@ from services.frontend.outputs import RequestOutputs
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.types.submit import SessionTerms, SubmitRequest
+from triptych.types.submit import SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 
 NUM_ROWS = 4096
@@ -71,7 +71,7 @@ def loss_s() -> float:
     """Measure the loss of an engine that computes 4,096 choices of one request."""
 
     async def lose() -> float:
-        session, outputs = EngineSession(SessionTerms("s", False, 0, 10.0)), RequestOutputs("r")
+        session, outputs = EngineSession("s"), RequestOutputs("r")
         sampling = SamplingParams(n=NUM_ROWS, detokenize=False)
         for _ in range(NUM_ROWS):
             outputs.add_choice(sampling, None, [1, 2, 3], "")  # type: ignore[arg-type] # needs no tokenizer

@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from services.enginecore.frontends.outbox import Outbox
 from services.enginecore.journal.recorder import create_engine
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
@@ -25,7 +24,9 @@ from triptych.config import EngineConfig
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
+from triptych.rpc.session.outbox import Outbox
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel, WorkerFacts
+from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
 from triptych.types.submit import EngineWelcome, SubmitRequest
 
@@ -36,9 +37,17 @@ _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
 # Frontends that send faster than turns come are read no further.
 _MAX_INBOX = 4096
 _MAX_INBOX_BYTES = 64 << 20
+# A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
+# requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
+MAX_PENDING = 16384
+MAX_PENDING_BYTES = (
+    256 << 20
+)  # log-probabilities of 1,024 requests with 20 alternatives each are 0.2 MB a step
 _INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
 
 _T = TypeVar("_T")
+FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
+"""Output batches by their ids, and the latest welcome."""
 
 
 class EngineLoop:
@@ -64,7 +73,7 @@ class EngineLoop:
         """Each with the bytes that it holds."""
         self._num_inbox_bytes = 0
         self._has_space = asyncio.Event()
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent: deque[tuple[float, bool]] = deque()
         """Of each step in flight: when it was sent, and whether to a worker with nothing else to do."""
@@ -96,12 +105,13 @@ class EngineLoop:
         """Alive, running or waiting."""
         return self._engine.num_requests
 
-    def open_session(self) -> tuple[int, Outbox]:
+    def open_session(self) -> tuple[int, FrontendOutbox]:
         """A frontend begins anew; its outbox begins with the current welcome."""
-        session, outbox = next(self._session_numbers), Outbox()
+        session = next(self._session_numbers)
+        outbox: FrontendOutbox = Outbox(max_messages=MAX_PENDING, max_bytes=MAX_PENDING_BYTES)
         self._outboxes[session] = outbox
         self._engine.open_session(session)
-        outbox.put(self.welcome)
+        outbox.notify(self.welcome)
         return session, outbox
 
     def close_session(self, session: int) -> None:
@@ -349,7 +359,7 @@ class EngineLoop:
     def _send_outputs(self) -> None:
         for session, batch in self._engine.take_outputs().items():
             if (outbox := self._outboxes.get(session)) is not None:
-                outbox.put(batch)
+                outbox.put(batch, batch.num_bytes)
                 if outbox.is_overrun:
                     log.warning("session %d does not read its outputs: its requests are aborted", session)
                     self._engine.close_session(session)
@@ -376,7 +386,7 @@ class EngineLoop:
             return
         self.welcome = welcome
         for outbox in self._outboxes.values():
-            outbox.put(welcome)
+            outbox.notify(welcome)
         self._on_ready_change(ready)
 
 

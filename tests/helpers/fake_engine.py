@@ -13,6 +13,7 @@ import numpy as np
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
+from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.facts import EngineStatus, ModelFacts
 from triptych.types.outputs import (
     FinishedRequest,
@@ -23,7 +24,7 @@ from triptych.types.outputs import (
 )
 from triptych.types.sampling import MAX_CHOICES
 from triptych.types.step import LogprobColumns
-from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
+from triptych.types.submit import EngineWelcome, SubmitRequest
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.admin import status_to_proto
 from triptych.wire.columns import u32_from_bytes
@@ -271,15 +272,17 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
         first = await anext(request_iterator)
         self.hellos.append(first.hello)
-        stream = next((s for s in self._streams if s.name == first.hello.resume_session), None)
+        stream = next((s for s in self._streams if s.name == first.hello.session.resume_session), None)
         is_resumed = stream is not None
         if stream is None:
             stream = _Stream(f"session-{len(self.hellos)}" if self._resume_ttl_s else "")
             self._streams.append(stream)
         outgoing = stream.outgoing = asyncio.Queue()
         terms = SessionTerms(stream.name, is_resumed, stream.messages_received, self._resume_ttl_s)
-        _put(stream, welcome=welcome_to_proto(self._welcome, terms))
-        for batch in stream.batches[first.hello.last_batch_seen :] if is_resumed else ():
+        welcome = welcome_to_proto(self._welcome)
+        welcome.session.CopyFrom(terms.to_proto())
+        _put(stream, welcome=welcome)
+        for batch in stream.batches[first.hello.session.last_received :] if is_resumed else ():
             _put(stream, outputs=batch)
         reader = asyncio.create_task(self._read(request_iterator, stream))
         is_over = not self._resume_ttl_s

@@ -31,24 +31,23 @@ from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import TriptychError
-from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, worker_pb2, worker_pb2_grpc
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
+from triptych.rpc.session.handshake import SessionTerms, session_hello
 from triptych.types.facts import KvShape, ModelFacts, Phase, SleepLevel, WorkerFacts
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import SessionTerms, single_choice
+from triptych.types.submit import single_choice
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import (
     outputs_from_proto,
     submit_to_proto,
-    terms_from_proto,
     welcome_from_proto,
 )
-from triptych.wire.worker import PROTOCOL_VERSION
 
 DEADLINE_S = 20.0
 
@@ -207,12 +206,9 @@ class FakeFrontend:
     async def start(self, *, resume_session: str = "", last_batch_seen: int = 0) -> None:
         self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
         hello = engine_core_pb2.ConnectHello(
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
+            session=session_hello(resume_session, last_batch_seen),
             frontend_id=self._frontend_id,
             boot_id=self._boot_id,
-            resume_session=resume_session,
-            last_batch_seen=last_batch_seen,
         )
         await self._call.write(engine_core_pb2.ConnectRequest(hello=hello))
         self._reader = asyncio.create_task(self._read())
@@ -221,7 +217,7 @@ class FakeFrontend:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.WhichOneof("message") == "welcome":
                 if message.welcome.HasField("session"):
-                    self.terms = terms_from_proto(message.welcome.session)
+                    self.terms = SessionTerms.from_proto(message.welcome.session)
                 self.welcomes.append(welcome_from_proto(message.welcome))
             else:
                 self._note(outputs_from_proto(message.outputs))
@@ -283,7 +279,7 @@ class FakeFrontend:
     async def stop(self) -> None:
         """Leave in order, if the stream still stands: the engine aborts what is left."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended
-            await self._call.write(engine_core_pb2.ConnectRequest(goodbye=worker_pb2.Goodbye()))
+            await self._call.write(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
             await asyncio.wait([self._reader], timeout=DEADLINE_S)
         self.vanish()
         await self._channel.close()

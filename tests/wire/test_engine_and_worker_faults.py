@@ -15,7 +15,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.enginecore import loop as loop_module
-from services.enginecore.frontends import outbox as outbox_module
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected, WorkerLost
 from services.enginecore.workers.grpc_executor import GrpcExecutor
@@ -339,7 +338,7 @@ async def test_a_malformed_submit_ends_alone(fields, code) -> None:
             submit={"requests": [engine_core_pb2.Submit(prompt_token_ids=b"\1\0\0")]}
         ),
         engine_core_pb2.ConnectRequest(abort=b"\1"),
-        engine_core_pb2.ConnectRequest(hello={"min_protocol": 1, "max_protocol": 1}),
+        engine_core_pb2.ConnectRequest(hello={"frontend_id": "again"}),
         engine_core_pb2.ConnectRequest(),
     ],
     ids=["half an id", "half a number", "a second hello", "nothing"],
@@ -361,18 +360,17 @@ async def test_a_message_that_is_none_ends_its_stream_with_a_reason_and_no_other
 
 
 async def test_a_frontend_that_stops_reading_loses_its_requests_and_gets_no_gap(monkeypatch) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_PENDING", 5)
     async with running_stack() as (_, engine, frontend):
+        monkeypatch.setattr(loop_module, "MAX_PENDING", 5)
         session, stalled = engine.loop.open_session()
         engine.loop.submit(session, make_submit(1, make_prompt(6), **LONG))
         await frontend.wait_status(lambda status: status.num_finished["abort"] == 1)
         engine.loop.submit(session, make_submit(2, make_prompt(6), **LONG))
         status = await frontend.status()
         assert (status.num_running, status.num_waiting, status.num_used_blocks) == (0, 0, 0)
-        with pytest.raises(EngineFailure, match=r"more than 5 output batches or \d+ bytes behind"):
+        with pytest.raises(EngineFailure, match=r"more than 5 messages or \d+ bytes behind"):
             await anext(stalled.messages())
         engine.loop.close_session(session)
-        monkeypatch.undo()
         await frontend.submit(3, make_prompt(6))
         await frontend.wait_for(lambda: 3 in frontend.ends)
 

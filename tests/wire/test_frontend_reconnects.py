@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.enginecore.frontends import outbox as engine_outbox_module
+from services.enginecore import loop as loop_module
 from services.frontend.engines.client import EngineClient
 from tests.helpers.cut_proxy import CutProxy
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
@@ -25,6 +25,7 @@ from tests.helpers.stack import (
     make_config,
 )
 from triptych.internal.v1 import engine_core_pb2
+from triptych.rpc.session.handshake import SessionTerms, session_hello
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
@@ -106,7 +107,7 @@ class Stand:
 
     @property
     def num_sessions(self) -> int:
-        return len(self.engine.servicer._sessions._by_name) - 1  # the operator's is one
+        return len(self.engine.servicer.sessions) - 1  # the operator's is one
 
     async def cut(self) -> None:
         """And wait until it was noticed."""
@@ -357,7 +358,7 @@ async def test_another_engine_at_the_address_does_not_know_the_session() -> None
 async def test_an_absence_longer_than_the_engine_can_remember_ends_the_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_outbox_module, "MAX_PENDING", 20)
+    monkeypatch.setattr(loop_module, "MAX_PENDING", 20)
     async with stand() as s:
         s.submit(5, max_tokens=300, ignore_eos=True)
         await eventually(lambda: s.num_tokens > 5)
@@ -379,7 +380,7 @@ async def test_a_resumed_stream_begins_behind_the_last_batch_that_has_arrived() 
         await second.start(resume_session=first.terms.name, last_batch_seen=7)
         await second.wait_for(lambda: 1 in second.ends)
         assert (second.terms.name, second.terms.is_resumed) == (first.terms.name, True)
-        assert second.terms.messages_received == 1
+        assert second.terms.last_received == 1
         assert [batch.batch_id for batch in second.batches] == [b.batch_id for b in first.batches[7:]]
         assert second.tokens[1] == [t for batch in first.batches[7:] for t in batch.token_ids.tolist()]
         await first.stop()
@@ -397,7 +398,7 @@ async def test_a_stream_whose_session_was_resumed_elsewhere_has_nothing_more_to_
         await second.wait_for(lambda: 1 in second.ends)
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may know by now
             await first.submit(2, make_prompt(9))
-        with pytest.raises(grpc.aio.AioRpcError, match="not its session's any more"):
+        with pytest.raises(grpc.aio.AioRpcError, match="a newer stream has taken this one's place"):
             await first.ended()
         await second.submit(3, make_prompt(9))
         await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == 1)
@@ -409,18 +410,32 @@ async def test_a_stream_whose_session_was_resumed_elsewhere_has_nothing_more_to_
 
 
 async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
-    async def late() -> AsyncIterator[engine_core_pb2.ConnectRequest]:
-        yield engine_core_pb2.ConnectRequest(abort=b"")
+    is_late = asyncio.Event()
+
+    async def requests(resume_session: str, *, brings_abort: bool) -> AsyncIterator[Any]:
+        hello = engine_core_pb2.ConnectHello(session=session_hello(resume_session, 0), frontend_id="other")
+        yield engine_core_pb2.ConnectRequest(hello=hello)
+        if brings_abort:
+            await is_late.wait()
+            yield engine_core_pb2.ConnectRequest(abort=b"")
+        await asyncio.Event().wait()
 
     async with stand() as s:
-        sessions = s.engine.servicer._sessions
-        session = sessions.open("other", "boot")
-        await s.engine.servicer._read(late(), session, stream=1)
-        assert session.messages_received == 1
-        assert sessions.resume(session.name, 0) is session
-        await s.engine.servicer._read(late(), session, stream=1)
-        assert session.messages_received == 1
-        sessions.end(session, "left")
+
+        async def connect(
+            resume_session: str = "", *, brings_abort: bool = False
+        ) -> tuple[Any, SessionTerms]:
+            call = s.engine.servicer.Connect(requests(resume_session, brings_abort=brings_abort), None)
+            return call, SessionTerms.from_proto((await anext(call)).welcome.session)
+
+        first, terms = await connect(brings_abort=True)
+        second, _ = await connect(terms.name)
+        is_late.set()
+        await asyncio.sleep(0.01)
+        third, terms = await connect(terms.name)
+        assert (terms.is_resumed, terms.last_received) == (True, 0)
+        for call in (first, second, third):
+            await call.aclose()
 
 
 @pytest.mark.parametrize("last_batch_seen", [2, 1_000_000], ids=["forgotten", "never sent"])
@@ -507,7 +522,7 @@ async def test_a_session_that_its_frontend_gave_up_ends_with_the_next_hello() ->
     async with stand(resume_ttl_s=3600.0) as s:
         s.submit(5, max_tokens=490, ignore_eos=True)
         await s.operator.wait_status(lambda status: status.num_running > 0)
-        s.client._lose("its time to live has passed")  # as the timer does
+        s.client.dialer.give_up("its time to live has passed")
         s.proxy.cut()
         await eventually(lambda: s.client.is_ready)
         await s.is_idle()

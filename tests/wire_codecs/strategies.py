@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
 from triptych.types.outputs import (
@@ -34,7 +35,7 @@ from triptych.types.step import (
     StepResult,
     StepTimings,
 )
-from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
+from triptych.types.submit import EngineWelcome, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -273,7 +274,7 @@ session_terms = build(
     SessionTerms,
     name=words,
     is_resumed=st.booleans(),
-    messages_received=u64,
+    last_received=u64,
     resume_ttl_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
 )
 

@@ -19,7 +19,6 @@ from tests.wire_codecs.strategies import (
     results,
     sampling,
     session_terms,
-    statuses,
     submits,
     timings,
     token_logprobs,
@@ -29,6 +28,7 @@ from tests.wire_codecs.strategies import (
 )
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, step_pb2
+from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, empty_u32
@@ -76,9 +76,8 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
     (submits(), engine_core.submit_to_proto, engine_core.submit_from_proto),
     (welcomes, engine_core.welcome_to_proto, engine_core.welcome_from_proto),
-    (session_terms, engine_core.terms_to_proto, engine_core.terms_from_proto),
+    (session_terms, SessionTerms.to_proto, SessionTerms.from_proto),
     (output_batches(), engine_core.outputs_to_proto, engine_core.outputs_from_proto),
-    (statuses, lambda value: admin.status_to_proto(value, "model"), admin.status_from_proto),
 ]
 
 

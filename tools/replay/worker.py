@@ -18,7 +18,7 @@ import numpy as np
 
 from triptych.config.loader import load_config, shared_config
 from triptych.errors import ConfigError, EngineUnavailable, TriptychError
-from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
+from triptych.internal.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.session.handshake import end_of, greet, session_hello
 from triptych.rpc.status import from_rpc_error
@@ -166,7 +166,7 @@ class _Replayer:
             return
         call, self._call = self._call, None
         try:
-            await call.write(worker_pb2.ExecuteRequest(goodbye=worker_pb2.Goodbye()))
+            await call.write(worker_pb2.ExecuteRequest(goodbye=session_pb2.Goodbye()))
             await call.done_writing()
             while await call.read() is not grpc.aio.EOF:
                 pass

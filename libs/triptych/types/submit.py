@@ -99,17 +99,3 @@ class EngineWelcome:
     has_priorities: bool = True
     max_choices: int = MAX_CHOICES
     """Choices that can be running and waiting together: a request with more can never be admitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """Terms of a session between a frontend and an engine, granted when a stream begins or resumes."""
-
-    name: str
-    """To resume the session by."""
-    is_resumed: bool
-    """The session that was asked for goes on."""
-    messages_received: int
-    """Submits and aborts that have taken effect, counted in messages since the session's start."""
-    resume_ttl_s: float
-    """How long the session outlives a broken stream."""

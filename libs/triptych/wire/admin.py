@@ -24,12 +24,6 @@ def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
     )
 
 
-def status_from_proto(message: admin_pb2.EngineStatus) -> EngineStatus:
-    return EngineStatus(
-        **{name: getattr(message, name) for name in _PLAIN}, num_finished=dict(message.num_finished)
-    )
-
-
 def pause_mode_from_proto(mode: int) -> PauseMode:
     """Raises InvalidRequest for a mode of a later version."""
     known = _PAUSE_MODES.get(mode)  # type: ignore[call-overload]

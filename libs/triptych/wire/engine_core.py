@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2, worker_pb2
+from triptych.internal.v1 import engine_core_pb2
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -17,7 +17,7 @@ from triptych.types.outputs import (
     RequestPromptLogprobs,
     StageTimings,
 )
-from triptych.types.submit import EngineWelcome, SessionTerms, SubmitRequest
+from triptych.types.submit import EngineWelcome, SubmitRequest
 from triptych.wire.columns import (
     check_equal_lengths,
     u32_from_bytes,
@@ -32,7 +32,7 @@ from triptych.wire.result import (
     prompt_logprobs_from_proto,
     prompt_logprobs_to_proto,
 )
-from triptych.wire.worker import PROTOCOL_VERSION, model_facts_from_proto, model_facts_to_proto
+from triptych.wire.worker import model_facts_from_proto, model_facts_to_proto
 
 
 def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
@@ -85,12 +85,9 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
     )
 
 
-def welcome_to_proto(
-    welcome: EngineWelcome, terms: SessionTerms | None = None
-) -> engine_core_pb2.ConnectWelcome:
-    """`terms`: in the first of a stream only."""
+def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
+    """Return the engine's state, without the session that the first welcome of a stream names."""
     return engine_core_pb2.ConnectWelcome(
-        protocol=PROTOCOL_VERSION,
         engine_id=welcome.engine_id,
         epoch=welcome.epoch,
         ready=welcome.ready,
@@ -99,7 +96,6 @@ def welcome_to_proto(
         limits=engine_core_pb2.EngineLimits(
             has_priorities=welcome.has_priorities, max_choices=welcome.max_choices
         ),
-        session=None if terms is None else terms_to_proto(terms),
     )
 
 
@@ -115,26 +111,8 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
     )
 
 
-def terms_to_proto(terms: SessionTerms) -> engine_core_pb2.SessionTerms:
-    return engine_core_pb2.SessionTerms(
-        kind=worker_pb2.SESSION_KIND_RESUMED if terms.is_resumed else worker_pb2.SESSION_KIND_FRESH,
-        name=terms.name,
-        messages_received=terms.messages_received,
-        resume_ttl_ms=round(terms.resume_ttl_s * 1000),
-    )
-
-
-def terms_from_proto(message: engine_core_pb2.SessionTerms) -> SessionTerms:
-    return SessionTerms(
-        name=message.name,
-        is_resumed=message.kind == worker_pb2.SESSION_KIND_RESUMED,
-        messages_received=message.messages_received,
-        resume_ttl_s=message.resume_ttl_ms / 1000,
-    )
-
-
 def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_core_pb2.OutputBatch:
-    """`messages_received`: as in `SessionTerms`, now."""
+    """`messages_received`: number of the last submit or abort that has taken effect."""
     return engine_core_pb2.OutputBatch(
         batch_id=batch.batch_id,
         admitted=u32_to_bytes(batch.admitted),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from triptych.internal.v1 import worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 
-PROTOCOL_VERSION = 2
-
 
 def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
     return worker_pb2.ModelFacts(

@@ -11,28 +11,24 @@ import grpc.aio
 from services.enginecore.frontends.sessions import FrontendSession, FrontendSessions
 from services.enginecore.loop import EngineLoop
 from triptych.errors import (
-    EngineUnavailable,
     FeatureDisabled,
-    HandshakeMismatch,
     InvalidRequest,
     ProtocolViolation,
 )
-from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
+from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
+from triptych.rpc.session.handshake import read_hello
 from triptych.types.facts import SleepLevel
 from triptych.types.outputs import OutputBatch
-from triptych.types.submit import SessionTerms
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.admin import pause_mode_from_proto, sleep_level, status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
-from triptych.wire.worker import PROTOCOL_VERSION, worker_facts_to_proto
 
 log = logging.getLogger(__name__)
 
 SERVICE = engine_core_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _ABORTS_TOGETHER = 256  # taken in by the loop at once
-_HELLO_TIMEOUT_S = 10.0
 _DEFAULT_INTERVAL_MS = 1000
 _MIN_INTERVAL_MS = 100
 
@@ -43,52 +39,44 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
     def __init__(self, loop: EngineLoop, *, resume_ttl_s: float) -> None:
         """`resume_ttl_s`: for how long a frontend's session outlives its stream."""
         self._loop = loop
-        self._sessions = FrontendSessions(loop, resume_ttl_s)
+        self.sessions = FrontendSessions(loop, resume_ttl_s)
 
     def close(self) -> None:
         """End every session, each stream after what it has been given. The last call."""
-        self._sessions.end_all()
+        self.sessions.end_all()
 
     async def Connect(
         self,
         request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
-        hello = await _read_hello(request_iterator)
-        self._sessions.abandon(hello.abandoned_session)
-        resumed = self._sessions.resume(hello.resume_session, hello.last_batch_seen)
-        session = resumed or self._sessions.open(hello.frontend_id, hello.boot_id)
-        stream = session.stream
-        messages = session.outbox.messages()
-        terms: SessionTerms | None = SessionTerms(
-            session.name, resumed is not None, session.messages_received, self._sessions.resume_ttl_s
+        hello = await read_hello(request_iterator)
+        self.sessions.abandon(hello.abandoned_session)
+        session, terms = self.sessions.join(
+            hello.frontend_id,
+            hello.boot_id,
+            resume_session=hello.session.resume_session,
+            last_batch_seen=hello.session.last_received,
         )
+        stream, messages = session.lease.stream, session.outbox.messages()
         reader = asyncio.create_task(
             self._read(request_iterator, session, stream), name=f"read-{session.frontend_id}"
         )
+        session_welcome: session_pb2.SessionWelcome | None = terms.to_proto()
         try:
             async for message in messages:
                 if isinstance(message, OutputBatch):
                     outputs = outputs_to_proto(message, session.messages_received)
                     yield engine_core_pb2.ConnectResponse(outputs=outputs)
-                else:  # first of all
-                    yield engine_core_pb2.ConnectResponse(welcome=welcome_to_proto(message, terms))
-                    terms = None
-            if session.stream != stream:
-                raise ProtocolViolation("this stream is not its session's any more")
+                    continue
+                welcome = welcome_to_proto(message)
+                if session_welcome is not None:  # the first message of all
+                    welcome.session.CopyFrom(session_welcome)
+                    session_welcome = None
+                yield engine_core_pb2.ConnectResponse(welcome=welcome)
         finally:
             reader.cancel()
-            self._sessions.lose(session, stream)
-
-    async def GetEngineInfo(
-        self, request: engine_core_pb2.GetEngineInfoRequest, context: grpc.aio.ServicerContext
-    ) -> engine_core_pb2.GetEngineInfoResponse:
-        welcome, facts = self._loop.welcome, self._loop.facts
-        if not welcome.ready or facts is None:
-            raise EngineUnavailable(f"engine {welcome.engine_id}: {welcome.why_not_ready}")
-        return engine_core_pb2.GetEngineInfoResponse(
-            engine_id=welcome.engine_id, epoch=welcome.epoch, facts=worker_facts_to_proto(facts)
-        )
+            self.sessions.lose(session, stream)
 
     async def _read(
         self,
@@ -102,15 +90,15 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
         """
         try:
             async for request in requests:
-                if session.stream != stream:  # what came late here comes once more on the next stream
+                if session.lease.stream != stream:  # what comes late here comes once more on the next stream
                     return
                 self._take(request, session)
                 await self._loop.wait_until_below_limit()
         except Exception as error:
             session.outbox.close(error)
-            self._sessions.end(session, f"ended by an error: {error}")
+            self.sessions.end(session, f"ended by an error: {error}")
         else:
-            self._sessions.lose(session, stream)
+            self.sessions.lose(session, stream)
 
     def _take(self, request: engine_core_pb2.ConnectRequest, session: FrontendSession) -> None:
         match request.WhichOneof("message"):
@@ -129,9 +117,9 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                     self._loop.abort(session.number, numbers[first : first + _ABORTS_TOGETHER])
                 session.messages_received += 1
             case "last_batch_seen":
-                session.outbox.acknowledge(request.last_batch_seen)
+                session.outbox.confirm(request.last_batch_seen)
             case "goodbye":
-                self._sessions.end(session, "left")
+                self.sessions.end(session, "left")
             case other:
                 raise ProtocolViolation(f"expected a submit, an abort or a goodbye, got {other}")
 
@@ -206,24 +194,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def _status(self) -> admin_pb2.EngineStatus:
         model = self._loop.welcome.model
         return status_to_proto(self._loop.status(), model.name if model else "")
-
-
-async def _read_hello(
-    requests: AsyncIterator[engine_core_pb2.ConnectRequest],
-) -> engine_core_pb2.ConnectHello:
-    try:
-        async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            first = await anext(requests, None)
-    except TimeoutError:
-        raise ProtocolViolation(f"no hello within {_HELLO_TIMEOUT_S:g} s") from None
-    if first is None or first.WhichOneof("message") != "hello":
-        raise ProtocolViolation("the first message must be a hello")
-    hello = first.hello
-    if not hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol:
-        raise HandshakeMismatch(
-            f"protocol: frontend speaks {hello.min_protocol}..{hello.max_protocol}, engine {PROTOCOL_VERSION}"
-        )
-    return hello
 
 
 def _not_built(method: str) -> FeatureDisabled:

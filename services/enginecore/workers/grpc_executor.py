@@ -12,7 +12,7 @@ import grpc.aio
 
 from services.enginecore.workers.base import Connected, WorkerLost
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
-from triptych.internal.v1 import step_pb2, worker_pb2, worker_pb2_grpc
+from triptych.internal.v1 import session_pb2, step_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
@@ -128,7 +128,7 @@ class GrpcExecutor:
         if self._call is not None and self._loss is None and self._reader is not None:
             try:
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                    await self._call.write(worker_pb2.ExecuteRequest(goodbye=worker_pb2.Goodbye()))
+                    await self._call.write(worker_pb2.ExecuteRequest(goodbye=session_pb2.Goodbye()))
                     await asyncio.wait([self._reader])
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("the worker did not hear the goodbye: %r", error)

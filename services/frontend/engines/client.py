@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -15,27 +15,23 @@ from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     GenerationLost,
-    HandshakeMismatch,
     ProtocolViolation,
     TriptychError,
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.observe.logging import with_fields
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
+from triptych.rpc.session.handshake import SessionTerms, check_resumed, greet, session_hello
 from triptych.rpc.status import from_rpc_error
 from triptych.types.submit import EngineWelcome, SubmitRequest
-from triptych.wire.engine_core import outputs_from_proto, terms_from_proto, welcome_from_proto
-from triptych.wire.worker import PROTOCOL_VERSION
+from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
 
 log = logging.getLogger(__name__)
 
-FIRST_REDIAL_S = 0.05
-MAX_REDIAL_S = 1.0
-MAX_FUTILE_STREAMS = 3
-_WELCOME_TIMEOUT_S = 10.0
 _READER_END_S = 1.0
 _GOODBYE_S = 1.0
-# What a status that no door of ours has sent is taken for: gRPC itself, or the network, ended the stream.
+# What a status that no servicer of ours has sent is taken for: gRPC itself, or the network, ended the stream.
 _UNTYPED = (EngineUnavailable, GenerationLost, DeadlineExceeded, TriptychError)
 
 
@@ -66,7 +62,8 @@ class EngineClient:
         self._abandoned = ""
         """Name of a session that was given up here and may still be kept there."""
         self._is_connected = False  # a stream stands and has been welcomed
-        self._give_up: asyncio.TimerHandle | None = None  # runs while a session waits for a stream
+        self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
+        """Knows whether there is a session, and for how long it can be resumed."""
         self._why_lost = "not connected yet"
 
     @property
@@ -129,80 +126,72 @@ class EngineClient:
             self._session.abort(number, sink)
 
     async def run(self) -> None:
-        """Keep a stream to the engine until cancelled; redial after 50 ms, doubling to 1 s."""
-        delay_s = FIRST_REDIAL_S
+        """Keep a stream to the engine until cancelled."""
         try:
             while True:
-                error = await self._run_stream()
-                if self._is_connected:  # it was welcomed: this is a new loss
-                    delay_s = FIRST_REDIAL_S
-                self._note_end(error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(MAX_REDIAL_S, 2 * delay_s)
+                stream = await self.dialer.dial()
+                self._begin(stream)
+                self._note_end(await self._serve(stream))
+                await asyncio.sleep(FIRST_REDIAL_S)
         finally:
             self._is_connected = False
-            self._lose("the frontend is stopping")
+            self.dialer.give_up("the frontend is stopping")
             await self.channel.close(None)
 
-    async def _run_stream(self) -> BaseException | None:
-        """One stream, from hello to its end; returns what broke it, or None if the engine closed it."""
+    async def _connect(self) -> _Stream:
+        """Open a stream that resumes the session, or begins a new one."""
+        session, abandoned = self._session, self._abandoned
+        name, last_batch_seen = ("", 0) if session is None else (session.name, session.last_batch_seen)
+        hello = engine_core_pb2.ConnectHello(
+            session=session_hello(name, last_batch_seen),
+            frontend_id=self._frontend_id,
+            boot_id=self._boot_id,
+            abandoned_session=abandoned,
+        )
         call = engine_core_pb2_grpc.EngineCoreServiceStub(self.channel).Connect()
-        tasks: tuple[asyncio.Task[None], ...] = ()
         try:
-            session = await self._shake_hands(call)
-            tasks = (
-                asyncio.create_task(self._read(call, session), name=f"read-{self.address}"),
-                asyncio.create_task(session.outbox.write_to(call), name=f"write-{self.address}"),
-            )
+            welcome = await greet(call, engine_core_pb2.ConnectRequest(hello=hello))
+            terms = SessionTerms.from_proto(welcome.session)
+            if terms.is_resumed:
+                check_resumed(terms, name, session.outbox.sent if session is not None else None)
+                assert session is not None, "no other is resumed"
+                session.outbox.confirm(terms.last_received)
+            else:
+                session = EngineSession(terms.name)
+        except BaseException:
+            call.cancel()
+            raise
+        self.welcome = welcome_from_proto(welcome)
+        return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
+
+    def _begin(self, stream: _Stream) -> None:
+        """The engine has welcomed this frontend."""
+        session = self._session = stream.session
+        self._is_connected = True
+        if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
+            self._abandoned = ""
+        fields = with_fields(resumed=stream.is_resumed, in_flight=session.num_in_flight)
+        log.info("engine %s at %s connected", self.name, self.address, extra=fields)
+        self._on_change()
+
+    async def _serve(self, stream: _Stream) -> BaseException | None:
+        """Use a stream until its end; returns what broke it, or None if the engine closed it."""
+        session, call = stream.session, stream.call
+        tasks = (
+            asyncio.create_task(self._read(call, session), name=f"read-{self.address}"),
+            asyncio.create_task(session.outbox.write_to(call), name=f"write-{self.address}"),
+        )
+        try:
             await self._wait_for_end(tasks, session)
-            # Both end when the stream does, the writer sometimes first, but only the reader is told why.
+            # Both end when the stream does, the writer sometimes first, but only the reader learns why.
             await asyncio.wait(tasks[:1], timeout=_READER_END_S)
             ended = tasks[0] if tasks[0].done() else tasks[1]
             return asyncio.CancelledError() if ended.cancelled() else ended.exception()
-        except Exception as error:
-            return error
         finally:
             call.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _shake_hands(self, call: grpc.aio.StreamStreamCall) -> EngineSession:
-        """Hello and welcome; returns the session that goes on, or begins."""
-        asked = self._session
-        hello = engine_core_pb2.ConnectHello(
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
-            frontend_id=self._frontend_id,
-            boot_id=self._boot_id,
-            resume_session=asked.name if asked is not None else "",
-            last_batch_seen=asked.last_batch_seen if asked is not None else 0,
-            abandoned_session=self._abandoned,
-        )
-        async with asyncio.timeout(_WELCOME_TIMEOUT_S):
-            with suppress(asyncio.InvalidStateError):  # it has ended already: the read tells why
-                await call.write(engine_core_pb2.ConnectRequest(hello=hello))
-            message = await call.read()
-        if message is grpc.aio.EOF:
-            raise EngineUnavailable("the engine closed the stream without a welcome")
-        self._greet(message)
-        terms = terms_from_proto(message.welcome.session)
-        if terms.is_resumed:
-            session = self._session
-            if session is None or session.name != terms.name:
-                raise ProtocolViolation(f"the engine resumes session {terms.name!r}, which is not this one")
-            session.outbox.confirm(terms.messages_received)
-        else:
-            self._lose("it has not kept the session: it was started again, or was away for too long")
-            session = EngineSession(terms)
-        self._cancel_give_up()
-        self._session, self._is_connected = session, True
-        if hello.abandoned_session == self._abandoned:  # else one more was given up during this handshake
-            self._abandoned = ""
-        fields = with_fields(resumed=terms.is_resumed, in_flight=session.num_in_flight)
-        log.info("engine %s at %s connected", self.name, self.address, extra=fields)
-        self._on_change()
-        return session
 
     async def _wait_for_end(self, tasks: tuple[asyncio.Task[None], ...], session: EngineSession) -> None:
         """Until one of them is done; if this frontend is stopping, until the engine has heard goodbye."""
@@ -215,57 +204,36 @@ class EngineClient:
 
     async def _read(self, call: grpc.aio.StreamStreamCall, session: EngineSession) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
-            if message.WhichOneof("message") == "outputs":
-                batch = outputs_from_proto(message.outputs)
-                session.take_in(batch, message.outputs.messages_received)
-            else:
-                self._greet(message)
-                self._on_change()
-
-    def _greet(self, message: engine_core_pb2.ConnectResponse) -> None:
-        kind, protocol = message.WhichOneof("message"), message.welcome.protocol
-        if kind != "welcome":
-            raise ProtocolViolation(f"expected a welcome, got {kind}")
-        if protocol != PROTOCOL_VERSION:
-            raise HandshakeMismatch(f"protocol: engine speaks {protocol}, frontend {PROTOCOL_VERSION}")
-        self.welcome = welcome_from_proto(message.welcome)
+            match message.WhichOneof("message"):
+                case "outputs":
+                    batch = outputs_from_proto(message.outputs)
+                    if session.take_in(batch, message.outputs.messages_received):
+                        self.dialer.note_progress()
+                case "welcome":
+                    self.welcome = welcome_from_proto(message.welcome)
+                    self._on_change()
+                case other:
+                    raise ProtocolViolation(f"expected outputs or a welcome, got {other}")
 
     def _note_end(self, error: BaseException | None) -> None:
-        """A stream, or the attempt at one, has ended: hope to resume its session, or give it up."""
+        """A stream, or the attempt at one, has ended: its session is to be resumed, or given up."""
         why = self._explain(error)
         if self._is_connected:
             log.warning("engine %s at %s lost: %s", self.name, self.address, why)
         elif why != self._why_lost:  # a redial that fails as the one before is no news
             log.info("engine %s at %s not reached: %s", self.name, self.address, why)
         self._is_connected, self._why_lost = False, why
-        if (session := self._session) is not None:
-            if not _is_of_the_network(error):
-                session.num_futile_streams += 1
-            if error is None or _is_refusal(error) or not self._can_resume(session):
-                self._lose(why)
-            elif self._give_up is None:
-                why = f"{why}; not back within {session.resume_ttl_s:g} s"
-                loop = asyncio.get_running_loop()
-                self._give_up = loop.call_later(session.resume_ttl_s, self._lose, why)
+        is_torn = self._session is not None and self._session.is_torn
+        is_over = error is None or _is_refusal(error) or is_torn
+        self.dialer.note_broken(why, is_futile=not _is_of_the_network(error), is_over=is_over)
         self._on_change()
 
-    @staticmethod
-    def _can_resume(session: EngineSession) -> bool:
-        is_futile = session.num_futile_streams > MAX_FUTILE_STREAMS
-        return session.resume_ttl_s > 0 and not session.is_torn and not is_futile
-
     def _lose(self, why: str) -> None:
-        """End the session, and every request of it."""
-        self._cancel_give_up()
+        """The session is given up: every request of it ends."""
         session, self._session = self._session, None
         if session is not None:
             self._abandoned = session.name
             session.end(f"engine {self.name} was lost ({why})")
-
-    def _cancel_give_up(self) -> None:
-        if self._give_up is not None:
-            self._give_up.cancel()
-            self._give_up = None
 
     def _explain(self, error: BaseException | None) -> str:
         match error:
@@ -273,8 +241,6 @@ class EngineClient:
                 return "the engine closed the stream"
             case asyncio.CancelledError():  # how grpc tells of a call that was cancelled on this side
                 return "the stream was cancelled"
-            case TimeoutError():
-                return f"no welcome within {_WELCOME_TIMEOUT_S:g} s"
             case grpc.aio.AioRpcError():
                 return from_rpc_error(error).message
             case TriptychError():
@@ -284,11 +250,23 @@ class EngineClient:
         return f"internal error: {error!r}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    """A stream that the engine has welcomed."""
+
+    call: grpc.aio.StreamStreamCall
+    session: EngineSession
+    is_resumed: bool
+    resume_ttl_s: float
+    abandoned: str
+    """Name of the given-up session that its hello has told the engine of. Empty: none."""
+
+
 def _is_of_the_network(error: BaseException | None) -> bool:
     """The stream broke through nothing that was said on it, so the next one has the same chance."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    return isinstance(error, TimeoutError | asyncio.CancelledError | EngineUnavailable)
+    return isinstance(error, asyncio.CancelledError | EngineUnavailable)
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -1,17 +1,17 @@
-"""What waits to be written to one engine, and what may have to be written again: submissions and aborts."""
+"""The submits and aborts of one session: what waits to be written to the engine, and what it has not confirmed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
 import numpy as np
 
-from triptych.errors import InvalidRequest, ProtocolViolation, QueueFull
-from triptych.internal.v1 import engine_core_pb2, worker_pb2
+from triptych.errors import InvalidRequest, QueueFull
+from triptych.internal.v1 import engine_core_pb2, session_pb2
+from triptych.rpc.session.replay_buffer import ReplayBuffer
 from triptych.types.submit import MAX_SUBMIT_BYTES, SubmitRequest
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import submit_to_proto
@@ -27,10 +27,9 @@ _ABORTS_PER_MESSAGE = 1 << 16
 
 
 class Outbox:
-    """One session's way up, over all its streams. Written by the requests, drained by one writer at a time.
+    """Packs requests and aborts into messages. Written by the requests, drained by one stream at a time.
 
-    Messages that take effect (submit, abort) are counted from the session's start, here and by the engine,
-    and kept until it confirms them; a new stream begins with those that it has not.
+    unsent ── pack ──► messages, kept until the engine confirms them ──► the stream that writes
     """
 
     def __init__(self, on_unsendable: Callable[[Sequence[int], Exception], None]) -> None:
@@ -43,15 +42,13 @@ class Outbox:
         self._number_to_unsent: dict[int, _Unsent] = {}
         """By the number of each choice."""
         self._aborts: list[int] = []
-        self._messages: deque[engine_core_pb2.ConnectRequest] = deque()
+        self.sent: ReplayBuffer[_Message] = ReplayBuffer()
+        """The messages that the engine has not confirmed."""
         self._load = _Load()
         """Of what is unsent or not confirmed."""
-        self._message_loads: deque[_Load] = deque()
-        """Parallel to `_messages`."""
-        self._num_confirmed = 0  # the messages before those
         self._batch_to_acknowledge = 0
         self._is_leaving = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._on_unsendable = on_unsendable
 
     def check_free_places(self, num_choices: int, num_bytes: int) -> None:
@@ -80,24 +77,19 @@ class Outbox:
                 _RETRY_AFTER_S,
             )
 
-    @property
-    def has_unconfirmed(self) -> bool:
-        """Whether a message has been packed that the engine has not confirmed."""
-        return bool(self._messages)
-
     def submit(self, request: SubmitRequest) -> None:
         unsent = _Unsent(request)
         self._unsent[unsent] = None
         self._number_to_unsent.update(dict.fromkeys(request.numbers.tolist(), unsent))
         self._load.add(request.num_choices, request.num_bytes)
-        self._news.set()
+        self._changed.set()
 
     def abort(self, number: int) -> None:
         """End one choice at the engine; a request that is unsent with all its choices aborted is never sent."""
         unsent = self._number_to_unsent.pop(number, None)
         if unsent is None:
             self._aborts.append(number)
-            self._news.set()
+            self._changed.set()
             return
         unsent.aborted.append(number)
         if len(unsent.aborted) == unsent.request.num_choices:
@@ -107,64 +99,55 @@ class Outbox:
     def acknowledge(self, batch_id: int) -> None:
         """Tell the engine that it need not keep the output batches up to this one."""
         self._batch_to_acknowledge = batch_id
-        self._news.set()
+        self._changed.set()
 
     def leave(self) -> None:
         """Say goodbye after what waits; nothing follows it."""
         self._is_leaving = True
-        self._news.set()
+        self._changed.set()
 
-    def confirm(self, num_messages: int) -> None:
-        """So many messages, of all that were ever written, have taken effect.
+    def confirm(self, number: int) -> None:
+        """Forget the messages up to this number: they have taken effect.
 
         Raises:
-            ProtocolViolation: more than there were.
+            ProtocolViolation: There is no such message yet.
         """
-        num_written = self._num_confirmed + len(self._messages)
-        if num_messages > num_written:
-            raise ProtocolViolation(f"the engine has received {num_messages} messages of {num_written}")
-        while self._num_confirmed < num_messages:
-            self._messages.popleft()
-            load = self._message_loads.popleft()
-            self._load.remove(load.num_choices, load.num_bytes)
-            self._num_confirmed += 1
+        for message in self.sent.confirm(number):
+            self._load.remove(message.load.num_choices, message.load.num_bytes)
 
     async def write_to(self, call: grpc.aio.StreamStreamCall) -> None:
         """Write what is not confirmed, then what comes, until the goodbye or the end of the stream (raises).
 
         What gathers while a write waits goes out together.
         """
-        next_message = self._num_confirmed
+        sent = self.sent
+        next_number = sent.num_confirmed + 1
         while True:
-            self._news.clear()
-            if next_message == self._num_confirmed + len(self._messages):
+            self._changed.clear()
+            if next_number > sent.last_number:
                 self._pack()
             if self._batch_to_acknowledge:
                 seen, self._batch_to_acknowledge = self._batch_to_acknowledge, 0
                 await call.write(engine_core_pb2.ConnectRequest(last_batch_seen=seen))
-            elif next_message < self._num_confirmed + len(self._messages):
-                await call.write(self._messages[next_message - self._num_confirmed])
-                next_message += 1
+            elif next_number <= sent.last_number:
+                await call.write(sent.get(next_number).request)
+                next_number += 1
             elif self._is_leaving:
-                await call.write(engine_core_pb2.ConnectRequest(goodbye=worker_pb2.Goodbye()))
+                await call.write(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
                 return
             else:
-                await self._news.wait()
+                await self._changed.wait()
 
     def _pack(self) -> None:
         """Move what waits into messages: aborts first, as they free what submissions may need."""
         if self._aborts:
             aborts, self._aborts = self._aborts[:_ABORTS_PER_MESSAGE], self._aborts[_ABORTS_PER_MESSAGE:]
             column = u32_to_bytes(np.array(aborts, dtype=np.uint32))
-            self._keep(engine_core_pb2.ConnectRequest(abort=column), _Load())
+            self.sent.append(_Message(engine_core_pb2.ConnectRequest(abort=column), _Load()))
         if self._unsent:
-            self._keep(*self._next_batch())
+            self.sent.append(self._next_batch())
 
-    def _keep(self, message: engine_core_pb2.ConnectRequest, load: _Load) -> None:
-        self._messages.append(message)
-        self._message_loads.append(load)
-
-    def _next_batch(self) -> tuple[engine_core_pb2.ConnectRequest, _Load]:
+    def _next_batch(self) -> _Message:
         batch, load = engine_core_pb2.SubmitBatch(), _Load()
         while self._unsent and len(batch.requests) < _BATCH_REQUESTS:
             unsent = next(iter(self._unsent))
@@ -183,7 +166,7 @@ class Outbox:
             else:
                 self._aborts += unsent.aborted  # for the message behind this one
                 load.add(request.num_choices, request.num_bytes)
-        return engine_core_pb2.ConnectRequest(submit=batch), load
+        return _Message(engine_core_pb2.ConnectRequest(submit=batch), load)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,3 +192,11 @@ class _Load:
     def remove(self, num_choices: int, num_bytes: int) -> None:
         self.num_choices -= num_choices
         self.num_bytes -= num_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Message:
+    """A message to the engine, with what it counts against the limits."""
+
+    request: engine_core_pb2.ConnectRequest
+    load: _Load

@@ -8,11 +8,12 @@ from typing import Protocol
 from services.frontend.engines.outbox import Outbox
 from services.frontend.engines.queue_view import QueueView
 from services.frontend.logprobs import BatchLogprobs
-from triptych.errors import FieldViolation, ProtocolViolation, TriptychError
+from triptych.errors import FieldViolation, TriptychError
+from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.step import PromptLogprobs
-from triptych.types.submit import SessionTerms, SubmitRequest
+from triptych.types.submit import SubmitRequest
 
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
@@ -47,15 +48,13 @@ class OutputSink(Protocol):
 class EngineSession:
     """Owned by the engine client. Every output batch takes effect here once, however often it is sent."""
 
-    def __init__(self, terms: SessionTerms) -> None:
-        self.name = terms.name
-        self.resume_ttl_s = terms.resume_ttl_s
+    def __init__(self, name: str) -> None:
+        """`name`: as the engine's welcome says."""
+        self.name = name
         self.outbox = Outbox(self._on_unsendable)
         self.last_batch_seen = 0
-        self.num_futile_streams = 0
-        """Streams that broke by their own content, with no batch in between."""
         self.is_torn = False
-        """A batch has taken effect in part, by a bug: nobody can go on from there."""
+        """A batch has taken effect in part, by a bug. The session cannot be resumed."""
         self.queue = QueueView()
         self._sinks: dict[int, OutputSink] = {}
         self._next_number = 1
@@ -99,30 +98,28 @@ class EngineSession:
         for sink in sinks.values():
             sink.on_engine_lost(why)
 
-    def take_in(self, batch: OutputBatch, messages_received: int) -> None:
+    def take_in(self, batch: OutputBatch, messages_received: int) -> bool:
         """Hand out one batch, unless it has been here before.
 
         Args:
-            messages_received: as in `SessionTerms`, when the batch was sent.
+            messages_received: Number of the last message that had taken effect when the batch was sent.
+
+        Returns:
+            Whether the session goes forward: this batch is new, and the engine has taken all that was written.
 
         Raises:
-            ProtocolViolation: it is not the next one; it has not taken effect.
+            ProtocolViolation: It is not the next one. It has not taken effect.
         """
         self.outbox.confirm(messages_received)
-        if batch.batch_id <= self.last_batch_seen:
-            return
-        if batch.batch_id != self.last_batch_seen + 1:
-            raise ProtocolViolation(
-                f"the engine sent output batch {batch.batch_id} after {self.last_batch_seen}"
-            )
+        if is_repeated(batch.batch_id, self.last_batch_seen, "output batch"):
+            return False
         self.last_batch_seen = batch.batch_id
-        if not self.outbox.has_unconfirmed:  # else the next message may be what breaks the streams
-            self.num_futile_streams = 0
         if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.prompt_logprobs:  # these may be megabytes
             self.outbox.acknowledge(batch.batch_id)
         self.is_torn = True
         self._dispatch(batch)
         self.is_torn = False
+        return not len(self.outbox.sent)  # a message that is not confirmed may be what breaks the streams
 
     def _dispatch(self, batch: OutputBatch) -> None:
         """Hand each request its share; one dictionary look-up per request."""

@@ -1,3 +1,4 @@
+from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from triptych.v1 import common_pb2 as _common_pb2
@@ -19,9 +20,9 @@ class ConnectRequest(_message.Message):
     hello: ConnectHello
     submit: SubmitBatch
     abort: bytes
-    goodbye: _worker_pb2.Goodbye
+    goodbye: _session_pb2.Goodbye
     last_batch_seen: int
-    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_worker_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "outputs")
@@ -32,54 +33,34 @@ class ConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[ConnectWelcome, _Mapping]] = ..., outputs: _Optional[_Union[OutputBatch, _Mapping]] = ...) -> None: ...
 
 class ConnectHello(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "frontend_id", "boot_id", "resume_session", "last_batch_seen", "abandoned_session")
-    MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("session", "frontend_id", "boot_id", "abandoned_session")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
-    RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
-    LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_SESSION_FIELD_NUMBER: _ClassVar[int]
-    min_protocol: int
-    max_protocol: int
+    session: _session_pb2.SessionHello
     frontend_id: str
     boot_id: str
-    resume_session: str
-    last_batch_seen: int
     abandoned_session: str
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., resume_session: _Optional[str] = ..., last_batch_seen: _Optional[int] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("protocol", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits", "session")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("session", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    protocol: int
+    session: _session_pb2.SessionWelcome
     engine_id: str
     epoch: int
     ready: bool
     why_not_ready: str
     model: _worker_pb2.ModelFacts
     limits: EngineLimits
-    session: SessionTerms
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., session: _Optional[_Union[SessionTerms, _Mapping]] = ...) -> None: ...
-
-class SessionTerms(_message.Message):
-    __slots__ = ("kind", "name", "messages_received", "resume_ttl_ms")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    MESSAGES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    RESUME_TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    kind: _worker_pb2.SessionKind
-    name: str
-    messages_received: int
-    resume_ttl_ms: int
-    def __init__(self, kind: _Optional[_Union[_worker_pb2.SessionKind, str]] = ..., name: _Optional[str] = ..., messages_received: _Optional[int] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("has_priorities", "max_choices")
@@ -188,17 +169,3 @@ class RequestFailure(_message.Message):
     field: str
     retry_after_ms: int
     def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
-
-class GetEngineInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("engine_id", "epoch", "facts")
-    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    FACTS_FIELD_NUMBER: _ClassVar[int]
-    engine_id: str
-    epoch: int
-    facts: _worker_pb2.WorkerFacts
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., facts: _Optional[_Union[_worker_pb2.WorkerFacts, _Mapping]] = ...) -> None: ...

@@ -40,11 +40,6 @@ class EngineCoreServiceStub(object):
                 request_serializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectResponse.FromString,
                 _registered_method=True)
-        self.GetEngineInfo = channel.unary_unary(
-                '/triptych.internal.v1.EngineCoreService/GetEngineInfo',
-                request_serializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoRequest.SerializeToString,
-                response_deserializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoResponse.FromString,
-                _registered_method=True)
 
 
 class EngineCoreServiceServicer(object):
@@ -52,17 +47,9 @@ class EngineCoreServiceServicer(object):
     """
 
     def Connect(self, request_iterator, context):
-        """The request stream. First a hello, answered by a welcome; then submissions and aborts up, one output
-        batch per step down; last a goodbye, which aborts what is left. A session outlives a stream that breaks
-        without one: a later stream resumes it within the time to live, and every message of either side takes
-        effect exactly once. A stream that the engine ends, well or with an error of its own, ends the session.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetEngineInfo(self, request, context):
-        """The engine's facts, once it is ready; UNAVAILABLE before.
+        """The request stream of a session (docs/wire.md). First a hello, answered by a welcome; then submits and aborts up,
+        numbered together, and one output batch per step down; last a goodbye, which aborts what is left. A stream that
+        the engine ends, in order or with an error of its own, ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,11 +62,6 @@ def add_EngineCoreServiceServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectRequest.FromString,
                     response_serializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectResponse.SerializeToString,
-            ),
-            'GetEngineInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetEngineInfo,
-                    request_deserializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoRequest.FromString,
-                    response_serializer=triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -110,33 +92,6 @@ class EngineCoreService(object):
             '/triptych.internal.v1.EngineCoreService/Connect',
             triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectRequest.SerializeToString,
             triptych_dot_internal_dot_v1_dot_engine__core__pb2.ConnectResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetEngineInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/triptych.internal.v1.EngineCoreService/GetEngineInfo',
-            triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoRequest.SerializeToString,
-            triptych_dot_internal_dot_v1_dot_engine__core__pb2.GetEngineInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

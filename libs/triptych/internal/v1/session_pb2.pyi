@@ -29,3 +29,7 @@ class SessionWelcome(_message.Message):
     last_received: int
     resume_ttl_ms: int
     def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., is_resumed: bool = ..., last_received: _Optional[int] = ..., resume_ttl_ms: _Optional[int] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,22 +1,12 @@
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class SessionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SESSION_KIND_UNSPECIFIED: _ClassVar[SessionKind]
-    SESSION_KIND_FRESH: _ClassVar[SessionKind]
-    SESSION_KIND_RESUMED: _ClassVar[SessionKind]
-SESSION_KIND_UNSPECIFIED: SessionKind
-SESSION_KIND_FRESH: SessionKind
-SESSION_KIND_RESUMED: SessionKind
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "step", "goodbye")
@@ -25,8 +15,8 @@ class ExecuteRequest(_message.Message):
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: _step_pb2.Step
-    goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    goodbye: _session_pb2.Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("welcome", "result", "draining")
@@ -64,10 +54,6 @@ class Hello(_message.Message):
     shared_config: _containers.ScalarMap[str, str]
     max_steps_in_flight: int
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., max_steps_in_flight: _Optional[int] = ...) -> None: ...
-
-class Goodbye(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "max_steps_in_flight", "facts")

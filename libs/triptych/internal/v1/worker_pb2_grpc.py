@@ -62,9 +62,8 @@ class WorkerServiceServicer(object):
     """
 
     def Execute(self, request_iterator, context):
-        """The step stream. First a hello, answered by a welcome; then steps, each answered by one result, in
-        order; last a goodbye. A session outlives a stream that breaks without one: the same engine resumes it
-        within the time to live, and nothing is computed twice.
+        """The step stream of a session (docs/wire.md). First a hello, answered by a welcome; then steps, each answered by
+        one result, in order; last a goodbye. Results are confirmed by the steps that follow.
 
         A step that was received before is answered by its stored result; one that is neither that nor the last
         one + 1 is ABORTED (SEQUENCE_GAP). While an engine's stream lives, another's hello is ALREADY_EXISTS naming

@@ -145,16 +145,16 @@ async def end_of(call: grpc.aio.StreamStreamCall) -> TriptychError:
     return from_rpc_error(grpc.aio.AioRpcError(code, initial, trailing, details=await call.details()))
 
 
-def check_resumed(terms: SessionTerms, asked_session: str, sent: ReplayBuffer[Any]) -> None:
+def check_resumed(terms: SessionTerms, asked_session: str, sent: ReplayBuffer[Any] | None) -> None:
     """Check that a server resumes what this client has asked it to resume.
 
     Args:
         asked_session: Name of the session. Empty: none was asked for.
-        sent: The client's messages in it.
+        sent: The client's messages in it. None: none was asked for.
 
     Raises:
         ProtocolViolation: It is another session, or not what this client has sent in it.
     """
-    if not asked_session or terms.name != asked_session:
+    if sent is None or not asked_session or terms.name != asked_session:
         raise ProtocolViolation(f"session {terms.name!r} was resumed, but {asked_session!r} was asked for")
     sent.check_received(terms.last_received)
