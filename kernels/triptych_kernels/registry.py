@@ -40,7 +40,6 @@ QUANTIZED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
 
 TRITON_OPS = frozenset(
     {
-        "copy_blocks",
         "embedding",
         "fused_moe",
         "gated_linear",

@@ -33,10 +33,6 @@ class Launches:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def copy_blocks(self) -> None:
-        cache, _ = self._cache(self.dtype)
-        ops.copy_blocks(cache, torch.tensor([[1, 5], [3, 7]], device=self.device), impl="triton")
-
     def embedding(self) -> None:
         token_ids = torch.randint(_VOCAB_SIZE, (7,), device=self.device)
         ops.embedding(token_ids, self._normal(_VOCAB_SIZE, 72), out_dtype=torch.float32, impl="triton")

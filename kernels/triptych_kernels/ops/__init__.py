@@ -1,6 +1,5 @@
 """The public contract of every op: checks shapes, raises, and hands on to the implementation for the device."""
 
-from triptych_kernels.ops.copy_blocks import copy_blocks
 from triptych_kernels.ops.embedding import embedding
 from triptych_kernels.ops.fused_moe import fused_moe
 from triptych_kernels.ops.gated_linear import gated_linear
@@ -17,7 +16,6 @@ from triptych_kernels.ops.token_logprobs import token_logprobs
 from triptych_kernels.ops.write_kv import write_kv
 
 __all__ = [
-    "copy_blocks",
     "embedding",
     "fused_moe",
     "gated_linear",

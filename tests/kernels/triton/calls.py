@@ -13,7 +13,6 @@ from torch import Tensor
 
 from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
 from triptych_kernels.ops import (
-    copy_blocks,
     embedding,
     fused_moe,
     gated_linear,
@@ -234,10 +233,6 @@ def _token_logprobs(num_rows: int, vocab_size: int, num_top: int) -> object:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "copy_blocks, bfloat16": lambda: copy_blocks(
-        _cache(8, 128, torch.bfloat16)[0], _int64(7, 2), impl="triton"
-    ),
-    "copy_blocks, int8": lambda: copy_blocks(_cache(8, 128, torch.int8)[0], _int64(7, 2), impl="triton"),
     "embedding, widened": lambda: embedding(
         _int64(256), _meta(128256, 4096), out_dtype=torch.float32, impl="triton"
     ),

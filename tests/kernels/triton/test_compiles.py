@@ -21,7 +21,7 @@ MAX_SHARED_BYTES = 227 * 1024  # of one program, CUDA C++ Programming Guide, com
 MAX_GRID = (2**31 - 1, 65535, 65535)
 WIDEST_ACCESS = 16  # bytes of one thread's load or store, same
 MEMORY_BOUND = (
-    "copy_blocks", "embedding", "gated_linear", "linear", "quantize_rows", "quantized", "rms_norm", "rotary",
+    "embedding", "gated_linear", "linear", "quantize_rows", "quantized", "rms_norm", "rotary",
     "silu_and_mul", "w8a8", "write_kv",
 )  # fmt: skip
 """Ops whose kernels do little but load and store, with few rows at least."""
