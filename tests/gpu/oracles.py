@@ -24,7 +24,6 @@ def paged_attention(
     seq_lens: list[int],
     *,
     window: int = 0,
-    soft_cap: float = 0.0,
 ) -> Tensor:
     """[num_tokens, num_heads, head_dim]; row by row, its pages gathered and all of its scores at once."""
     cache = float64(kv_cache.to(torch.float32))
@@ -41,8 +40,6 @@ def paged_attention(
         )
         queries = float64(query[start : start + query_len]).transpose(0, 1)  # [heads, queries, head_dim]
         scores = queries @ keys.transpose(1, 2) * head_dim**-0.5
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
         own = torch.arange(seq_len - query_len, seq_len)[:, None]
         other = torch.arange(seq_len)[None]
         hidden = other > own

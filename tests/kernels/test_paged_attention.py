@@ -53,7 +53,6 @@ class Step:
         impl: str | None = None,
         *,
         window: int = 0,
-        soft_cap: float = 0.0,
     ) -> Tensor:
         """The result for some rows, in that order, computed in one call."""
         rows = list(range(len(self.query_lens))) if rows is None else rows
@@ -70,7 +69,6 @@ class Step:
             SCALE,
             kv_scales=self.kv_scales,
             window=window,
-            soft_cap=soft_cap,
             query_lens_list=query_lens,
             seq_lens_list=seq_lens,
             impl=impl or self.implementation,
@@ -221,7 +219,7 @@ def test_lengths_and_shapes_that_disagree_are_named() -> None:
         ValueError, match="query_lens_list has 2 rows and seq_lens_list 1, but seq_lens has 2"
     ):
         attend(step, query_lens_list=(2, 1), seq_lens_list=(5,))
-    with pytest.raises(ValueError, match=r"window -1 and soft_cap 0\.0 must be 0 or positive"):
+    with pytest.raises(ValueError, match=r"window -1 must be 0 or positive"):
         attend(step, window=-1)
 
 
@@ -249,9 +247,9 @@ def test_lengths_that_the_host_does_not_know_are_read_from_the_tensors() -> None
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "limits",
-    [{"window": 1}, {"window": 5}, {"window": 30}, {"soft_cap": 0.7}, {"window": 6, "soft_cap": 2.0}],
+    [{"window": 1}, {"window": 5}, {"window": 30}],
 )
-def test_windows_and_soft_caps_equal_the_reference(limits: dict[str, float], dtype: torch.dtype) -> None:
+def test_windows_equal_the_reference(limits: dict[str, float], dtype: torch.dtype) -> None:
     step = build_step(MIXED, dtype=dtype)
     torch.testing.assert_close(
         step.attend(**limits), step.attend(impl="reference", **limits), **TOLERANCE[dtype]

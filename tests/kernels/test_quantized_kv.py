@@ -137,7 +137,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_has_no_scale(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 @pytest.mark.parametrize("rows", [DECODES, CHUNKS, MIXED], ids=["decodes", "chunks", "mixed"])
-@pytest.mark.parametrize("limits", [{}, {"window": 6, "soft_cap": 2.0}], ids=["plain", "limited"])
+@pytest.mark.parametrize("limits", [{}, {"window": 6}], ids=["plain", "limited"])
 def test_attends_like_the_reference(
     implementation: Implementation,
     rows: list[tuple[int, int]],
@@ -170,7 +170,7 @@ def test_every_head_size(native: None, head_dim: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "block_size"), [(1, 1, 1), (9, 3, 33), (7, 1, 16), (100, 1, 256)]
 )
-@pytest.mark.parametrize("limits", [{}, {"window": 40}, {"window": 300, "soft_cap": 5.0}])
+@pytest.mark.parametrize("limits", [{}, {"window": 40}, {"window": 300}])
 def test_every_grouping_block_size_and_limit(
     native: None, num_heads: int, num_kv_heads: int, block_size: int, limits: dict[str, float]
 ) -> None:
@@ -198,7 +198,7 @@ def test_vectors_of_very_different_size_share_a_step(native: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("limits", [{}, {"window": 300, "soft_cap": 5.0}])
+@pytest.mark.parametrize("limits", [{}, {"window": 300}])
 def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
     native: None, dtype: torch.dtype, limits: dict[str, float]
 ) -> None:

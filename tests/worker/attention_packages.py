@@ -87,7 +87,6 @@ def attend_pages(
         scale,
         kv_scales=None,
         window=window,
-        soft_cap=0.0,
         query_lens_list=(),
         seq_lens_list=(),
     )

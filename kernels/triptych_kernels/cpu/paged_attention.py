@@ -21,7 +21,6 @@ def paged_attention(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     query_lens_list: tuple[int, ...] | None,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
@@ -35,7 +34,7 @@ def paged_attention(
             raise NotRecordable(f"paged_attention: no native kernel reads a cache of {kv_cache.dtype}")
         return torch_paged_attention(
             query, kv_cache, block_tables, query_starts, seq_lens, scale, kv_scales=kv_scales, window=window,
-            soft_cap=soft_cap, query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,
+            query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,
         )  # fmt: skip
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -43,6 +42,6 @@ def paged_attention(
         "paged_attention", seq_lens, DTYPES[query.dtype], KV_DTYPES[kv_cache.dtype],
         query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables,
         block_tables.stride(0), query_starts, seq_lens, out, query.shape[1], num_kv_heads, head_dim, block_size,
-        float(scale), window, float(soft_cap), filled_like=query,
+        float(scale), window, filled_like=query,
     )  # fmt: skip
     return out

@@ -21,7 +21,6 @@ def paged_attention(
     *,
     kv_scales: Tensor | None = None,
     window: int = 0,
-    soft_cap: float = 0.0,
     query_lens_list: tuple[int, ...] | None = None,
     seq_lens_list: tuple[int, ...] | None = None,
     impl: str | None = None,
@@ -35,7 +34,7 @@ def paged_attention(
     The native kernel gives a query the same bits whatever is beside it, however its prompt is cut into chunks, and
     by any number of threads. The Triton kernels give it the same bits whatever is beside it.
 
-        score = scale * query . key, then soft_cap * tanh(score / soft_cap) where that is given
+        score = scale * query . key
         out = sum over keys of softmax(scores) * value
 
     In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and a value likewise; a scale of NaN
@@ -53,7 +52,6 @@ def paged_attention(
         kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them: required
             where kv_cache is int8 or float8_e4m3fn, else None.
         window: keys that a query sees at most, its own included; 0: all.
-        soft_cap: no score exceeds it in size; 0: scores are as they are.
         query_lens_list: [num_rows] differences of query_starts, each >= 1, where the host knows them; None: they
             are read from the tensor.
         seq_lens_list: seq_lens, likewise. For a step of single queries that a CUDA graph records, upper bounds
@@ -64,7 +62,7 @@ def paged_attention(
         ValueError: shapes, dtypes or lengths disagree; names both. In a recording there are no lengths yet, so
             who fills its inputs must see to them.
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
-        arXiv:2310.06825; soft cap, arXiv:2408.00118.
+        arXiv:2310.06825.
     """
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
@@ -80,8 +78,8 @@ def paged_attention(
         )
     check_kv_scales("paged_attention", kv_cache, kv_scales)
     _check_layout(block_tables, query_starts, seq_lens)
-    if window < 0 or soft_cap < 0.0:
-        raise ValueError(f"paged_attention: window {window} and soft_cap {soft_cap} must be 0 or positive")
+    if window < 0:
+        raise ValueError(f"paged_attention: window {window} must be 0 or positive")
     if query.device.type != "meta":
         if query_lens_list is None:
             query_lens_list = tuple(query_starts.diff().tolist())
@@ -102,7 +100,6 @@ def paged_attention(
         scale,
         kv_scales=kv_scales,
         window=window,
-        soft_cap=soft_cap,
         query_lens_list=query_lens_list,
         seq_lens_list=seq_lens_list,
     )

@@ -16,7 +16,6 @@ def paged_attention(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -45,8 +44,6 @@ def paged_attention(
                     )
                     keys, values = keys * key_scales[:, None], values * value_scales[:, None]
                 scores = keys @ query[token, head].double() * scale
-                if soft_cap:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
                 weights = torch.softmax(scores, dim=0)
                 out[token, head] = weights @ values
     return out

@@ -1,7 +1,7 @@
 """Paged attention as scaled_dot_product_attention over gathered pages.
 
 Rows of one query are gathered together in tiles of similar length; longer rows are computed one by one, and so are
-all where a window or a soft cap is asked for.
+all where a window is asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def paged_attention(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -81,13 +80,13 @@ def paged_attention(
     # the query heads that share a key head stand together
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(query)
-    if window or soft_cap:
+    if window:
         starts = accumulate(query_lens_list, initial=0)
         for row, (start, query_len, seq_len) in enumerate(
             zip(starts, query_lens_list, seq_lens_list, strict=False)
         ):
             chunk = _Chunk(row, start, query_len, seq_len)
-            _attend_limited(chunk, query, pages, scale, window, soft_cap, out)
+            _attend_window(chunk, query, pages, scale, window, out)
         return out.view(num_tokens, num_heads, head_dim)
     for tile in plan.decode_tiles:
         _attend_decodes(tile, query, pages, scale, out)
@@ -111,13 +110,12 @@ def _attend_decodes(tile: _DecodeTile, query: Tensor, pages: _Pages, scale: floa
     )
 
 
-def _attend_limited(
+def _attend_window(
     chunk: _Chunk,
     query: Tensor,
     pages: _Pages,
     scale: float,
     window: int,
-    soft_cap: float,
     out: Tensor,
 ) -> None:
     """What scaled_dot_product_attention cannot express, spelt out in float32."""
@@ -129,16 +127,12 @@ def _attend_limited(
     for start in range(0, chunk.query_len, _MAX_CHUNK_QUERIES):
         end = min(start + _MAX_CHUNK_QUERIES, chunk.query_len)
         tokens = slice(chunk.first_token + start, chunk.first_token + end)
-        first_seen = max(num_earlier + start - window + 1, 0) if window else 0
+        first_seen = max(num_earlier + start - window + 1, 0)
         some = slice(first_seen, num_earlier + end)  # keys that one of these queries sees
         # [num_kv_heads, heads per key head, queries, keys]
         scores = query[tokens].float().permute(1, 2, 0, 3) @ keys[:, :, some].transpose(2, 3) * scale
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
         distance = positions[num_earlier + start : num_earlier + end, None] - positions[some]
-        seen = distance >= 0
-        if window:
-            seen &= distance < window
+        seen = (distance >= 0) & (distance < window)
         weights = scores.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
         out[tokens] = (weights @ values[:, :, some]).permute(2, 0, 1, 3).to(out.dtype)
 

@@ -96,7 +96,6 @@ def _paged_attention(
     *,
     group: int = 4,
     window: int = 0,
-    soft_cap: float = 0.0,
 ) -> object:
     """Queries, views of the packed projection, and sequences of 8,192 keys."""
     num_rows, num_heads = len(query_lens), group * num_kv_heads
@@ -111,7 +110,6 @@ def _paged_attention(
         head_dim**-0.5,
         kv_scales=kv_scales,
         window=window,
-        soft_cap=soft_cap,
         query_lens_list=query_lens,
         seq_lens_list=(8192,) * num_rows,
         impl="triton",
@@ -286,12 +284,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "paged_attention, heads of 80": lambda: _paged_attention(_MIXED, 32, 80, group=1),
     "paged_attention, heads of 96": lambda: _paged_attention(_MIXED, 8, 96),
     "paged_attention, heads of 128": lambda: _paged_attention(_MIXED, 8, 128),
-    "paged_attention, heads of 256, window and cap": lambda: _paged_attention(
-        _MIXED, 4, 256, group=2, window=4096, soft_cap=50.0
-    ),
+    "paged_attention, heads of 256, window": lambda: _paged_attention(_MIXED, 4, 256, group=2, window=4096),
     "paged_attention, int8": lambda: _paged_attention(_MIXED, 8, 128, torch.int8),
-    "paged_attention, float8, heads of 256, window and cap": lambda: _paged_attention(
-        _MIXED, 4, 256, torch.float8_e4m3fn, group=2, window=4096, soft_cap=50.0
+    "paged_attention, float8, heads of 256, window": lambda: _paged_attention(
+        _MIXED, 4, 256, torch.float8_e4m3fn, group=2, window=4096
     ),
     "process_logits, 128256": lambda: _process_logits(256, 128256, 4000),
     "process_logits, one entry each": lambda: _process_logits(1, 49152, 1),

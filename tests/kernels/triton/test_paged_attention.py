@@ -175,12 +175,10 @@ def test_any_size_of_block(block_size: int, half_dtype: torch.dtype, device: tor
     step.assert_attends_like_the_reference()
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 1.5), (1, 0.0), (16, 1.5), (65, 0.0)])
-def test_windows_and_soft_caps(
-    window: int, soft_cap: float, half_dtype: torch.dtype, device: torch.device
-) -> None:
+@pytest.mark.parametrize("window", [1, 16, 65])
+def test_windows(window: int, half_dtype: torch.dtype, device: torch.device) -> None:
     step = build_step([*MIXED, (40, 200)], half_dtype, device, num_heads=3, num_kv_heads=1)
-    step.assert_attends_like_the_reference(window=window, soft_cap=soft_cap)
+    step.assert_attends_like_the_reference(window=window)
 
 
 def test_what_stands_before_all_windows_has_no_influence(
@@ -194,11 +192,10 @@ def test_what_stands_before_all_windows_has_no_influence(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("window", "soft_cap", "head_dim"), [(0, 0.0, 64), (33, 2.0, 80)])
+@pytest.mark.parametrize(("window", "head_dim"), [(0, 64), (33, 80)])
 def test_8_bit_caches(
     cache_dtype: torch.dtype,
     window: int,
-    soft_cap: float,
     head_dim: int,
     half_dtype: torch.dtype,
     device: torch.device,
@@ -206,7 +203,7 @@ def test_8_bit_caches(
     step = build_step(
         [*MIXED, (1, 200)], half_dtype, device, num_kv_heads=1, cache_dtype=cache_dtype, head_dim=head_dim
     )
-    step.assert_attends_like_the_reference(window=window, soft_cap=soft_cap)
+    step.assert_attends_like_the_reference(window=window)
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
@@ -278,19 +275,16 @@ def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", request.param)
 
 
-@pytest.mark.parametrize(
-    ("window", "soft_cap"), [(0, 0.0), (70, 1.5), (3, 0.0), pytest.param(129, 0.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("window", [0, 70, 3, pytest.param(129, marks=pytest.mark.slow)])
 def test_parts_leave_no_seam(
     window: int,
-    soft_cap: float,
     half_dtype: torch.dtype,
     device: torch.device,
     short_parts: None,
     rounds: None,
 ) -> None:
     step = build_step(LONG_CHUNKS, half_dtype, device)
-    step.assert_attends_like_the_reference(window=window, soft_cap=soft_cap)
+    step.assert_attends_like_the_reference(window=window)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
@@ -364,6 +358,6 @@ def test_what_the_kernels_do_not_cover_is_named(device: torch.device) -> None:
     with pytest.raises(ValueError, match="head_dim is at most 256"):
         build_step([(1, 3)], torch.float32, device, head_dim=320).attend()
     step = build_step([(1, 3)], torch.float32, device)
-    limits: dict[str, Any] = {"kv_scales": None, "window": 0, "soft_cap": 0.0}
+    limits: dict[str, Any] = {"kv_scales": None, "window": 0}
     with pytest.raises(ValueError, match=r"scale 0\.0 must be positive"):
         triton_paged_attention(*step.operands()[:5], 0.0, query_lens_list=(1,), seq_lens_list=(3,), **limits)

@@ -34,7 +34,6 @@ def attend_decodes(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     max_seq_len: int,
 ) -> None:
     """Attend from the rows that have one query; `out` keeps what it holds for the others.
@@ -68,7 +67,7 @@ def attend_decodes(
     _attend_splits[(min(num_programs, num_rows * num_kv_heads * max_splits),)](
         query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
         query_starts, seq_lens, num_rows, scale, out, partials, log_totals, target_splits, max_splits,
-        SOFT_CAP=soft_cap, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_SIZE=block_size,
         ROWS=rows_block(num_rows), BLOCK_M=block_m,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -83,7 +82,7 @@ def attend_decodes(
 def _attend_splits(
     query, query_stride_0, query_stride_1, kv_cache, kv_scales, block_tables, block_tables_stride_0,
     query_starts, seq_lens, num_rows, scale, out, partials, log_totals, target_splits, max_splits,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, MIN_TILES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +119,7 @@ def _attend_splits(
             tl.zeros([BLOCK_M], tl.float32),
             query_tile, tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1), begin, end, first_key, seq_len,
             kv_cache, kv_scales, block_tables + row.to(tl.int64) * block_tables_stride_0, kv_head, scale,
-            WINDOW, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc /= total[:, None]
         if num_tiles <= split_tiles:
@@ -131,7 +130,7 @@ def _attend_splits(
         else:
             vectors = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * max_splits + split
             tl.store(partials + (vectors * HEAD_DIM)[:, None] + dims[None, :], acc, mask=inside)
-            log_total = peak * score_unit(scale, SOFT_CAP) + tl.log2(total)
+            log_total = peak * score_unit(scale) + tl.log2(total)
             tl.store(log_totals + vectors, log_total, mask=tl.arange(0, BLOCK_M) < GROUP)
 
 

@@ -22,7 +22,6 @@ def paged_attention(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -48,7 +47,6 @@ def paged_attention(
             *operands,
             kv_scales=kv_scales,
             window=window,
-            soft_cap=soft_cap,
             query_lens=query_lens_list,
             key_lens=seq_lens_list,
         )
@@ -57,7 +55,6 @@ def paged_attention(
             *operands,
             kv_scales=kv_scales,
             window=window,
-            soft_cap=soft_cap,
             max_seq_len=max(seq_lens_list),
         )
     return out

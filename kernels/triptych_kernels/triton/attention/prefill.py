@@ -48,7 +48,6 @@ def attend_prefills(
     *,
     kv_scales: Tensor | None,
     window: int,
-    soft_cap: float,
     query_lens: tuple[int, ...],
     key_lens: tuple[int, ...],
 ) -> None:
@@ -79,7 +78,7 @@ def attend_prefills(
     states = torch.empty((all_slots, *places, block_m, head_dim), dtype=torch.float32, device=query.device)
     peaks_totals = torch.empty((all_slots, *places, 2, block_m), dtype=torch.float32, device=query.device)
     constants = {
-        "WINDOW": window, "SOFT_CAP": soft_cap, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
+        "WINDOW": window, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
         "TILE_TOKENS": tile_tokens, "ROWS": rows_block(num_rows), "PART_KEYS": _PART_KEYS,
         "BLOCK_M": block_m, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
@@ -111,7 +110,7 @@ def _count(
 def _attend_part(
     query, query_stride_0, query_stride_1, kv_cache, kv_scales, block_tables, block_tables_stride_0,
     query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, PART_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -157,19 +156,19 @@ def _attend_part(
             acc, peak, total, query_tile, positions,
             tl.maximum(first_key // BLOCK_N * BLOCK_N, begin), tl.minimum(all_seen_begin, end), first_key, end_key,
             kv_cache, kv_scales, block_table, kv_head, scale,
-            WINDOW, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, peak, total = attend_keys(
         acc, peak, total, query_tile, positions,
         tl.maximum(all_seen_begin, begin), tl.minimum(all_seen_end, end), first_key, end_key,
         kv_cache, kv_scales, block_table, kv_head, scale,
-        WINDOW, SOFT_CAP, False, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        WINDOW, False, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc, peak, total = attend_keys(
         acc, peak, total, query_tile, positions,
         tl.maximum(tl.maximum(all_seen_begin, all_seen_end), begin), end, first_key, end_key,
         kv_cache, kv_scales, block_table, kv_head, scale,
-        WINDOW, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if num_parts == 1:
         _store_result(out, acc, total, token_numbers, heads, dims, inside, NUM_KV_HEADS * GROUP, HEAD_DIM)
@@ -185,7 +184,7 @@ def _attend_part(
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _fold_parts(
     query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number, num_slots,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, PART_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +217,7 @@ def _fold_parts(
             )
             acc, peak, total = _fold(
                 acc, peak, total, tl.load(state, mask=inside, other=0.0), tl.load(sums), tl.load(sums + BLOCK_M),
-                score_unit(scale, SOFT_CAP),
+                score_unit(scale),
             )  # fmt: skip
         if first_number + num_slots < num_parts:
             tl.store(folded, acc, mask=inside)

@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def attend_keys(
     acc, peak, total, query, positions, begin, end, first_key, end_key,
     kv_cache, kv_scales, block_table, kv_head, scale,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def attend_keys(
         MASKED: whether a query may not see some of the keys; otherwise all see all, and nothing is compared.
     """
     dims = tl.arange(0, BLOCK_D)
-    unit = score_unit(scale, SOFT_CAP)
+    unit = score_unit(scale)
     # Every key asks for its own page: the addresses of a tile are BLOCK_N numbers, which costs little, and any block
     # size is served alike. Pages are looked up one step ahead, because the compiler would otherwise spend a stage of
     # its pipeline on them and keep fewer keys on their way.
@@ -64,9 +64,6 @@ def attend_keys(
             else:
                 key_scales = tl.load(kv_scales + vectors)
             scores *= key_scales[None, :]
-        if SOFT_CAP > 0:
-            # tanh(x) = 1 - 2 / (1 + e^2x): at either end e^2x is 0 or infinite, and both give the right limit
-            scores = 1 - 2 / (1 + tl.exp2(scores * (scale * (2 * LOG2_E / SOFT_CAP))))
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -100,17 +97,13 @@ def attend_keys(
 
 
 @triton.jit
-def score_unit(scale, SOFT_CAP: tl.constexpr):
-    """What a score in `attend_keys` counts for in the exponent of 2.
+def score_unit(scale):
+    """Return the factor that turns a score of `attend_keys` into an exponent of 2.
 
-    Scores stay products of query and key where there is no cap, since this factor then costs nothing: a multiplication
-    and a subtraction are one instruction. With a cap they are the hyperbolic tangents.
+    Scores stay products of query and key, since this factor costs nothing: a multiplication and a subtraction are one
+    instruction.
     """
-    if SOFT_CAP > 0:
-        unit = SOFT_CAP * LOG2_E
-    else:
-        unit = scale * LOG2_E
-    return unit
+    return scale * LOG2_E
 
 
 @triton.jit

@@ -160,14 +160,11 @@ struct Softmax {
 };
 
 // Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C, float or
-// bf16; keys outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel. A cap above 0 bounds the
-// scores, which are then given in units of it. `weights` may be `scores`.
+// bf16; keys outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel.
+// `weights` may be `scores`.
 template <typename C>
-Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end, float cap,
+Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end,
               float* weights) {
-  if (cap > 0.0f) {
-    for (int64_t key = first; key < end; key += kLanes) store(scores + key, splat(cap) * tanh(load(scores + key)));
-  }
   vec maxima = splat(kUnseen);
   for (int64_t key = first; key < end; key += kLanes) {
     vec score = load(scores + key);

@@ -14,7 +14,7 @@ class TileRows {
   TileRows(const PagedAttention& args, const Tile& tile, int64_t kv_head)
       : args_(args), tile_(tile), kv_head_(kv_head), rows_(tile.num_queries * args.group()),
         units_(num_units<C>(args.head_dim)), size_(args.padded_head_dim()),
-        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows), cap_(args.soft_cap * kLog2E) {
+        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
     static thread_local Scratch scratch;
     const int64_t floats = rows_ * (units_ + size_ + 3) + kMaxTileRows * (2 * kSpan + size_ + 2) +
                            kSpan * units_ + kSpan / kPerUnit<C> * size_ + size_ + 12 * kLanes;
@@ -36,7 +36,7 @@ class TileRows {
     softmax_ = reinterpret_cast<Softmax*>(take(2 * rows_));
     std::fill(zeros_, zeros_ + size_, 0.0f);
     std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
-    std::fill(factors_, factors_ + rows_, cap_ > 0.0f ? args.scale / args.soft_cap : args.scale * kLog2E);
+    std::fill(factors_, factors_ + rows_, args.scale * kLog2E);
   }
 
   // All that the keys of some spans give; into `partials`, one after the other, or merged here if that is null.
@@ -185,11 +185,11 @@ class TileRows {
         float* weights = weights_ + i * kSpan / kPerUnit<C>;
         if constexpr (kIsInt<C>) {
           float* scores = scores_ + i * kSpan;
-          softmax[i] = weigh<float>(scores, begin_key, end_key, first_seen(row), end_seen(row), cap_, scores);
+          softmax[i] = weigh<float>(scores, begin_key, end_key, first_seen(row), end_seen(row), scores);
           weight_scales[i] = quantize_weights(scores, scales.values, begin_key, end_key, first_seen(row), end_seen(row),
                                               reinterpret_cast<int16_t*>(weights));
         } else {
-          softmax[i] = weigh<C>(scores_ + i * kSpan, begin_key, end_key, first_seen(row), end_seen(row), cap_, weights);
+          softmax[i] = weigh<C>(scores_ + i * kSpan, begin_key, end_key, first_seen(row), end_seen(row), weights);
         }
       }
       std::fill(span_sums_, span_sums_ + count * size_, 0.0f);
@@ -215,7 +215,6 @@ class TileRows {
   const PagedAttention& args_;
   const Tile& tile_;
   int64_t kv_head_, rows_, units_, size_, num_strips_;
-  float cap_;  // of scores, which are in units of log2(e)
   float *keys_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
   float* factors_;  // [rows], of what a query and a key give
   Softmax* softmax_;

@@ -34,7 +34,6 @@ struct PagedAttention {
   int64_t block_size;
   double scale;
   int64_t window;               // keys that a query sees at most; 0: all
-  double soft_cap;              // 0: none
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }
