@@ -13,8 +13,8 @@ from benchmarks.gpu_figures.limits import Bench
 from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.timing import Call
 from triptych_kernels.ops import fused_moe, gated_linear, linear
-from triptych_kernels.ops.fused_moe import ExpertWeights
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.ops.moe import ExpertWeights
+from triptych_kernels.weights.base import LinearWeight
 
 _NUM_EXPERTS, _TOP_K = 8, 2  # Mixtral's
 
@@ -22,12 +22,12 @@ _NUM_EXPERTS, _TOP_K = 8, 2  # Mixtral's
 def product_rows(bench: Bench) -> Iterator[Row]:
     """Of single tokens, of a full batch of decodes, of a step of prompts."""
     sizes, on_cuda = bench.sizes, bench.device.type == "cuda"
-    quantized: dict[str, Callable[[Bench, int, int], HeldWeight]] = {
+    quantized: dict[str, Callable[[Bench, int, int], LinearWeight]] = {
         "w4a16": _group_quantized,
         "w8a8 int8": partial(_channel_quantized, torch.int8),
         "w8a8 fp8": partial(_channel_quantized, torch.float8_e4m3fn),
     }
-    quantized_experts: dict[str, Callable[..., Sequence[HeldWeight]]] = {
+    quantized_experts: dict[str, Callable[..., Sequence[LinearWeight]]] = {
         "w4a16": _group_quantized_experts,
         "w8a8 int8": partial(_channel_quantized_experts, torch.int8),
         "w8a8 fp8": partial(_channel_quantized_experts, torch.float8_e4m3fn),
@@ -57,7 +57,9 @@ def measure_gated(bench: Bench, num_tokens: int) -> Measured:
     return _measure_plain(bench, num_tokens, sizes.hidden_size, 2 * sizes.intermediate_size, gated_linear)
 
 
-def measure_held(bench: Bench, create: Callable[[Bench, int, int], HeldWeight], num_tokens: int) -> Measured:
+def measure_held(
+    bench: Bench, create: Callable[[Bench, int, int], LinearWeight], num_tokens: int
+) -> Measured:
     """The arithmetic is compared with the rate of bfloat16; 8-bit products may pass it."""
     in_features, out_features = bench.sizes.intermediate_size, bench.sizes.hidden_size
     first = create(bench, out_features, in_features)
@@ -81,7 +83,7 @@ def measure_experts(bench: Bench, num_tokens: int) -> Measured:
 
 
 def measure_held_experts(
-    bench: Bench, create: Callable[..., Sequence[HeldWeight]], num_tokens: int
+    bench: Bench, create: Callable[..., Sequence[LinearWeight]], num_tokens: int
 ) -> Measured:
     """The same with quantized experts.
 
@@ -90,7 +92,7 @@ def measure_held_experts(
     """
     hidden, inner = bench.sizes.hidden_size, bench.sizes.intermediate_size
 
-    def create_both() -> tuple[Sequence[HeldWeight], Sequence[HeldWeight]]:
+    def create_both() -> tuple[Sequence[LinearWeight], Sequence[LinearWeight]]:
         return create(bench, 2 * inner, hidden, gated=True), create(bench, hidden, inner, gated=False)
 
     first = create_both()
@@ -134,7 +136,7 @@ def _measure(bench: Bench, calls: Sequence[Call], weight_bytes: int, operations:
     return bench.as_bandwidth(timing, weight_bytes)
 
 
-def _group_quantized(bench: Bench, out_features: int, in_features: int) -> HeldWeight:
+def _group_quantized(bench: Bench, out_features: int, in_features: int) -> LinearWeight:
     # where there is no such kernel its rows say so, and no other does
     from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
     from triptych_kernels.weights.formats import BLOCK_FORMATS
@@ -148,7 +150,7 @@ def _group_quantized(bench: Bench, out_features: int, in_features: int) -> HeldW
 
 def _channel_quantized(
     element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int
-) -> HeldWeight:
+) -> LinearWeight:
     from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 
     weight = ChannelQuantizedWeight(
@@ -160,7 +162,7 @@ def _channel_quantized(
 
 def _group_quantized_experts(
     bench: Bench, out_features: int, in_features: int, *, gated: bool
-) -> Sequence[HeldWeight]:
+) -> Sequence[LinearWeight]:
     from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
     from triptych_kernels.weights.formats import BLOCK_FORMATS
 
@@ -173,7 +175,7 @@ def _group_quantized_experts(
 
 def _channel_quantized_experts(
     element_dtype: torch.dtype, bench: Bench, out_features: int, in_features: int, *, gated: bool
-) -> Sequence[HeldWeight]:
+) -> Sequence[LinearWeight]:
     from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 
     shape = (_NUM_EXPERTS, out_features, in_features)
@@ -181,7 +183,7 @@ def _channel_quantized_experts(
     return _filled(bench, stack)
 
 
-def _filled(bench: Bench, stack: Sequence[HeldWeight]) -> Sequence[HeldWeight]:
+def _filled(bench: Bench, stack: Sequence[LinearWeight]) -> Sequence[LinearWeight]:
     for weight in stack:
         weight.fill_rows(0, bench.normal(*weight.shape).float())
     return stack

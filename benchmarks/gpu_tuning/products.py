@@ -12,7 +12,7 @@ from benchmarks.gpu_tuning.workload import Workload, num_copies
 from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.formats import QuantizedFormat
 
 _DTYPE = torch.bfloat16
@@ -54,7 +54,7 @@ def group_workloads(
     """Of `quantized_linear`, and where rows need not be batch-invariant of `quantized_linear_by_weights`."""
     format = QuantizedFormat(bits, is_affine=bool(is_affine))
 
-    def create() -> HeldWeight:
+    def create() -> LinearWeight:
         weight = GroupQuantizedWeight(
             out_features, in_features, _DTYPE, format, device=device, batch_invariant=batch_invariant
         )
@@ -69,7 +69,7 @@ def channel_workloads(
 ) -> list[Workload]:
     """Of `w8a8_linear`."""
 
-    def create() -> HeldWeight:
+    def create() -> LinearWeight:
         weight = ChannelQuantizedWeight(out_features, in_features, _DTYPE, element_dtype, device=device)
         fill_channels(weight.elements, weight.scales)
         return weight
@@ -97,7 +97,7 @@ def fill_channels(elements: Tensor, scales: Tensor) -> None:
 
 
 def _workload(
-    create: Callable[[], HeldWeight], rows: int, in_features: int, device: torch.device
+    create: Callable[[], LinearWeight], rows: int, in_features: int, device: torch.device
 ) -> Workload:
     weights = [create()]
     if device.type != "meta":

@@ -1,112 +1,114 @@
-"""Which implementation of an op runs: decided by device, dtype and what was built, in one place."""
+"""The ops, one row for each, and the choice of an implementation by device, dtype and what was built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.library import DTYPES, isa
-from triptych_kernels.weights.base import HeldWeight
-
-DEVICES = ("cpu", "cuda", "meta")
-"""Plain torch serves all of them; `cpu` and `triton` take over the ops named below. Tensors on the meta device are
-those of a recording, see `cpu.program`."""
-
-NATIVE_OPS = frozenset(
-    {
-        "embedding",
-        "gather_rows",
-        "paged_attention",
-        "process_logits",
-        "rms_norm",
-        "rotary_and_write_kv",
-        "rotary_embedding",
-        "sample",
-        "token_logprobs",
-        "write_kv",
-    }
-)
-"""Those that `cpu` takes over where its library was built and understands the tensor's dtype."""
-
-PACKED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
-"""Those that `cpu` has for packed weights."""
-
-QUANTIZED_OPS = frozenset({"embedding", "fused_moe", "gated_linear", "linear"})
-"""Those that `triton` has for quantized weights."""
-
-TRITON_OPS = frozenset(
-    {
-        "embedding",
-        "fused_moe",
-        "gated_linear",
-        "linear",
-        "paged_attention",
-        "process_logits",
-        "rms_norm",
-        "rotary_and_write_kv",
-        "rotary_embedding",
-        "sample",
-        "silu_and_mul",
-        "token_logprobs",
-        "write_kv",
-    }
-)
-"""Those that `triton` takes over on CUDA devices."""
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.weights.base import LinearWeight
 
 IMPLS = ("cpu", "triton", "torch", "reference")
-"""Packages beside this module, one file per op in each; `torch` and `reference` have every op, and `reference` is for
-tests alone."""
+"""Packages that hold implementations. `torch` and `reference` have every op; `reference` is only for tests."""
+
+DEVICE_TO_IMPL = {"cpu": "cpu", "cuda": "triton", "meta": "cpu"}
+"""Type of a device -> the package with kernels of its own for it; `torch` computes the ops that this package lacks.
+Tensors on the meta device belong to a recording, see `cpu.program`."""
 
 
-_TRITON_FAMILIES = {
-    "attention": {"paged_attention", "rotary_and_write_kv", "rotary_embedding", "write_kv"},
-    "elementwise": {"embedding", "rms_norm", "silu_and_mul"},
-    "linear": {"gated_linear", "linear"},
-    "moe": {"fused_moe"},
-    "sampling": {"process_logits", "sample", "token_logprobs"},
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An op, and which packages compute it.
+
+    Its contract is the function of its name in `ops.<family>`, its tests are in `tests/kernels/test_<name>.py`. An
+    implementation is the function of its name in `<impl>.<family>`, or in `triton.<family>.<name>`.
+    """
+
+    name: str
+    family: str
+    native_dtypes: tuple[torch.dtype, ...] = ()
+    """Dtypes of plain tensors that the C++ kernels of `cpu` compute; empty if they compute none."""
+    linear_weights: bool = False
+    """Whether the op takes each `LinearWeight`, which names the package that computes with it."""
+    has_triton: bool = True
+    """Whether `triton` computes with plain tensors; otherwise `torch` does on CUDA devices."""
+
+    @property
+    def impls(self) -> tuple[str, ...]:
+        lacking = set()
+        if not (self.native_dtypes or self.linear_weights):
+            lacking.add("cpu")
+        if not (self.has_triton or self.linear_weights):
+            lacking.add("triton")
+        return tuple(impl for impl in IMPLS if impl not in lacking)
+
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+OPS = {
+    op.name: op
+    for op in (
+        Op("paged_attention", "attention", _FLOATS),
+        Op("rotary_embedding", "attention", _FLOATS),
+        Op("write_kv", "attention", _FLOATS),
+        Op("rotary_and_write_kv", "attention", _FLOATS),
+        Op("linear", "linear", linear_weights=True),
+        Op("gated_linear", "linear", linear_weights=True),
+        Op("fused_moe", "moe", linear_weights=True),
+        Op("process_logits", "sampling", (torch.float32,)),
+        Op("sample", "sampling", (torch.float32,)),
+        Op("token_logprobs", "sampling", (torch.float32,)),
+        Op("rms_norm", "elementwise", _FLOATS),
+        Op("silu_and_mul", "elementwise"),
+        Op("embedding", "elementwise", _FLOATS, linear_weights=True),
+        Op("gather_rows", "elementwise", _FLOATS, has_triton=False),  # `x[rows]` is one kernel of torch
+    )
 }
-"""Folder under `triton` -> its ops; the others are modules of `triton` itself."""
-
-_HELD_WEIGHT_OPS = {"cpu": PACKED_OPS, "triton": QUANTIZED_OPS}
 
 
-def find_impl(op: str, operand: Tensor | HeldWeight, impl: str | None = None) -> Callable[..., Any]:
-    """The function that computes `op` with such an operand.
+def find_impl(op: str, operand: Tensor | LinearWeight, impl: str | None = None) -> Callable[..., Any]:
+    """Return the function that computes `op` with such an operand.
 
     Args:
-        op: name of the op: of its module in each implementation, and of the function therein.
-        operand: of the op: a tensor, whose device and dtype decide, or a held weight, which names
-            its implementation.
-        impl: one of `IMPLS`, for tests and benchmarks; None: the device's own.
+        op: One of `OPS`.
+        operand: An operand of the op. A tensor's device and dtype decide; a `LinearWeight` names its implementation.
+        impl: One of `IMPLS`, for tests and benchmarks; None chooses the device's own.
     Raises:
-        ValueError: no implementation is meant for this device, or none has the asked name.
+        ValueError: No implementation is meant for this device, or none has the asked name.
     """
-    return _load(op, impl or _impl_for(op, operand))
+    return load_impl(op, impl or _impl_for(OPS[op], operand))
 
 
-def _impl_for(op: str, operand: Tensor | HeldWeight) -> str:
-    if isinstance(operand, HeldWeight):
-        return operand.impl if op in _HELD_WEIGHT_OPS[operand.impl] else "torch"
+def _impl_for(op: Op, operand: Tensor | LinearWeight) -> str:
+    if isinstance(operand, LinearWeight):
+        return operand.impl
     device = operand.device.type
-    if device not in DEVICES:
-        raise ValueError(f"{op}: no implementation for device {device!r}; there are {', '.join(DEVICES)}")
-    if device == "cuda":
-        return "triton" if op in TRITON_OPS else "torch"
-    return "cpu" if op in NATIVE_OPS and operand.dtype in DTYPES and isa() else "torch"
+    impl = DEVICE_TO_IMPL.get(device)
+    if impl == "triton":
+        return "triton" if op.has_triton else "torch"
+    if impl == "cpu":
+        return "cpu" if operand.dtype in op.native_dtypes and isa() else "torch"
+    raise ValueError(
+        f"{op.name}: no implementation for device {device!r}; there are {', '.join(DEVICE_TO_IMPL)}"
+    )
 
 
 @cache
-def _load(op: str, impl: str) -> Callable[..., Any]:
-    owned = {"cpu": NATIVE_OPS | PACKED_OPS, "triton": TRITON_OPS | QUANTIZED_OPS}
-    known = [name for name in IMPLS if op in owned.get(name, {op})]
-    if impl not in known:
-        raise ValueError(f"{op}: no implementation {impl!r}; there are {', '.join(known)}")
-    families = [family for family, ops in _TRITON_FAMILIES.items() if impl == "triton" and op in ops]
-    function: Callable[..., Any] = getattr(
-        import_module(".".join(["triptych_kernels", impl, *families, op])), op
-    )
+def load_impl(op: str, impl: str) -> Callable[..., Any]:
+    """Import the function that `impl` has for `op`.
+
+    Raises:
+        ValueError: It has none; the message lists the packages that have one.
+    """
+    row = OPS[op]
+    if impl not in row.impls:
+        raise ValueError(f"{op}: no implementation {impl!r}; there are {', '.join(row.impls)}")
+    module = f"triptych_kernels.{impl}.{row.family}" + (f".{op}" if impl == "triton" else "")
+    function: Callable[..., Any] = getattr(import_module(module), op)
     return function

@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych_kernels import ops
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
-from triptych_kernels.registry import TRITON_OPS
+from triptych_kernels.registry import OPS
 from triptych_kernels.triton.linear.few_rows import GATED_LINEAR, LINEAR, ByTorch, Tiles, multiply_few_rows
 from triptych_kernels.triton.moe.expert_stack import ExpertStack
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
@@ -176,8 +176,9 @@ def _tried(tunable: Tunable[Tiles | ByTorch], weight: Tensor) -> list[Tiles]:
 def main() -> int:
     launches = Launches(torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
     torch.manual_seed(0)
-    unwatched = [op for op in sorted(TRITON_OPS) if not hasattr(launches, op)]
-    for op in sorted(TRITON_OPS.difference(unwatched)):
+    triton_ops = sorted(op.name for op in OPS.values() if "triton" in op.impls)
+    unwatched = [op for op in triton_ops if not hasattr(launches, op)]
+    for op in sorted(set(triton_ops).difference(unwatched)):
         launch: Callable[[], None] = getattr(launches, op)
         launch()
         if launches.device.type == "cuda":

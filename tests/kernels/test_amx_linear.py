@@ -19,7 +19,7 @@ from triptych_kernels.cpu.build import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import amx_refusal, forced_isa, isa, usable_isas, use_threads
 from triptych_kernels.ops import embedding, linear
-from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.reference.linear import linear as reference_linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS
 from triptych_kernels.weights.packed import PackedWeight
@@ -71,7 +71,7 @@ def multiply(
     """The product, into memory that was NaN; the rows around it stay so."""
     num_outputs = packed.out_features // (1 if activation is None else 2)
     memory = torch.full((len(x) + 2, num_outputs), torch.nan, dtype=out_dtype)
-    launch("linear", x, *packed._linear_arguments(x, memory[1:-1], activation))
+    launch("linear", x, **packed.linear_operands(x, memory[1:-1], activation))
     assert memory[[0, -1]].isnan().all()
     return memory[1:-1]
 

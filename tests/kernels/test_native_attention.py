@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_paged_attention import SCALE, TOLERANCE, Step, build_step
-from triptych_kernels import registry as dispatch
+from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
-from triptych_kernels.cpu.paged_attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.program import NotRecordable, record
 from triptych_kernels.ops import paged_attention
-from triptych_kernels.torch.paged_attention import paged_attention as torch_paged_attention
+from triptych_kernels.registry import find_impl
+from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 
 AROUND_A_SPAN = [(1, 1), (1, 15), (1, 33), (1, 255), (1, 256), (1, 257), (3, 258), (1, 600)]
 """Queries and keys of each row; a span is 256 keys."""
@@ -207,9 +207,9 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
 
 
 def test_what_no_kernel_is_made_for_is_left_to_plain_torch() -> None:
-    assert dispatch.find_impl("paged_attention", torch.empty(1)) is native_paged_attention
+    assert find_impl("paged_attention", torch.empty(1)) is native_paged_attention
     half = torch.empty(1, dtype=torch.float16)
-    assert dispatch.find_impl("paged_attention", half) is torch_paged_attention
+    assert find_impl("paged_attention", half) is torch_paged_attention
     step = build_step([(1, 9)], cache_dtype=torch.float16)
     torch.testing.assert_close(step.attend(impl="cpu"), step.attend(impl="torch"), rtol=0, atol=0)
 
@@ -232,4 +232,4 @@ def test_a_cache_that_no_kernel_reads_is_not_recordable() -> None:
 
 def test_without_a_build_plain_torch_serves() -> None:
     with forced_isa(""):
-        assert dispatch.find_impl("paged_attention", torch.empty(1)) is torch_paged_attention
+        assert find_impl("paged_attention", torch.empty(1)) is torch_paged_attention

@@ -12,7 +12,7 @@ from torch import Tensor
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention, write_kv
-from triptych_kernels.torch import paged_attention as torch_implementation
+from triptych_kernels.torch import attention as torch_implementation
 
 SCALE = 0.3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triptych_kernels.reference import philox as reference
-from triptych_kernels.torch.philox import philox4x32 as torch_philox4x32
+from triptych_kernels.reference import sampling as reference
+from triptych_kernels.torch.sampling import philox4x32 as torch_philox4x32
 
 ONES = 0xFFFFFFFF
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -124,3 +125,17 @@ def test_rows_that_nobody_counts_are_refused() -> None:
 def test_tensors_without_memory_are_for_recordings_alone() -> None:
     with pytest.raises(RuntimeError, match="gather_rows: tensors on the meta device"):
         launch("gather_rows", torch.empty(2, device="meta"))
+
+
+def test_operands_must_be_the_fields_of_the_struct() -> None:
+    x, rows = torch.randn(3, 4), torch.tensor([2, 0])
+    operands = {"x": x, "rows": rows, "out": torch.empty(2, 4), "row_bytes": 16}
+    launch("gather_rows", rows, **operands)
+    assert torch.equal(operands["out"], x[rows])
+    for wrong in ({"out": operands["out"]}, operands | {"size": 4}):
+        with pytest.raises(
+            TypeError, match=r"gather_rows: the operands .* are not the fields x, rows, out, row_bytes"
+        ):
+            launch("gather_rows", rows, **wrong)
+    with pytest.raises(struct.error):
+        launch("gather_rows", rows, **operands | {"row_bytes": 16.0})

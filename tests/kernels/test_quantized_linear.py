@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.cpu.program import record
 from triptych_kernels.ops import embedding, gated_linear, linear
-from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.ops import sample
-from triptych_kernels.reference.sample import gumbel, kept_tokens
+from triptych_kernels.reference.sampling import gumbel, kept_tokens
 
 SEEDS = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
 

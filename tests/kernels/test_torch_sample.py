@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_sample import columns, random_logits
-from triptych_kernels.reference.sample import gumbel, kept_tokens
-from triptych_kernels.torch import sample as torch_implementation
+from triptych_kernels.reference.sampling import gumbel, kept_tokens
+from triptych_kernels.torch import sampling as torch_implementation
 
 
 @given(

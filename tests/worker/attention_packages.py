@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels.reference.paged_attention import paged_attention
+from triptych_kernels.reference.attention import paged_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)

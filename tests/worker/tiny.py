@@ -21,7 +21,7 @@ from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -100,9 +100,9 @@ def runner_for(model: nn.Module, config: ResolvedConfig, *, enforce_eager: bool 
     return ModelRunner(model=model, kv_caches=kv_caches, facts=facts, enforce_eager=enforce_eager)
 
 
-def dense(weight: Tensor | HeldWeight) -> Tensor:
+def dense(weight: Tensor | LinearWeight) -> Tensor:
     """[out_features, in_features] as it was loaded, whatever form it is held in."""
-    if isinstance(weight, HeldWeight):
+    if isinstance(weight, LinearWeight):
         return weight.rows(torch.arange(weight.out_features), weight.dtype)
     return weight
 

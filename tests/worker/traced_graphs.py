@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from services.worker.runner.cuda.graph_recorder import Replay
-from triptych_kernels import registry as dispatch
+from triptych_kernels import registry
 
 _FORBIDDEN = ("item", "_local_scalar_dense", "nonzero")
 _WRITERS = ("write_kv", "rotary_and_write_kv")
@@ -51,8 +51,8 @@ class TracedGraphs(TorchDispatchMode):
         self._pieces: list[list[_Launch]] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._is_recording = False
-        load = dispatch._load
-        patch.setattr(dispatch, "_load", lambda op, impl: self._as_launch(op, load(op, impl)))
+        load = registry.load_impl
+        patch.setattr(registry, "load_impl", lambda op, impl: self._as_launch(op, load(op, impl)))
 
     def record(self, launch: Callable[[Callable[[], None]], None]) -> tuple[Replay, ...]:
         self._pieces, self._undo, self._is_recording = [[]], [], True

@@ -1,72 +1,116 @@
-"""Calling native kernels: at once, or into a recording where the tensors are on the meta device."""
+"""Calls native kernels: at once, or into a recording where the tensors are on the meta device."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from itertools import takewhile
+from operator import itemgetter
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from triptych_kernels.cpu.library import isa, load, raise_failure
 
-Argument = Tensor | int | float | None
-"""A field of a kernel's struct, 8 bytes: an address, an int64_t or a double; None is the null address."""
+Operand = Tensor | int | float | None
+"""A field of a kernel's struct, 8 bytes: an address, an int64_t or a double. None is the null address."""
+
+
+class _Field(ctypes.Structure):
+    """`Field` in kernel.h."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("kind", ctypes.c_int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function of the native library, and the fields of the struct that it reads, as the library names them."""
+
+    name: str
+    function: Any
+    """Takes the address of the struct and the number of rows; its result is for `raise_failure`."""
+    fields: tuple[str, ...]
+    """In their order in the struct. The field of a struct inside is `inner_field`."""
+    layout: struct.Struct
+
+    def pack(
+        self, operands: Mapping[str, Operand], address_of: Callable[[Tensor], int] = Tensor.data_ptr
+    ) -> bytes:
+        """Return the struct that the kernel reads.
+
+        Args:
+            operands: A value for each field.
+            address_of: Gives the address for a tensor.
+        Raises:
+            TypeError: A field has no operand, or an operand no field; names both.
+            struct.error: An operand is not of its field's kind.
+        """
+        try:
+            values = itemgetter(*self.fields)(operands)
+        except KeyError:
+            values = ()
+        if len(values) != len(operands):
+            raise TypeError(
+                f"{self.name}: the operands {', '.join(operands)} are not the fields {', '.join(self.fields)}"
+            )
+        return self.layout.pack(
+            *[address_of(v) if isinstance(v, Tensor) else 0 if v is None else v for v in values]
+        )
 
 
 class Recorder(Protocol):
-    """What takes calls instead of carrying them out; see `program`."""
+    """Takes calls instead of carrying them out; see `program`."""
 
     def append(
-        self, kernel: str, rows: Tensor, arguments: Sequence[Argument], filled_like: Tensor
+        self, kernel: str, rows: Tensor, operands: Mapping[str, Operand], filled_like: Tensor
     ) -> None: ...
 
 
-_recorders: list[Recorder] = []
-"""The innermost is the last; a recording is made on one thread, before steps are computed."""
+recorders: list[Recorder] = []
+"""Recordings in progress, the innermost last. A recording is made on one thread, before steps are computed."""
 
 
-def launch(kernel: str, rows: Tensor, *arguments: Argument, filled_like: Tensor | None = None) -> None:
+def launch(kernel: str, rows: Tensor, filled_like: Tensor | None = None, /, **operands: Operand) -> None:
     """Run `triptych_<kernel>` of the native library, or record the call.
 
     Args:
-        rows: any tensor whose first axis is what the kernel calls rows.
-        arguments: the fields of the kernel's struct, in order; tensors as it describes them, not checked.
-        filled_like: what the kernel fills has as many rows as this tensor; None: as `rows`.
+        rows: Any tensor whose first axis is what the kernel calls rows.
+        filled_like: A tensor with as many rows as what the kernel fills; None means `rows`.
+        operands: The fields of the kernel's struct, by name. Tensors must be as the struct describes them, which is
+            not checked.
     Raises:
-        MemoryError: the system has no memory for what the kernel needs while it runs.
-        RuntimeError: tensors without memory, and no recording under way; or the system does not start the threads.
+        MemoryError: The system has no memory for what the kernel needs while it runs.
+        RuntimeError: The tensors have no memory and no recording is in progress; or the system does not start the
+            threads.
+        TypeError: The operands are not the fields of the kernel's struct.
     """
     if rows.device.type == "meta":
-        if not _recorders:
+        if not recorders:
             raise RuntimeError(f"{kernel}: tensors on the meta device hold nothing to compute with")
-        _recorders[-1].append(kernel, rows, arguments, rows if filled_like is None else filled_like)
+        recorders[-1].append(kernel, rows, operands, rows if filled_like is None else filled_like)
         return
-    words = to_words([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
-    raise_failure(find_kernel(isa(), kernel)(words, rows.shape[0]), kernel)
-
-
-def to_words(values: Sequence[int | float | None]) -> ctypes.Array[ctypes.c_int64]:
-    """The struct that a kernel reads."""
-    words = (ctypes.c_int64 * len(values))()
-    for i, value in enumerate(values):
-        if isinstance(value, float):
-            (words[i],) = struct.unpack("q", struct.pack("d", value))
-        else:
-            words[i] = value or 0
-    return words
+    found = find_kernel(isa(), kernel)
+    raise_failure(found.function(found.pack(operands), rows.shape[0]), kernel)
 
 
 @cache
-def find_kernel(isa: str, name: str) -> Callable[..., int]:
-    """Return `triptych_<name>(arguments, rows)`, whose result is for `raise_failure`.
+def find_kernel(isa: str, name: str) -> Kernel:
+    """Look up a kernel in the library for one instruction set.
 
     Raises:
-        AttributeError: the library has no such kernel.
+        AttributeError: The library has no such kernel.
     """
-    function = getattr(load(isa), f"triptych_{name}")
+    library = load(isa)
+    function = getattr(library, f"triptych_{name}")
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    kernel: Callable[..., int] = function
-    return kernel
+    list_fields = getattr(library, f"triptych_{name}_fields")
+    list_fields.argtypes, list_fields.restype = [], ctypes.POINTER(_Field)
+    fields: list[str] = []
+    kinds = ""
+    for field in takewhile(lambda field: field.name, list_fields()):
+        fields.append(field.name.decode().replace(".", "_"))
+        kinds += chr(field.kind)
+    return Kernel(name, function, tuple(fields), struct.Struct(kinds))

@@ -1,4 +1,4 @@
-"""Products with packed weights."""
+"""Products with packed weights by the native kernels."""
 
 from __future__ import annotations
 
@@ -10,3 +10,7 @@ from triptych_kernels.weights.packed import PackedWeight
 
 def linear(x: Tensor, weight: PackedWeight, bias: None, out_dtype: torch.dtype) -> Tensor:
     return weight.multiply(x, out_dtype)
+
+
+def gated_linear(x: Tensor, weight: PackedWeight, bias: None, activation: str) -> Tensor:
+    return weight.multiply(x, x.dtype, activation)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triptych_kernels.cpu.launch import Argument, _recorders, find_kernel, to_words
+from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 
@@ -54,7 +54,7 @@ class _Buffer:
 class _Call:
     kernel: str
     count: str
-    arguments: tuple[Argument, ...]
+    operands: Mapping[str, Operand]
 
 
 class _CallStruct(ctypes.Structure):
@@ -87,7 +87,7 @@ class Recording:
         self._buffers[storage._cdata] = _Buffer(storage, count, 0, 0, 0, memory=memory)
         return stand_in
 
-    def append(self, kernel: str, rows: Tensor, arguments: Sequence[Argument], filled_like: Tensor) -> None:
+    def append(self, kernel: str, rows: Tensor, operands: Mapping[str, Operand], filled_like: Tensor) -> None:
         """Record one call; storages not seen before are what it fills, with as many rows as `filled_like`.
 
         Raises:
@@ -95,15 +95,15 @@ class Recording:
         """
         count, filled_count = self._count_of(kernel, rows), self._count_of(kernel, filled_like)
         number = len(self._calls)
-        for argument in arguments:
-            if not isinstance(argument, Tensor) or argument.device.type != "meta":
+        for operand in operands.values():
+            if not isinstance(operand, Tensor) or operand.device.type != "meta":
                 continue
-            storage = argument.untyped_storage()
+            storage = operand.untyped_storage()
             known = self._buffers.setdefault(
                 storage._cdata, _Buffer(storage, filled_count, storage.nbytes(), number, number)
             )
             known.last = number
-        self._calls.append(_Call(kernel, count, tuple(arguments)))
+        self._calls.append(_Call(kernel, count, operands))
 
     def _count_of(self, kernel: str, tensor: Tensor) -> str:
         buffer = self._buffers.get(tensor.untyped_storage()._cdata)
@@ -127,10 +127,13 @@ class Program:
         self._memory = zeros_in_huge_pages((_place(list(buffers.values())) + _ALIGNMENT,), torch.uint8)
         # the system backs a page when a step is first that large, so room for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._kept = [a for call in calls for a in call.arguments if isinstance(a, Tensor)], dict(buffers)
+        self._kept = (
+            [o for call in calls for o in call.operands.values() if isinstance(o, Tensor)],
+            dict(buffers),
+        )
         self._count_names = tuple(dict.fromkeys(call.count for call in calls))
         self._structs = (_CallStruct * len(calls))()
-        self._words = []
+        self._packed: list[ctypes.Array[ctypes.c_char]] = []
 
         def address(tensor: Tensor) -> int:
             if tensor.device.type != "meta":
@@ -140,10 +143,11 @@ class Program:
             return start + int(tensor.storage_offset()) * tensor.itemsize
 
         for struct, call in zip(self._structs, calls, strict=True):
-            words = to_words([address(a) if isinstance(a, Tensor) else a for a in call.arguments])
-            self._words.append(words)
-            struct.kernel = ctypes.cast(find_kernel(isa(), call.kernel), ctypes.c_void_p)  # type: ignore[arg-type]
-            struct.arguments = ctypes.addressof(words)
+            kernel = find_kernel(isa(), call.kernel)
+            packed = ctypes.create_string_buffer(kernel.pack(call.operands, address))
+            self._packed.append(packed)
+            struct.kernel = ctypes.cast(kernel.function, ctypes.c_void_p)
+            struct.arguments = ctypes.addressof(packed)
             struct.count_index = self._count_names.index(call.count)
         self._counts = (ctypes.c_int64 * len(self._count_names))()
         self._run = load(isa()).triptych_run
@@ -191,11 +195,11 @@ def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
 
 @contextmanager
 def _recording_into(recording: Recording) -> Iterator[None]:
-    _recorders.append(recording)
+    recorders.append(recording)
     try:
         yield
     finally:
-        _recorders.pop()
+        recorders.pop()
 
 
 class _RefuseOthers(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Products with the weight of a linear layer, plain or held in another form."""
+"""Contracts of products with the weight of a linear layer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.registry import find_impl
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
+
+__all__ = ["gated_linear", "linear"]
 
 
 def linear(
     x: Tensor,
-    weight: Tensor | HeldWeight,
+    weight: Tensor | LinearWeight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -33,23 +35,54 @@ def linear(
     Raises:
         ValueError: shapes or dtypes disagree; names both.
     """
-    check_linear("linear", x, weight, bias)
+    _check_linear("linear", x, weight, bias)
     out: Tensor = find_impl("linear", weight, impl)(x, weight, bias, out_dtype or x.dtype)
     return out
 
 
-def check_linear(op: str, x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None) -> None:
+def _check_linear(op: str, x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> None:
     """Raise ValueError unless these can be multiplied."""
     shape = tuple(weight.shape)
-    dtypes = weight.input_dtypes if isinstance(weight, HeldWeight) else (weight.dtype,)
+    dtypes = weight.input_dtypes if isinstance(weight, LinearWeight) else (weight.dtype,)
     if x.ndim != 2 or x.shape[1] != shape[1] or x.stride(1) != 1 or x.dtype not in dtypes:
         raise ValueError(
             f"{op}: x {list(x.shape)} {x.dtype} does not fit the weight {list(shape)} for "
             f"{' or '.join(map(str, dtypes))}; it must be [num_rows, in_features] of that dtype, its last axis "
             "contiguous"
         )
-    if bias is not None and (isinstance(weight, HeldWeight) or bias.shape != shape[:1]):
+    if bias is not None and (isinstance(weight, LinearWeight) or bias.shape != shape[:1]):
         raise ValueError(
             f"{op}: bias {list(bias.shape)} does not fit the weight {list(shape)}; "
             "it must be [out_features], and a held weight has its own"
         )
+
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor | LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    impl: str | None = None,
+) -> Tensor:
+    """`activation(gate) * up` of the packed projection [gate | up]: `linear`, then `silu_and_mul` or its like.
+
+    Args:
+        x: [num_rows, in_features], as `linear` takes it.
+        weight: [2 * intermediate_size, in_features], gate first.
+        bias: [2 * intermediate_size]; None with a held weight, which has its own.
+        activation: one of `ACTIVATIONS`, under Hugging Face's names.
+    Returns:
+        [num_rows, intermediate_size], a new tensor like x; of a held weight rounded once, at the end.
+    Raises:
+        ValueError: shapes or dtypes disagree, or the activation is unknown; names it.
+    Source: SwiGLU and GEGLU, arXiv:2002.05202.
+    """
+    _check_linear("gated_linear", x, weight, bias)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"gated_linear: activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    out: Tensor = find_impl("gated_linear", weight, impl)(x, weight, bias, activation)
+    return out

@@ -11,7 +11,7 @@ from torch import Tensor
 Half = Literal["gate", "up"]
 
 
-class HeldWeight(ABC):
+class LinearWeight(ABC):
     """[out_features, in_features] of one or several projections and their bias, filled row by row as they are loaded.
 
     Gated ones hold an MLP's gate and up projections, which are multiplied: the two halves of `out_features`.
@@ -66,7 +66,7 @@ class HeldWeight(ABC):
         """`ops.embedding`."""
 
 
-class BlockWeight(HeldWeight):
+class BlockWeight(LinearWeight):
     """One that can keep the blocks of a GGUF file."""
 
     @abstractmethod

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import Argument, launch
+from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.cpu.library import DTYPES, isa, load
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
-from triptych_kernels.weights.base import Half, HeldWeight
+from triptych_kernels.weights.base import Half, LinearWeight
 
 _EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
-class PackedWeight(HeldWeight):
+class PackedWeight(LinearWeight):
     """In the dtype of its inputs."""
 
     impl = "cpu"
@@ -60,8 +60,9 @@ class PackedWeight(HeldWeight):
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
         rows = rows.to(self.dtype).contiguous()
         launch(
-            "pack_rows", rows, DTYPES[self.dtype], rows, self.data, self.in_features, first_row, HALVES[half]
-        )
+            "pack_rows", rows, dtype=DTYPES[self.dtype], rows=rows, panels=self.data,
+            in_features=self.in_features, first_row=first_row, half=HALVES[half],
+        )  # fmt: skip
 
     def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
         assert self.bias is not None, "created without a bias"
@@ -73,14 +74,14 @@ class PackedWeight(HeldWeight):
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
         out = self._new_output(x, out_dtype, activation)
-        launch("linear", x, *self._linear_arguments(x, out, activation))
+        launch("linear", x, **self.linear_operands(x, out, activation))
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
         out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
         launch(
-            "embedding", token_ids, DTYPES[self.dtype], DTYPES[out_dtype], True, self.data,
-            token_ids, out, self.in_features,
+            "embedding", token_ids, dtype=DTYPES[self.dtype], out_dtype=DTYPES[out_dtype], is_packed=True,
+            weight=self.data, token_ids=token_ids, out=out, size=self.in_features,
         )  # fmt: skip
         return out
 
@@ -97,12 +98,21 @@ class PackedWeight(HeldWeight):
         num_outputs = self.out_features if activation is None else self.out_features // 2
         return torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
 
-    def _linear_arguments(self, x: Tensor, out: Tensor, activation: str | None) -> tuple[Argument, ...]:
-        """`Linear` in panel.h."""
-        return (
-            DTYPES[x.dtype], DTYPES[out.dtype], x, x.stride(0), self.data, self.bias,
-            out, out.shape[1], self.in_features, self.out_features, _EPILOGUES[activation],
-        )  # fmt: skip
+    def linear_operands(self, x: Tensor, out: Tensor, activation: str | None) -> dict[str, Operand]:
+        """Return the fields of `Linear` in panel.h."""
+        return {
+            "dtype": DTYPES[x.dtype],
+            "out_dtype": DTYPES[out.dtype],
+            "x": x,
+            "x_stride": x.stride(0),
+            "weight": self.data,
+            "bias": self.bias,
+            "out": out,
+            "out_stride": out.shape[1],
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "epilogue": _EPILOGUES[activation],
+        }
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.cpu.library import DTYPES, isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
@@ -62,34 +62,48 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         whichever is nearer to it.
         """
         rows = rows.float().contiguous()
-        launch("pack_quantized", rows, *self._format, rows, *self._place(first_row, half))
+        launch("pack_quantized", rows, rows=rows, **self._format, **self._place(first_row, half))
 
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
         if not self.format.holds(BLOCK_FORMATS[type]):
             raise ValueError(f"{type} blocks do not fit into {self.format}")
         data = data.contiguous()
-        launch("pack_blocks", data, *self._format, _BLOCK_TYPES[type], data, *self._place(first_row, half))
+        launch(
+            "pack_blocks",
+            data,
+            blocks=data,
+            type=_BLOCK_TYPES[type],
+            **self._format,
+            **self._place(first_row, half),
+        )
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
         out = self._new_output(x, out_dtype, activation)
-        arguments = self._linear_arguments(x, out, activation)
-        launch("quantized_linear", x, *arguments, *self._format, self.wide_rows)
+        linear = {
+            f"linear_{field}": operand for field, operand in self.linear_operands(x, out, activation).items()
+        }
+        launch("quantized_linear", x, **linear, **self._format, wide_rows=self.wide_rows)
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
         out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
         launch(
-            "quantized_embedding", token_ids, *self._format, DTYPES[out_dtype], self.data, token_ids, out,
-            self.in_features,
+            "quantized_embedding", token_ids, **self._format, out_dtype=DTYPES[out_dtype], panels=self.data,
+            token_ids=token_ids, out=out, in_features=self.in_features,
         )  # fmt: skip
         return out
 
     @property
-    def _format(self) -> tuple[int, int]:
-        return self.format.bits, self.format.is_affine
+    def _format(self) -> dict[str, Operand]:
+        return {"bits": self.format.bits, "affine": self.format.is_affine}
 
-    def _place(self, first_row: int, half: Half | None) -> tuple[Tensor, int, int, int]:
-        return self.data, self.in_features, first_row, HALVES[half]
+    def _place(self, first_row: int, half: Half | None) -> dict[str, Operand]:
+        return {
+            "panels": self.data,
+            "in_features": self.in_features,
+            "first_row": first_row,
+            "half": HALVES[half],
+        }
 
     def _check(self, in_features: int, dtype: torch.dtype) -> None:
         if not can_quantize(in_features, dtype):

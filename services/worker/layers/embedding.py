@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.weights import (
-    LinearWeight,
+    AnyWeight,
     WeightedLayer,
     WeightTarget,
     create_linear_weight,
@@ -32,7 +32,7 @@ class VocabEmbedding(WeightedLayer):
         self.group = config.group
         lengths, rank = vocab_lengths(vocab_size, config=config), config.rank.tensor_parallel_rank
         self.start, length = sum(lengths[:rank]), lengths[rank]
-        self.weight: LinearWeight
+        self.weight: AnyWeight
         if config.architecture.tie_word_embeddings:
             self.weight, _ = create_linear_weight(
                 length, hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True

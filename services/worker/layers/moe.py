@@ -15,7 +15,7 @@ from services.worker.context.device import TORCH_DTYPES
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import choose_format, create_quantized_experts
 from services.worker.layers.weights import (
-    LinearWeight,
+    AnyWeight,
     WeightedLayer,
     WeightTarget,
     create_linear_weight,
@@ -24,7 +24,7 @@ from services.worker.layers.weights import (
 )
 from services.worker.parallel.shares import share
 from triptych_kernels.ops import fused_moe, linear
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 
@@ -102,7 +102,7 @@ class Router(WeightedLayer):
         super().__init__()
         self.prefix = prefix
         dtype = TORCH_DTYPES[config.dtype]
-        self.weight: LinearWeight
+        self.weight: AnyWeight
         if config.rank.device == "cpu" and can_pack(hidden_size, dtype):
             self.weight = PackedWeight(num_experts, hidden_size, dtype)
         else:
@@ -156,7 +156,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         prefixes = [f"{prefix}.{number}" for number in range(num_experts)]
 
-        def create(out_features: int, in_features: int, *projections: str) -> Sequence[HeldWeight]:
+        def create(out_features: int, in_features: int, *projections: str) -> Sequence[LinearWeight]:
             sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
             return _create_packed(
                 out_features, in_features, sources, gated=len(projections) == 2, config=config
@@ -174,7 +174,7 @@ class PackedExpert(WeightedLayer):
     """One expert's weights."""
 
     def __init__(
-        self, w13: HeldWeight, w2: HeldWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
+        self, w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
     ) -> None:
         super().__init__()
         self.w13, self.w2 = w13, w2
@@ -199,7 +199,7 @@ def _create_packed(
     *,
     gated: bool,
     config: ResolvedConfig,
-) -> Sequence[HeldWeight]:
+) -> Sequence[LinearWeight]:
     """Storage for one product of every expert: each for itself on CPUs, else quantized, in one piece.
 
     Args:
@@ -214,13 +214,13 @@ def _create_packed(
     weights = []
     for names in sources:
         weight, _ = create_linear_weight(out_features, in_features, sources=names, config=config, gated=gated)
-        assert isinstance(weight, HeldWeight), "_are_packed has asked whether they can be packed"
+        assert isinstance(weight, LinearWeight), "_are_packed has asked whether they can be packed"
         weights.append(weight)
     return weights
 
 
 def _expert_targets(
-    w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
+    w13: AnyWeight, w2: AnyWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
 ) -> dict[str, WeightTarget]:
     columns = (sizes.intermediate_size, sizes.hidden_size)
     share_of_columns = {"length": sizes.length, "start": sizes.start}

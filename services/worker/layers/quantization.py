@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.worker.context.device import TORCH_DTYPES
 from services.worker.context.resolved import ResolvedConfig
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight
 
@@ -73,7 +73,7 @@ def create_quantized_weight(
     gated: bool,
     bias: bool,
     config: ResolvedConfig,
-) -> HeldWeight:
+) -> LinearWeight:
     """Storage for a linear layer's weight in the form that products on this rank's device read."""
     dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
     if device.type == "cpu":
@@ -107,7 +107,7 @@ def create_quantized_experts(
     *,
     gated: bool,
     config: ResolvedConfig,
-) -> Sequence[HeldWeight]:
+) -> Sequence[LinearWeight]:
     """Storage for one product of a mixture's experts in the form that products on this rank's CUDA device read."""
     from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
     from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts

@@ -15,10 +15,10 @@ from services.worker.context.device import TORCH_DTYPES
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.errors import ModelError
-from triptych_kernels.weights.base import BlockWeight, Half, HeldWeight
+from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack
 
-LinearWeight = nn.Parameter | HeldWeight
+AnyWeight = nn.Parameter | LinearWeight
 """[out_features, in_features] in the form that the device's product wants; the ops take either."""
 
 _NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
@@ -101,7 +101,7 @@ def create_linear_weight(
     gated: bool = False,
     bias: bool = False,
     is_head: bool = False,
-) -> tuple[LinearWeight, nn.Parameter | None]:
+) -> tuple[AnyWeight, nn.Parameter | None]:
     """Storage for a linear layer's weight and, where that does not hold it itself, its bias.
 
     Quantized if the operator asked for it, else packed for the native product where there is one, else a plain
@@ -131,7 +131,7 @@ def unused_target(checkpoint_shape: tuple[int, ...]) -> WeightTarget:
 
 
 def linear_target(
-    weight: LinearWeight,
+    weight: AnyWeight,
     checkpoint_shape: tuple[int, int],
     *,
     first_row: int = 0,
@@ -150,7 +150,7 @@ def linear_target(
     """
     num_rows = weight.shape[0] if length is None else length
     on_this_rank = (num_rows, weight.shape[1])[dim]
-    if isinstance(weight, HeldWeight):
+    if isinstance(weight, LinearWeight):
         keep = partial(weight.fill_blocks, first_row, half=half) if isinstance(weight, BlockWeight) else None
         return WeightTarget(
             partial(weight.fill_rows, first_row, half=half),
@@ -166,7 +166,7 @@ def linear_target(
 
 
 def bias_target(
-    weight: LinearWeight,
+    weight: AnyWeight,
     bias: nn.Parameter | None,
     out_features: int,
     *,
@@ -177,7 +177,7 @@ def bias_target(
 ) -> WeightTarget:
     """The place of the bias that belongs to a projection of `out_features` outputs in the checkpoint."""
     num_rows = weight.shape[0] if length is None else length
-    if isinstance(weight, HeldWeight):
+    if isinstance(weight, LinearWeight):
         return WeightTarget(
             partial(weight.fill_bias, first_row, half=half), (out_features,), num_rows, start=start
         )
@@ -242,13 +242,13 @@ def load_weights(
         )
 
 
-def held_weights(model: nn.Module) -> list[HeldWeight]:
+def held_weights(model: nn.Module) -> list[LinearWeight]:
     """Each once, though layers may share it."""
     found = {
         id(value): value
         for module in model.modules()
         for value in vars(module).values()
-        if isinstance(value, HeldWeight)
+        if isinstance(value, LinearWeight)
     }
     return list(found.values())
 

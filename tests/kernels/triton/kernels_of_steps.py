@@ -35,12 +35,11 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SchedulerConfig
 from triptych.types.facts import KvShape, RankFacts
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
-from triptych_kernels import registry as dispatch
+from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
 from triptych_kernels.ops import embedding, silu_and_mul
 from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
 from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
-from triptych_kernels.weights.base import HeldWeight
 
 META = torch.device("meta")
 MAX_LEN = 8192
@@ -165,7 +164,7 @@ def launches_at_start() -> tuple[list[str], list[str]]:
 def main() -> None:
     believe_in_hopper()
     ahead, at_launch, found_early = compile_two()
-    dispatch._impl_for = _impl_on_cuda
+    registry.DEVICE_TO_IMPL |= dict.fromkeys(registry.DEVICE_TO_IMPL, "triton")
     found = {
         "ahead": ahead,
         "at_launch": at_launch,
@@ -177,11 +176,6 @@ def main() -> None:
         store_tiles_of_few_rows(Path(folder))
         found["few rows"] = launches_of_steps("plain")
     json.dump(found, sys.stdout)
-
-
-def _impl_on_cuda(op: str, operand: object) -> str:
-    is_held = isinstance(operand, HeldWeight) and op in dispatch.QUANTIZED_OPS
-    return "triton" if is_held or op in dispatch.TRITON_OPS else "torch"
 
 
 def _config(*, quantization: str = "none", **changes: Any) -> ResolvedConfig:

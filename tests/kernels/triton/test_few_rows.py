@@ -15,7 +15,7 @@ from benchmarks.gpu_figures.rows import TINY
 from benchmarks.gpu_figures.timing import Timing
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import gated_linear, linear
-from triptych_kernels.ops.gated_linear import ACTIVATIONS
+from triptych_kernels.ops.linear import ACTIVATIONS
 from triptych_kernels.triton.linear import few_rows
 from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR, ByTorch, Tiles
 

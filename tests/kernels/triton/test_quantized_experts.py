@@ -12,14 +12,14 @@ from torch import Tensor
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import fused_moe
-from triptych_kernels.reference.fused_moe import fused_moe as reference
-from triptych_kernels.torch.fused_moe import choose_experts
+from triptych_kernels.reference.moe import fused_moe as reference
+from triptych_kernels.torch.moe import choose_experts
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows
 from triptych_kernels.triton.linear.quantized_blocks import quantize_rows_to_groups
 from triptych_kernels.triton.moe import quantized_experts, w8a8_experts
 from triptych_kernels.triton.moe.quantized_experts import BY_INTEGERS, BY_WEIGHTS, GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.formats import QuantizedFormat
 
 pytestmark = pytest.mark.filterwarnings(
@@ -43,7 +43,7 @@ SIZES = {  # num_tokens, num_experts, top_k, hidden_size, intermediate_size
     "one expert for all": (17, 1, 1, 32, 32),
 }
 GROUPS = [(name, FORMATS[0]) for name in SIZES] + [("few rows", format) for format in FORMATS[1:]]
-Stacks = tuple[Sequence[HeldWeight], Sequence[HeldWeight]]
+Stacks = tuple[Sequence[LinearWeight], Sequence[LinearWeight]]
 Meant = tuple[Tensor, Tensor]
 """What the weights of both products stand for, float64 [num_experts, out_features, in_features]."""
 

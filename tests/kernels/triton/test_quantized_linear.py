@@ -9,7 +9,7 @@ from torch import Tensor
 from services.worker.loader.ggml_blocks import dequantize
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import embedding, gated_linear, linear
-from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.triton.linear import quantized_linear, quantized_weight
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat

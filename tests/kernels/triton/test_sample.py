@@ -12,8 +12,7 @@ from tests.kernels.test_native_sample import random_case
 from tests.kernels.test_sample import RESTRICTIONS, columns, pick, random_logits
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import sample
-from triptych_kernels.reference.philox import token_word
-from triptych_kernels.reference.sample import gumbel
+from triptych_kernels.reference.sampling import gumbel, token_word
 from triptych_kernels.triton.sampling import philox
 
 

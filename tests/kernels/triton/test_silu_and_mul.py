@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triptych_kernels.ops import gated_linear, silu_and_mul
-from triptych_kernels.ops.gated_linear import ACTIVATIONS
+from triptych_kernels.ops.linear import ACTIVATIONS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import embedding, gated_linear, linear
-from triptych_kernels.reference.gated_linear import gated_linear as reference_gated_linear
+from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.triton.linear import quantize_rows as quantize_rows_module
 from triptych_kernels.triton.linear import w8a8_linear
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows

@@ -16,7 +16,7 @@ from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
-from triptych_kernels import registry as dispatch
+from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
 
 pytestmark = pytest.mark.skipif(
@@ -62,9 +62,7 @@ def test_steps_in_flight_say_what_the_cpu_says(
     """With graphs: decodes recorded whole, the other steps around attention."""
     alone = tiny_runner(family, None)
     expected = [alone.execute(plan) for plan in plans(kinds, NUM_STEPS)]
-    monkeypatch.setattr(
-        dispatch, "_impl_for", lambda op, operand: "triton" if op in dispatch.TRITON_OPS else "torch"
-    )
+    monkeypatch.setitem(registry.DEVICE_TO_IMPL, "cpu", "triton")
     graphs = TracedGraphs(monkeypatch)
     monkeypatch.setattr(
         "services.worker.runner.model_runner.create_graph_recorder",

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
 _BLOCK = 1024  # elements of one program: its 128 threads load 16 bytes each in bfloat16
 
 
-def embedding(token_ids: Tensor, weight: Tensor | HeldWeight, out_dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, HeldWeight):
+def embedding(token_ids: Tensor, weight: Tensor | LinearWeight, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, LinearWeight):
         return weight.rows(token_ids, out_dtype)
     hidden_size = weight.shape[1]
     out = torch.empty((token_ids.shape[0], hidden_size), dtype=out_dtype, device=weight.device)

@@ -7,11 +7,11 @@ from torch.nn import functional
 
 from triptych_kernels.triton.elementwise.silu_and_mul import gate_and_mul
 from triptych_kernels.triton.linear.few_rows import gated_linear_tiles, multiply_few_rows
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
 
-def gated_linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, activation: str) -> Tensor:
-    if isinstance(weight, HeldWeight):
+def gated_linear(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, activation: str) -> Tensor:
+    if isinstance(weight, LinearWeight):
         return weight.multiply(x, x.dtype, activation)
     tiles = gated_linear_tiles(x, weight)
     if tiles is None:

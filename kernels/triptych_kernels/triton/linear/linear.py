@@ -7,11 +7,11 @@ from torch import Tensor
 
 from triptych_kernels.torch.linear import linear as torch_linear
 from triptych_kernels.triton.linear.few_rows import linear_tiles, multiply_few_rows
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
 
-def linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, HeldWeight):
+def linear(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, LinearWeight):
         return weight.multiply(x, out_dtype)
     tiles = linear_tiles(x, weight)
     if tiles is None:

@@ -8,10 +8,10 @@ from torch import Tensor
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows
 from triptych_kernels.triton.linear.w8a8_linear import multiply_bytes
-from triptych_kernels.weights.base import Half, HeldWeight
+from triptych_kernels.weights.base import Half, LinearWeight
 
 
-class ChannelQuantizedWeight(HeldWeight):
+class ChannelQuantizedWeight(LinearWeight):
     """Of one or several projections, int8 or float8_e4m3fn; products round each row of their inputs likewise."""
 
     impl = "triton"

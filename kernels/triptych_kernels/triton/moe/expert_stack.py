@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from triptych_kernels.triton.moe.routing import Routing
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
 
-class ExpertStack(Sequence[HeldWeight]):
+class ExpertStack(Sequence[LinearWeight]):
     """Its members are filled one by one, as they are loaded, and multiplied together.
 
     The stacks of a mixture's two products are of one class and made alike, so that they want the same tiles.
     """
 
-    def __init__(self, experts: Sequence[HeldWeight]) -> None:
+    def __init__(self, experts: Sequence[LinearWeight]) -> None:
         self._experts = tuple(experts)
 
     def __len__(self) -> int:

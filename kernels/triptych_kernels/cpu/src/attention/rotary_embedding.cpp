@@ -64,7 +64,9 @@ void rotate_rows(const RotaryEmbedding& args, int64_t rows) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(rotary_embedding, triptych::RotaryEmbedding) {
+TRIPTYCH_KERNEL(rotary_embedding, triptych::RotaryEmbedding,
+                dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, positions, cos_sin,
+                query_out, key_out, num_heads, num_kv_heads, head_dim) {
   if (args.dtype == triptych::kFloat32) return triptych::rotate_rows<float>(args, rows);
   triptych::rotate_rows<triptych::bf16>(args, rows);
 }

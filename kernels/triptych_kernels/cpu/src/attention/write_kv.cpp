@@ -115,7 +115,9 @@ void write_rows(const WriteKv& args, int64_t rows) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(write_kv, triptych::WriteKv) {
+TRIPTYCH_KERNEL(write_kv, triptych::WriteKv,
+                dtype, cache_dtype, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
+                kv_cache, kv_scales, slots, num_kv_heads, block_size, head_dim) {
   if (args.dtype == triptych::kFloat32) return triptych::write_rows<float>(args, rows);
   triptych::write_rows<triptych::bf16>(args, rows);
 }

@@ -72,7 +72,8 @@ void norm_rows(const RmsNorm& args, int64_t rows) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(rms_norm, triptych::RmsNorm) {
+TRIPTYCH_KERNEL(rms_norm, triptych::RmsNorm,
+                x_dtype, dtype, x, x_stride, weight, residual, sum, out, vectors, size, eps) {
   using namespace triptych;
   if (args.dtype == kFloat32) return norm_rows<float, float>(args, rows);
   if (args.x_dtype == kFloat32) return norm_rows<float, bf16>(args, rows);

@@ -89,24 +89,28 @@ struct GatherRows {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(linear, triptych::Linear) {
+TRIPTYCH_KERNEL(linear, triptych::Linear,
+                dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, epilogue) {
   if (args.dtype == triptych::kFloat32) return triptych::multiply_all<float>(args, rows);
   triptych::multiply_all<triptych::bf16>(args, rows);
 }
 
-TRIPTYCH_KERNEL(pack_rows, triptych::Pack) {
+TRIPTYCH_KERNEL(pack_rows, triptych::Pack,
+                dtype, rows, panels, in_features, first_row, half) {
   if (args.dtype == triptych::kFloat32) return triptych::pack<float>(args, rows);
   triptych::pack<triptych::bf16>(args, rows);
 }
 
-TRIPTYCH_KERNEL(embedding, triptych::Embedding) {
+TRIPTYCH_KERNEL(embedding, triptych::Embedding,
+                dtype, out_dtype, is_packed, weight, token_ids, out, size) {
   using namespace triptych;
   if (args.dtype == kFloat32) return embed<float, float>(args, rows);
   if (args.out_dtype == kFloat32) return embed<bf16, float>(args, rows);
   embed<bf16, bf16>(args, rows);
 }
 
-TRIPTYCH_KERNEL(gather_rows, triptych::GatherRows) {
+TRIPTYCH_KERNEL(gather_rows, triptych::GatherRows,
+                x, rows, out, row_bytes) {
   for (int64_t row = 0; row < rows; ++row) {
     std::memcpy(static_cast<char*>(args.out) + row * args.row_bytes,
                 static_cast<const char*>(args.x) + args.rows[row] * args.row_bytes, args.row_bytes);

@@ -218,7 +218,9 @@ void multiply_wide(const Linear& args, int64_t rows) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear) {
+TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
+                linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
+                linear.out_stride, linear.in_features, linear.out_features, linear.epilogue, bits, affine, wide_rows) {
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
     if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);

@@ -220,7 +220,8 @@ void embed(const QuantizedEmbedding& args, int64_t rows) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks) {
+TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks,
+                bits, affine, type, blocks, panels, in_features, first_row, half) {
   using namespace triptych;
   const int64_t bytes = block_bytes(args.type), groups = args.in_features / kGroup;
   with_format(args.bits, args.affine, [&](auto format) {
@@ -230,7 +231,8 @@ TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks) {
   });
 }
 
-TRIPTYCH_KERNEL(pack_quantized, triptych::PackQuantized) {
+TRIPTYCH_KERNEL(pack_quantized, triptych::PackQuantized,
+                bits, affine, rows, panels, in_features, first_row, half) {
   using namespace triptych;
   with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
@@ -240,7 +242,8 @@ TRIPTYCH_KERNEL(pack_quantized, triptych::PackQuantized) {
   });
 }
 
-TRIPTYCH_KERNEL(quantized_embedding, triptych::QuantizedEmbedding) {
+TRIPTYCH_KERNEL(quantized_embedding, triptych::QuantizedEmbedding,
+                bits, affine, out_dtype, panels, token_ids, out, in_features) {
   using namespace triptych;
   with_format(args.bits, args.affine, [&](auto format) {
     if (args.out_dtype == kFloat32) return embed<decltype(format), float>(args, rows);

@@ -75,6 +75,9 @@ void process_row(const ProcessLogits& args, int64_t row) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(process_logits, triptych::ProcessLogits) {
+TRIPTYCH_KERNEL(process_logits, triptych::ProcessLogits,
+                logits, stride, vocab_size, logits_rows, processed, allowed.rows, allowed.count, allowed_ids,
+                banned.rows, banned.count, banned_ids, biased.rows, biased.count, biased_ids, biases,
+                penalized.rows, penalized.count, penalized_ids, output_counts, presence, frequency, repetition) {
   triptych::parallel_for(rows, [&](int64_t row) { triptych::process_row(args, row); });
 }

@@ -260,7 +260,8 @@ int64_t sample_row(const Sample& args, int64_t index, const Loop& loop) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(sample, triptych::Sample) {
+TRIPTYCH_KERNEL(sample, triptych::Sample,
+                logits, stride, vocab_size, temperature, top_k, top_p, min_p, seeds, positions, token_ids) {
   triptych::for_rows(rows, [&](int64_t index, const auto& loop) {
     args.token_ids[index] = triptych::sample_row(args, index, loop);
   });

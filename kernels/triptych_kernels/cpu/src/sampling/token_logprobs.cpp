@@ -125,6 +125,8 @@ void look_up_row(const TokenLogprobs& args, int64_t index, const Loop& loop) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(token_logprobs, triptych::TokenLogprobs) {
+TRIPTYCH_KERNEL(token_logprobs, triptych::TokenLogprobs,
+                logits, stride, vocab_size, logits_rows, token_ids, num_top, chosen_logprobs, ranks, top_ids,
+                top_logprobs) {
   triptych::for_rows(rows, [&](int64_t index, const auto& loop) { triptych::look_up_row(args, index, loop); });
 }

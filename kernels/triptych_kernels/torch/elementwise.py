@@ -1,9 +1,10 @@
-"""Root-mean-square normalisation in plain torch."""
+"""Normalisation, gated activation and looking up rows in plain torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def rms_norm(
@@ -19,3 +20,16 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype:
         return torch.rms_norm(x, weight.shape, weight, eps)
     return torch.rms_norm(x, weight.shape, weight.float(), eps).to(weight.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return functional.embedding(token_ids, weight).to(out_dtype)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows]

@@ -1,11 +1,71 @@
-"""Choosing the next token in plain torch: filters as thresholds, noise only for tokens that can win."""
+"""Sampling in plain torch: filters are thresholds, and noise is drawn only for tokens that can win."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from triptych_kernels.torch.philox import MASK32, philox4x32
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+
+MASK32 = 0xFFFFFFFF
+_NUM_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+Words4 = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words4, key: tuple[Tensor, Tensor]) -> Words4:
+    """Four u32 from each counter and key; all int64 tensors that broadcast against each other.
+
+    What is constant along an axis may have size 1 there and costs nothing in the first rounds.
+    A product of two u32 wraps around in int64 without losing a bit: its high word is read by an
+    arithmetic shift, whose copies of the sign the next mask takes away. Words 1 and 3 go unmasked
+    until the end, since xor never carries.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1 = ((product1 >> 32) ^ (c1 ^ k0)) & MASK32, product1
+        c2, c3 = ((product0 >> 32) ^ (c3 ^ k1)) & MASK32, product0
+        k0 = (k0 + _KEY_INCREMENTS[0]) & MASK32
+        k1 = (k1 + _KEY_INCREMENTS[1]) & MASK32
+    return c0, c1 & MASK32, c2, c3 & MASK32
+
+
+def process_logits(
+    logits: Tensor,
+    rows: Tensor,
+    allowed: TokenColumns | None,
+    banned: TokenColumns | None,
+    biases: BiasColumns | None,
+    penalties: PenaltyColumns | None,
+) -> Tensor:
+    processed = logits[rows]  # a copy
+    if allowed is not None:
+        kept = processed[allowed.rows, allowed.token_ids]
+        processed[allowed.rows] = -torch.inf
+        processed[allowed.rows, allowed.token_ids] = kept
+    if banned is not None:
+        processed[banned.rows, banned.token_ids] = -torch.inf
+    if biases is not None:
+        processed.index_put_((biases.rows, biases.token_ids), biases.biases, accumulate=True)
+    if penalties is not None:
+        _penalize(processed, penalties)
+    return processed
+
+
+def _penalize(logits: Tensor, penalties: PenaltyColumns) -> None:
+    rows, counts = penalties.rows, penalties.output_counts
+    entries = logits[rows, penalties.token_ids]
+    repetition = penalties.repetition[rows]
+    entries = torch.where(entries > 0, entries / repetition, entries * repetition)
+    entries -= penalties.frequency[rows] * counts
+    entries -= penalties.presence[rows] * (counts > 0)
+    logits[rows, penalties.token_ids] = entries
+
 
 _GUMBEL_SPAN = 26.1
 """Above the largest noise minus the smallest, -log(-log(1 - 2^-33)) + log(-log(2^-33)) = 26.01."""
@@ -134,3 +194,16 @@ def _gumbel(words: Tensor) -> Tensor:
     """-log(-log((word + 0.5) / 2^32)); in float32 the largest words would round to 1, whose noise is infinite."""
     exponential = words.double().add_(0.5).mul_(2.0**-32).log_().neg_()
     return exponential.float().log_().neg_()
+
+
+def token_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = logits[rows]
+    # relative to the best, so that large logits cost no digits
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    log_total = logits.exp().sum(dim=-1, keepdim=True).log()
+    chosen = logits.gather(1, token_ids[:, None])
+    ranks = (logits > chosen).sum(dim=-1) + 1
+    top_logits, top_ids = logits.topk(num_top, dim=-1)
+    return (chosen - log_total).squeeze(1), ranks, top_ids, top_logits - log_total

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triptych_kernels.torch.silu_and_mul import silu_and_mul
+from triptych_kernels.torch.elementwise import silu_and_mul
 
 
 def fused_moe(

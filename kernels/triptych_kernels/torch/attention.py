@@ -1,12 +1,8 @@
-"""Paged attention as scaled_dot_product_attention over gathered pages.
-
-Rows of one query are gathered together in tiles of similar length; longer rows are computed one by one, and so are
-all where a window is asked for.
-"""
+"""Attention, rotary embeddings and the paged cache in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -14,6 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from triptych_kernels.kv_scales import LARGEST_ELEMENT
 
 _TILE_BYTES = 4 << 20
 """Gathered keys and values at a time. They are read back at once, so they should stay in the cache, and
@@ -242,3 +240,65 @@ def _decode_tile(decodes: list[tuple[int, int, int]], device: torch.device) -> _
     if min_len < max_len:
         seen = torch.arange(max_len, device=device)[None, :] < lens[:, None]
     return _DecodeTile(rows, tokens, min_len, max_len, seen)
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    # [num_tokens, 1, head_dim / 2] each
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def write_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None
+) -> None:
+    written = slot_mapping >= 0
+    if not written.all():
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    block_size = kv_cache.shape[3]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    for half, vectors in enumerate((key, value)):
+        # the two index tensors stand around a slice, so the indexed shape is [num_tokens, num_kv_heads, …]
+        if kv_scales is not None:
+            vectors, scales = _quantize(vectors, kv_cache.dtype)
+            kv_scales[:, half][block_ids, :, offsets] = scales
+        kv_cache[:, half][block_ids, :, offsets] = vectors.to(kv_cache.dtype)
+
+
+def _quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Elements of `dtype` like `vectors`, and the float32 scales of its last axis."""
+    largest_element = LARGEST_ELEMENT[dtype]
+    vectors = vectors.float()
+    scales = vectors.abs().amax(dim=-1) / largest_element
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    elements = (vectors / scales[..., None]).clamp(-largest_element, largest_element)
+    if dtype == torch.int8:
+        elements = elements.round()
+    elements = torch.where(scales[..., None] > 0.0, elements, 0.0)  # neither for 0 nor for NaN
+    return elements.to(dtype), scales
+
+
+def rotary_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None,
+    rotate: Callable[..., tuple[Tensor, Tensor]] = rotary_embedding,
+    write: Callable[..., None] = write_kv,
+) -> Tensor:
+    """Rotate, then write, with the implementations of these two ops that are passed."""
+    query, key = rotate(query, key, positions, cos_sin_cache)
+    write(key, value, kv_cache, slot_mapping, kv_scales=kv_scales)
+    return query

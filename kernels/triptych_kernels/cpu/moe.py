@@ -1,4 +1,4 @@
-"""A mixture of experts with packed weights: torch chooses, native products compute."""
+"""A mixture of experts with packed weights: torch chooses the experts, native products compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.program import NotRecordable
-from triptych_kernels.torch.fused_moe import mix_experts
+from triptych_kernels.torch.moe import mix_experts
 from triptych_kernels.weights.packed import PackedWeight
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, vector by vector in float64."""
+"""Normalisation, gated activation and looking up rows, one vector at a time."""
 
 from __future__ import annotations
 
@@ -19,3 +19,20 @@ def rms_norm(
         rows.append(vector / math.sqrt(mean_square + eps) * weight.double())
     normalised = (torch.stack(rows) if rows else vectors).reshape(x.shape).to(x.dtype)
     return normalised if residual is None else (normalised, summed)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    intermediate_size = x.shape[-1] // 2
+    gate = x[..., :intermediate_size].double()
+    up = x[..., intermediate_size:].double()
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+
+
+def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    rows = [weight[token] for token in token_ids.tolist()]
+    return (torch.stack(rows) if rows else weight[:0]).to(out_dtype)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    gathered = [x[row] for row in rows.tolist()]
+    return torch.stack(gathered) if gathered else x[:0]

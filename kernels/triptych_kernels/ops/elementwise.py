@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with the residual addition that precedes it."""
+"""Contracts of normalisation, gated activation and looking up rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.registry import find_impl
+from triptych_kernels.weights.base import LinearWeight
+
+__all__ = ["embedding", "gather_rows", "rms_norm", "silu_and_mul"]
 
 
 @overload
@@ -53,4 +56,64 @@ def rms_norm(
             f"{list(x.shape)}; it must have that shape, in torch.float32"
         )
     out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", weight, impl)(x, weight, eps, residual)
+    return out
+
+
+def silu_and_mul(x: Tensor, *, impl: str | None = None) -> Tensor:
+    """`silu(gate) * up` of a packed [gate | up] projection.
+
+    Args:
+        x: [..., 2 * intermediate_size]; gate is the first half of the last axis.
+    Returns:
+        [..., intermediate_size], a new tensor; in a half precision silu may be rounded before the product.
+    Raises:
+        ValueError: the last axis is odd.
+    Source: SwiGLU, arXiv:2002.05202.
+    """
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ValueError(f"silu_and_mul: x {list(x.shape)} must be [..., 2 * intermediate_size]")
+    out: Tensor = find_impl("silu_and_mul", x, impl)(x)
+    return out
+
+
+def embedding(
+    token_ids: Tensor,
+    weight: Tensor | LinearWeight,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """The weight's rows of these tokens.
+
+    Args:
+        token_ids: [num_tokens] int64, each below vocab_size; not checked, the device is not waited for.
+        weight: [vocab_size, hidden_size]; plain, or in the form of the logits that share it.
+        out_dtype: float32 or that of the weight; None: that of the weight.
+    Returns:
+        [num_tokens, hidden_size], a new tensor.
+    Raises:
+        ValueError: token_ids have another shape.
+    """
+    if token_ids.ndim != 1:
+        raise ValueError(f"embedding: token_ids {list(token_ids.shape)} must be [num_tokens]")
+    out: Tensor = find_impl("embedding", weight, impl)(token_ids, weight, out_dtype or weight.dtype)
+    return out
+
+
+def gather_rows(x: Tensor, rows: Tensor, *, impl: str | None = None) -> Tensor:
+    """`x[rows]`.
+
+    Args:
+        x: [num_rows, size], contiguous.
+        rows: [num_gathered] int64, each below num_rows; not checked, the device is not waited for.
+    Returns:
+        [num_gathered, size], a new tensor like x.
+    Raises:
+        ValueError: shapes disagree; names both.
+    """
+    if x.ndim != 2 or rows.ndim != 1:
+        raise ValueError(
+            f"gather_rows: x {list(x.shape)} must be [num_rows, size] and rows {list(rows.shape)} one list"
+        )
+    out: Tensor = find_impl("gather_rows", x, impl)(x, rows)
     return out

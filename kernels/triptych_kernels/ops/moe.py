@@ -1,4 +1,4 @@
-"""A mixture of experts: each token through the gated MLPs of the experts that its router prefers."""
+"""Contract of a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.registry import find_impl
-from triptych_kernels.weights.base import HeldWeight
+from triptych_kernels.weights.base import LinearWeight
 
-ExpertWeights = Tensor | Sequence[HeldWeight]
+__all__ = ["fused_moe"]
+
+ExpertWeights = Tensor | Sequence[LinearWeight]
 """All experts' weights of one product: stacked, or each held as its device's products want it, of CUDA devices in an
 `ExpertStack`."""
 

@@ -1,0 +1,89 @@
+"""Attention, rotary embeddings and the paged cache by the native kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import DTYPES, KV_DTYPES
+from triptych_kernels.cpu.program import NotRecordable
+from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
+from triptych_kernels.torch.attention import rotary_and_write_kv as rotate_and_write
+from triptych_kernels.torch.attention import write_kv as torch_write_kv
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    kv_scales: Tensor | None,
+    window: int,
+    query_lens_list: tuple[int, ...] | None,
+    seq_lens_list: tuple[int, ...] | None,
+) -> Tensor:
+    """A cache that no kernel is made for (float16, 8-bit floats) is plain torch's.
+
+    Raises:
+        NotRecordable: such a cache in a recording, where there are no lists.
+    """
+    if kv_cache.dtype not in KV_DTYPES:
+        if query_lens_list is None or seq_lens_list is None:
+            raise NotRecordable(f"paged_attention: no native kernel reads a cache of {kv_cache.dtype}")
+        return torch_paged_attention(
+            query, kv_cache, block_tables, query_starts, seq_lens, scale, kv_scales=kv_scales, window=window,
+            query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,
+        )  # fmt: skip
+    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    launch(
+        "paged_attention", seq_lens, query,
+        dtype=DTYPES[query.dtype], cache_dtype=KV_DTYPES[kv_cache.dtype],
+        query=query, query_stride=query.stride(0), query_head_stride=query.stride(1),
+        kv_cache=kv_cache, kv_scales=kv_scales,
+        block_tables=block_tables, block_table_stride=block_tables.stride(0),
+        query_starts=query_starts, seq_lens=seq_lens, out=out,
+        num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        scale=scale, window=window,
+    )  # fmt: skip
+    return out
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    launch(
+        "rotary_embedding", positions, dtype=DTYPES[query.dtype],
+        query=query, query_stride=query.stride(0), query_head_stride=query.stride(1),
+        key=key, key_stride=key.stride(0), key_head_stride=key.stride(1),
+        positions=positions, cos_sin=cos_sin_cache, query_out=query_out, key_out=key_out,
+        num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[2],
+    )  # fmt: skip
+    return query_out, key_out
+
+
+def write_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None
+) -> None:
+    if key.dtype not in DTYPES or kv_cache.dtype not in KV_DTYPES:  # float16 in or out, or 8-bit floats
+        torch_write_kv(key, value, kv_cache, slot_mapping, kv_scales=kv_scales)
+        return
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    launch(
+        "write_kv", slot_mapping, dtype=DTYPES[key.dtype], cache_dtype=KV_DTYPES[kv_cache.dtype],
+        key=key, key_stride=key.stride(0), key_head_stride=key.stride(1),
+        value=value, value_stride=value.stride(0), value_head_stride=value.stride(1),
+        kv_cache=kv_cache, kv_scales=kv_scales, slots=slot_mapping,
+        num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
+    )  # fmt: skip
+
+
+rotary_and_write_kv = partial(rotate_and_write, rotate=rotary_embedding, write=write_kv)

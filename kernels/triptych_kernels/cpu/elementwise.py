@@ -1,0 +1,40 @@
+"""Normalisation and looking up rows by the native kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.library import DTYPES
+from triptych_kernels.weights.packed import PackedWeight
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    launch(
+        "rms_norm", x, x_dtype=DTYPES[x.dtype], dtype=DTYPES[weight.dtype],
+        x=x, x_stride=x.stride(0), weight=weight, residual=residual, sum=total, out=out,
+        vectors=x.shape[1:-1].numel(), size=x.shape[-1], eps=eps,
+    )  # fmt: skip
+    return out if total is None else (out, total)
+
+
+def embedding(token_ids: Tensor, weight: Tensor | PackedWeight, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return weight.rows(token_ids, out_dtype)
+    out = torch.empty(len(token_ids), weight.shape[1], dtype=out_dtype, device=token_ids.device)
+    launch(
+        "embedding", token_ids, dtype=DTYPES[weight.dtype], out_dtype=DTYPES[out_dtype], is_packed=False,
+        weight=weight, token_ids=token_ids, out=out, size=weight.shape[1],
+    )  # fmt: skip
+    return out
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
+    launch("gather_rows", rows, x=x, rows=rows, out=out, row_bytes=x.shape[1] * x.itemsize)
+    return out

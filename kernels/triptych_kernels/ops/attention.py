@@ -1,0 +1,302 @@
+"""Contracts of attention over the paged cache, of rotary embeddings and of writing the cache."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.kv_scales import check_kv_scales
+from triptych_kernels.registry import find_impl
+
+__all__ = ["paged_attention", "rotary_and_write_kv", "rotary_embedding", "write_kv"]
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    kv_scales: Tensor | None = None,
+    window: int = 0,
+    query_lens_list: tuple[int, ...] | None = None,
+    seq_lens_list: tuple[int, ...] | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Attend from each row's queries to its keys up to and including the query's own position.
+
+    Query i of a row with query length q and sequence length n stands at position p = n - q + i and sees the keys
+    0..p, or the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). What the
+    cache holds past a row's end or before all of a row's windows, NaN included, and in block 0 has no influence.
+
+    The native kernel gives a query the same bits whatever is beside it, however its prompt is cut into chunks, and
+    by any number of threads. The Triton kernels give it the same bits whatever is beside it.
+
+        score = scale * query . key
+        out = sum over keys of softmax(scores) * value
+
+    In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and a value likewise; a scale of NaN
+    makes NaN of all that see its key.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], a view of something larger if need be, the last axis dense; the
+            tokens of a row are contiguous, and rows follow each other.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; this step's keys and values
+            have been written.
+        block_tables: [num_rows, max_blocks] int32, a row's blocks in order; entries past its last are not read.
+        query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
+        seq_lens: [num_rows] int32, keys per row.
+        scale: multiplies query · key.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them: required
+            where kv_cache is int8 or float8_e4m3fn, else None.
+        window: keys that a query sees at most, its own included; 0: all.
+        query_lens_list: [num_rows] differences of query_starts, each >= 1, where the host knows them; None: they
+            are read from the tensor.
+        seq_lens_list: seq_lens, likewise. For a step of single queries that a CUDA graph records, upper bounds
+            for all its replays.
+    Returns:
+        [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
+    Raises:
+        ValueError: shapes, dtypes or lengths disagree; names both. In a recording there are no lengths yet, so
+            who fills its inputs must see to them.
+    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
+        arXiv:2310.06825.
+    """
+    if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"paged_attention: kv_cache {list(kv_cache.shape)} must be a contiguous "
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
+        )
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if query.ndim != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads or query.stride(2) != 1:
+        raise ValueError(
+            f"paged_attention: query {list(query.shape)} with strides {query.stride()} does not fit kv_cache "
+            f"{list(kv_cache.shape)}; it must be [num_tokens, a multiple of num_kv_heads, head_dim], the last "
+            "axis dense"
+        )
+    check_kv_scales("paged_attention", kv_cache, kv_scales)
+    _check_layout(block_tables, query_starts, seq_lens)
+    if window < 0:
+        raise ValueError(f"paged_attention: window {window} must be 0 or positive")
+    if query.device.type != "meta":
+        if query_lens_list is None:
+            query_lens_list = tuple(query_starts.diff().tolist())
+        if seq_lens_list is None:
+            seq_lens_list = tuple(seq_lens.tolist())
+        if not len(query_lens_list) == len(seq_lens_list) == len(seq_lens):
+            raise ValueError(
+                f"paged_attention: query_lens_list has {len(query_lens_list)} rows and seq_lens_list "
+                f"{len(seq_lens_list)}, but seq_lens has {len(seq_lens)}"
+            )
+        _check_lengths(query_lens_list, seq_lens_list, query.shape[0], block_tables.shape[1] * block_size)
+    out: Tensor = find_impl("paged_attention", query, impl)(
+        query,
+        kv_cache,
+        block_tables,
+        query_starts,
+        seq_lens,
+        scale,
+        kv_scales=kv_scales,
+        window=window,
+        query_lens_list=query_lens_list,
+        seq_lens_list=seq_lens_list,
+    )
+    return out
+
+
+def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
+    num_rows = len(seq_lens)
+    if seq_lens.shape != (num_rows,) or query_starts.shape != (num_rows + 1,):
+        raise ValueError(
+            f"paged_attention: query_starts {list(query_starts.shape)} must be one longer than seq_lens "
+            f"{list(seq_lens.shape)}"
+        )
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"paged_attention: block_tables {list(block_tables.shape)} with strides {block_tables.stride()} "
+            f"must be [num_rows = {num_rows}, max_blocks], the last axis dense"
+        )
+    dtypes = block_tables.dtype, query_starts.dtype, seq_lens.dtype
+    if dtypes != (torch.int32,) * 3:
+        raise ValueError(
+            f"paged_attention: block_tables, query_starts and seq_lens are {dtypes}; they must be torch.int32"
+        )
+
+
+@lru_cache(maxsize=4)  # asked once per layer with the same step
+def _check_lengths(
+    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_tokens: int, capacity: int
+) -> None:
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if not 1 <= query_len <= seq_len <= capacity:
+            raise ValueError(
+                f"paged_attention: row {row} has {query_len} queries, {seq_len} keys and blocks for "
+                f"{capacity}; 1 <= queries <= keys <= blocks must hold"
+            )
+    if sum(query_lens) != num_tokens:
+        raise ValueError(
+            f"paged_attention: query_lens_list sums to {sum(query_lens)}, but there are {num_tokens} queries"
+        )
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate each head's two halves against each other by the angle of the token's position.
+
+        out[i]           = x[i] * cos[p, i]           - x[i + half] * sin[p, i]        0 <= i < half
+        out[i + half]    = x[i + half] * cos[p, i]    + x[i] * sin[p, i]
+
+    Computed in float32 and rounded once to the dtype of the input.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], a view of something larger if need be; the last axis is dense.
+        key: [num_tokens, num_kv_heads, head_dim], likewise, of the query's dtype.
+        positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
+        cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
+    Returns:
+        New tensors like query and key.
+    Raises:
+        ValueError: shapes, dtypes or strides disagree; names both.
+    Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
+    """
+    _check_rotary("rotary_embedding", query, key, positions, cos_sin_cache)
+    rotated: tuple[Tensor, Tensor] = find_impl("rotary_embedding", query, impl)(
+        query, key, positions, cos_sin_cache
+    )
+    return rotated
+
+
+def _check_rotary(op: str, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """What `rotary_embedding`, and what is fused with it, asks of shapes, dtypes and strides.
+
+    Raises:
+        ValueError: they disagree; names both.
+    """
+    if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
+        raise ValueError(
+            f"{op}: query {list(query.shape)} and key {list(key.shape)} must be "
+            "[num_tokens, heads, head_dim] with equal num_tokens and head_dim"
+        )
+    if key.dtype != query.dtype or query.stride(2) != 1 or key.stride(2) != 1:
+        raise ValueError(
+            f"{op}: query {query.dtype} with strides {query.stride()} and key {key.dtype} with "
+            f"{key.stride()} must be of one dtype, their last axes dense"
+        )
+    if positions.shape != query.shape[:1]:
+        raise ValueError(
+            f"{op}: positions {list(positions.shape)} do not fit "
+            f"query {list(query.shape)}; they must be [num_tokens]"
+        )
+    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
+        raise ValueError(
+            f"{op}: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
+            f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even"
+        )
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Write this step's keys and values into the paged cache, in place.
+
+    Args:
+        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache or quantized, see
+            `kv_scales`; a view of something larger if need be, the last axis is dense.
+        value: like key, of its dtype.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; keys at 0 of the second axis,
+            values at 1.
+        slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1: the token is skipped.
+            Slots other than -1 are distinct; not checked.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements:
+            required where kv_cache is int8 or float8_e4m3fn, which the module `kv_scales` defines; else None.
+    Raises:
+        ValueError: shapes, dtypes or strides disagree; names both.
+    Source: PagedAttention, arXiv:2309.06180, section 4.
+    """
+    _check_write_kv("write_kv", key, value, kv_cache, slot_mapping, kv_scales)
+    find_impl("write_kv", key, impl)(key, value, kv_cache, slot_mapping, kv_scales=kv_scales)
+
+
+def _check_write_kv(
+    op: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None
+) -> None:
+    """What `write_kv`, and what is fused with it, asks of shapes, dtypes and strides.
+
+    Raises:
+        ValueError: they disagree; names both.
+    """
+    if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"{op}: kv_cache {list(kv_cache.shape)} must be a contiguous "
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
+        )
+    if key.ndim != 3 or key.shape[1:] != (kv_cache.shape[2], kv_cache.shape[4]):
+        raise ValueError(
+            f"{op}: key {list(key.shape)} does not fit kv_cache {list(kv_cache.shape)}; "
+            "it must be [num_tokens, num_kv_heads, head_dim]"
+        )
+    if value.shape != key.shape or value.dtype != key.dtype:
+        raise ValueError(
+            f"{op}: value {list(value.shape)} {value.dtype} is not like key {list(key.shape)} {key.dtype}"
+        )
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError(
+            f"{op}: the last axes of key and value must be dense, their strides are {key.stride()} and "
+            f"{value.stride()}"
+        )
+    if slot_mapping.shape != key.shape[:1]:
+        raise ValueError(
+            f"{op}: slot_mapping {list(slot_mapping.shape)} does not fit "
+            f"key {list(key.shape)}; it must be [num_tokens]"
+        )
+    check_kv_scales(op, kv_cache, kv_scales)
+
+
+def rotary_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Rotate queries and keys to their positions and write the rotated keys and the values into the cache:
+    `rotary_embedding`, then `write_kv`, whose arguments these are.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], a view of something larger if need be; the last axis is dense.
+        key: [num_tokens, num_kv_heads, head_dim], likewise, of the query's dtype; rounded to that, rotated, before
+            it is rounded to the dtype of the cache or quantized.
+        value: like key.
+        positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
+        cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous, written in place.
+        slot_mapping: [num_tokens] int64, distinct; -1: this token's key and value are not written.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements:
+            required where kv_cache is int8 or float8_e4m3fn, else None.
+    Returns:
+        The rotated queries, a new tensor like query; also of tokens that are not written.
+    Raises:
+        ValueError: shapes, dtypes or strides disagree; names both.
+    """
+    _check_rotary("rotary_and_write_kv", query, key, positions, cos_sin_cache)
+    _check_write_kv("rotary_and_write_kv", key, value, kv_cache, slot_mapping, kv_scales)
+    rotated: Tensor = find_impl("rotary_and_write_kv", query, impl)(
+        query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping, kv_scales=kv_scales
+    )
+    return rotated

@@ -1,0 +1,205 @@
+"""Contracts of changing logits, choosing the next token and looking up log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.registry import find_impl
+
+__all__ = ["process_logits", "sample", "token_logprobs"]
+
+
+def process_logits(
+    logits: Tensor,
+    rows: Tensor,
+    *,
+    allowed: TokenColumns | None = None,
+    banned: TokenColumns | None = None,
+    biases: BiasColumns | None = None,
+    penalties: PenaltyColumns | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Copy some rows and apply, in this order, what is given:
+
+        allowed     in the rows that it names, every other token becomes -inf; other rows are left alone
+        banned      the named logits become -inf (end tokens below min_tokens)
+        biases      are added
+        penalties   repetition: logits > 0 are divided by it, others multiplied, for tokens of prompt or output;
+                    then frequency * count and presence are subtracted for tokens of the output
+
+    Row numbers, their order and token ids are not checked: the device is not waited for.
+
+    Args:
+        logits: [any, vocab_size] float32; never written.
+        rows: [num_rows] int64, of the logits. The columns count in rows of the result: theirs are 0..num_rows - 1.
+    Returns:
+        [num_rows, vocab_size] float32.
+    Raises:
+        ValueError: shapes or dtypes are others than these; names both.
+    Source: penalties as in OpenAI's API (presence, frequency) and CTRL, arXiv:1909.05858 (repetition).
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"process_logits: logits {list(logits.shape)} {logits.dtype} must be "
+            "[any, vocab_size] torch.float32"
+        )
+    if rows.ndim != 1 or rows.dtype != torch.int64:
+        raise ValueError(
+            f"process_logits: rows {list(rows.shape)} {rows.dtype} must be [num_rows] torch.int64"
+        )
+    if allowed is not None:
+        _check_equal("allowed", rows=allowed.rows, token_ids=allowed.token_ids)
+    if banned is not None:
+        _check_equal("banned", rows=banned.rows, token_ids=banned.token_ids)
+    if biases is not None:
+        _check_equal("biases", rows=biases.rows, token_ids=biases.token_ids, biases=biases.biases)
+    if penalties is not None:
+        _check_equal(
+            "penalties",
+            rows=penalties.rows,
+            token_ids=penalties.token_ids,
+            output_counts=penalties.output_counts,
+        )
+        _check_equal(
+            "penalties",
+            rows=rows,
+            presence=penalties.presence,
+            frequency=penalties.frequency,
+            repetition=penalties.repetition,
+        )
+    processed: Tensor = find_impl("process_logits", logits, impl)(
+        logits, rows, allowed, banned, biases, penalties
+    )
+    return processed
+
+
+def _check_equal(what: str, **columns: Tensor) -> None:
+    """All columns have one axis, of the same length."""
+    shapes = {name: tuple(column.shape) for name, column in columns.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"process_logits: {what} must have columns of one length, not {listed}")
+
+
+_COLUMN_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seeds": torch.int64,
+    "positions": torch.int64,
+}
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    impl: str | None = None,
+) -> Tensor:
+    """One token per row.
+
+    A row of temperature 0 is greedy: the largest logit, of equals the lowest id. Any other row takes
+    `argmax(logit / temperature + gumbel)` over the tokens that three filters keep, each on the probabilities
+    that the filter before it leaves, renormalised:
+
+        min_p   probability >= min_p * the largest
+        top_k   the k largest; 0 or k >= vocab_size is off
+        top_p   the fewest largest whose sum reaches top_p; 1 is off
+
+    Equal logits are kept or dropped together, so that a kept set depends on values alone, never on an order.
+
+    The noise of token t of a row with seed s at position p:
+
+        word   = philox4x32-10(key = (s lo32, s hi32), counter = (p lo32, p hi32, t // 4, 0))[t % 4]
+        u      = (word + 0.5) / 2^32                    in (0, 1)
+        gumbel = -log(-log(u))                          to float32 accuracy, finite
+
+    so a row's token does not depend on the other rows, on their order or on how the vocabulary is split.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+        temperature: [num_rows] float32, >= 0.
+        top_k: [num_rows] int32, >= 0.
+        top_p: [num_rows] float32, in (0, 1].
+        min_p: [num_rows] float32, in [0, 1].
+        seeds: [num_rows] int64, the bits of a u64.
+        positions: [num_rows] int64, of the token to be sampled, in its sequence.
+    Returns:
+        [num_rows] int64; -1 where there is nothing to choose from: a logit is NaN, the largest is infinite, or
+            all are -inf.
+    Raises:
+        ValueError: shapes or dtypes are others than these; names both.
+    Source: Gumbel-max, arXiv:1411.0030; Philox, Salmon et al., SC 2011; nucleus, arXiv:1904.09751;
+        min-p, arXiv:2407.01082.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"sample: logits {list(logits.shape)} {logits.dtype} must be [num_rows, vocab_size] torch.float32"
+        )
+    columns = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seeds": seeds,
+        "positions": positions,
+    }
+    for name, column in columns.items():
+        if column.shape != logits.shape[:1] or column.dtype != _COLUMN_DTYPES[name]:
+            raise ValueError(
+                f"sample: {name} {list(column.shape)} {column.dtype} does not fit logits "
+                f"{list(logits.shape)}; it must be [num_rows] {_COLUMN_DTYPES[name]}"
+            )
+    token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
+    return token_ids
+
+
+def token_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Look up some rows' chosen tokens and their `num_top` likeliest tokens in each row's log-softmax.
+
+    Row numbers and token ids are not checked: the device is not waited for.
+
+    Args:
+        logits: [any, vocab_size] float32, as the model gave them. In rows of which `ops.sample` makes nothing,
+            log-probabilities are NaN.
+        rows: [num_rows] int64, of the logits.
+        token_ids: [num_rows] int64, the chosen tokens.
+        num_top: 0..vocab_size.
+    Returns:
+        chosen_logprobs: [num_rows] float32.
+        ranks: [num_rows] int64, 1 + the number of tokens that are likelier than the chosen one.
+        top_ids: [num_rows, num_top] int64, likeliest first; the order of equals is not defined.
+        top_logprobs: [num_rows, num_top] float32.
+    Raises:
+        ValueError: shapes or dtypes are others than these, or num_top is out of range; names both.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"token_logprobs: logits {list(logits.shape)} {logits.dtype} must be "
+            "[any, vocab_size] torch.float32"
+        )
+    if rows.ndim != 1 or rows.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: rows {list(rows.shape)} {rows.dtype} must be [num_rows] torch.int64"
+        )
+    if token_ids.shape != rows.shape or token_ids.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: token_ids {list(token_ids.shape)} {token_ids.dtype} do not fit "
+            f"rows {list(rows.shape)}; they must be [num_rows] torch.int64"
+        )
+    if not 0 <= num_top <= logits.shape[1]:
+        raise ValueError(f"token_logprobs: num_top {num_top} must be 0..vocab_size = {logits.shape[1]}")
+    looked_up: tuple[Tensor, Tensor, Tensor, Tensor] = find_impl("token_logprobs", logits, impl)(
+        logits, rows, token_ids, num_top
+    )
+    return looked_up

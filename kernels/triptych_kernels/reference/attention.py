@@ -1,0 +1,107 @@
+"""Attention, rotary embeddings and the paged cache, one vector at a time in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.kv_scales import LARGEST_ELEMENT
+from triptych_kernels.torch.attention import rotary_and_write_kv as rotate_and_write
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    kv_scales: Tensor | None,
+    window: int,
+    query_lens_list: tuple[int, ...],
+    seq_lens_list: tuple[int, ...],
+) -> Tensor:
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    heads_per_kv_head = query.shape[1] // num_kv_heads
+    out = torch.empty_like(query)
+    starts = query_starts.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[row], starts[row + 1]
+        for token in range(start, end):
+            position = seq_len - (end - start) + (token - start)
+            first = max(position - window + 1, 0) if window else 0
+            slots = [
+                (int(block_tables[row, p // block_size]), p % block_size) for p in range(first, position + 1)
+            ]
+            for head in range(query.shape[1]):
+                kv_head = head // heads_per_kv_head
+                keys, values = (
+                    torch.stack([kv_cache[block, half, kv_head, offset].double() for block, offset in slots])
+                    for half in (0, 1)
+                )
+                if kv_scales is not None:
+                    key_scales, value_scales = (
+                        torch.stack([kv_scales[block, half, kv_head, offset] for block, offset in slots])
+                        for half in (0, 1)
+                    )
+                    keys, values = keys * key_scales[:, None], values * value_scales[:, None]
+                scores = keys @ query[token, head].double() * scale
+                weights = torch.softmax(scores, dim=0)
+                out[token, head] = weights @ values
+    return out
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    half = query.shape[2] // 2
+    rotated = []
+    for x in (query, key):
+        out = torch.empty_like(x)
+        for token, position in enumerate(positions.tolist()):
+            for i in range(half):
+                cos = cos_sin_cache[position, i].item()
+                sin = cos_sin_cache[position, half + i].item()
+                first, second = x[token, :, i].double(), x[token, :, i + half].double()
+                out[token, :, i] = first * cos - second * sin
+                out[token, :, i + half] = second * cos + first * sin
+        rotated.append(out)
+    return rotated[0], rotated[1]
+
+
+def write_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None
+) -> None:
+    block_size = kv_cache.shape[3]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        block_id, offset = divmod(slot, block_size)
+        for half, vectors in enumerate((key, value)):
+            for head in range(key.shape[1]):
+                vector = vectors[token, head]
+                if kv_scales is not None:
+                    vector, kv_scales[block_id, half, head, offset] = _quantize(vector, kv_cache.dtype)
+                kv_cache[block_id, half, head, offset] = vector
+
+
+def _quantize(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The elements and the scale of one vector, computed in float32 as `kv_scales` defines them."""
+    largest_element = LARGEST_ELEMENT[dtype]
+    largest = vector.float().abs().max()
+    if not math.isfinite(largest):
+        return torch.zeros_like(vector), math.nan
+    scale = largest / largest_element
+    if scale == 0.0:
+        return torch.zeros_like(vector), 0.0
+    elements = (vector.float() / scale).clamp(-largest_element, largest_element)
+    if dtype == torch.int8:
+        elements = torch.tensor([round(element) for element in elements.tolist()])
+    return elements.to(dtype), scale.item()
+
+
+rotary_and_write_kv = partial(rotate_and_write, rotate=rotary_embedding, write=write_kv)
