@@ -1,1 +1,1 @@
-"""Operations on tensors: a contract per op in `ops`, implementations beside it; imports torch alone."""
+"""Operations on tensors: a contract for each op in `ops`, its implementations in the packages beside it."""

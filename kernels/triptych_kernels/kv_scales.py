@@ -1,4 +1,4 @@
-"""Caches that hold keys and values in 8 bits: what their elements and scales are.
+"""The elements and scales of KV caches of 8 bits.
 
 Such a cache has one scale for each token, key head and half (keys, values), so a vector of head_dim elements is
 
@@ -6,7 +6,7 @@ Such a cache has one scale for each token, key head and half (keys, values), so 
     element = x / scale, rounded to the nearest element, ties to even, at most the largest in size
 
 A vector of zeros, or one so small that its scale is 0, has scale 0 and elements 0. A vector that is not finite has
-scale NaN and elements 0, so whoever attends to it gets NaN. See docs/adr/0007.
+scale NaN and elements 0, so queries that see it get NaN. See docs/adr/0007.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 LARGEST_ELEMENT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""By dtype of the cache; the others hold keys and values as they are, without scales."""
+"""Dtype of a cache of 8 bits -> its largest element. Caches of other dtypes hold keys and values without scales."""
 
 
 def check_kv_scales(op: str, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
-    """That the scales beside a cache, [num_blocks, 2, num_kv_heads, block_size, head_dim], are what it needs.
+    """Check the scales of a cache [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
     Raises:
-        ValueError: they are missing, or too many, or not a contiguous float32 tensor of the cache's first four
+        ValueError: They are missing, or not needed, or not a contiguous float32 tensor of the cache's first four
             axes, where the cache is; names both.
     """
     if kv_cache.dtype not in LARGEST_ELEMENT:

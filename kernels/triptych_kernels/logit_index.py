@@ -1,7 +1,7 @@
-"""Index columns: which logits to touch, entry by entry, so that nothing is as wide as the vocabulary.
+"""Columns of entries (row, token id) that select logits, so that no operand is as wide as the vocabulary.
 
-Entries ascend by row, so that rows can be worked on side by side; within a row they stand in any order. That is the
-caller's duty and is not checked.
+Entries must ascend by row, so that rows can be computed in parallel; within a row they have any order. This is not
+checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
-    """Entries (row, token id) of a logits tensor."""
+    """Selected logits."""
 
     rows: Tensor
     """[n] int64, ascending."""
@@ -23,7 +23,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BiasColumns:
-    """Entries with something to add; entries that name the same logit add up."""
+    """Numbers to add to selected logits; entries of the same logit add up."""
 
     rows: Tensor
     """[n] int64, ascending."""
@@ -35,9 +35,9 @@ class BiasColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenaltyColumns:
-    """The distinct tokens of each penalized row's prompt and output, and how hard each row is penalized.
+    """The distinct tokens of each penalized row's prompt and output, and the strength of each row's penalties.
 
-    An entry (row, token id) stands here at most once; that, too, is not checked.
+    An entry (row, token id) may occur only once, which is not checked.
     """
 
     rows: Tensor
@@ -45,10 +45,10 @@ class PenaltyColumns:
     token_ids: Tensor
     """[n] int64."""
     output_counts: Tensor
-    """[n] int64, occurrences in the output; 0: the token stands in the prompt alone."""
+    """[n] int64, occurrences in the output; 0 means that only the prompt has the token."""
     presence: Tensor
-    """[num_rows] float32, subtracted from tokens that the output holds; 0 is off."""
+    """[num_rows] float32, subtracted from the logits of tokens in the output; 0 is off."""
     frequency: Tensor
-    """[num_rows] float32, subtracted per occurrence in the output; 0 is off."""
+    """[num_rows] float32, subtracted for each occurrence in the output; 0 is off."""
     repetition: Tensor
     """[num_rows] float32, > 0, divides positive and multiplies negative logits; 1 is off."""

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu import library
-from triptych_kernels.cpu.amx import request_permission
 from triptych_kernels.cpu.build import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import launch
-from triptych_kernels.cpu.library import amx_refusal, forced_isa, isa, usable_isas, use_threads
+from triptych_kernels.cpu.library import (
+    amx_refusal,
+    forced_isa,
+    isa,
+    request_permission,
+    usable_isas,
+    use_threads,
+)
 from triptych_kernels.ops import embedding, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.reference.linear import linear as reference_linear

@@ -25,7 +25,7 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.weights import crossover
+from triptych_kernels.weights import quantized
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
@@ -169,7 +169,7 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str, 
 def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
     write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
 ) -> None:
-    monkeypatch.setattr(crossover, "_best_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)
+    monkeypatch.setattr(quantized, "measure_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)
     directory = write("Q4_0")
     for quantization, batch_invariant, is_wide in (
         ("auto", "auto", is_measured),
@@ -194,12 +194,12 @@ def test_the_crossover_is_where_wide_products_begin_to_be_faster(
         is_small = alike[0].out_features == 32
         return float(wide == (num_rows < faster_from or not is_small))
 
-    monkeypatch.setattr(crossover, "_best_s", best_s)
+    monkeypatch.setattr(quantized, "measure_s", best_s)
     small, large = (
         [QuantizedWeight(size, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)]
         for size in (32, 64)
     )
-    crossovers = crossover.allow_wide_products([*small, *large])
+    crossovers = quantized.allow_wide_products([*small, *large])
     assert list(crossovers.values()) == ([found] if found else [])
     assert {weight.wide_rows for weight in small} == {found or NEVER}
     assert {weight.wide_rows for weight in large} == {NEVER}
@@ -207,6 +207,6 @@ def test_the_crossover_is_where_wide_products_begin_to_be_faster(
 
 def test_the_crossover_is_measured() -> None:
     weight = QuantizedWeight(64, 64, torch.bfloat16, QuantizedFormat(8, is_affine=False), gated=True)
-    (found,) = crossover.allow_wide_products([weight]).values() or [NEVER]
+    (found,) = quantized.allow_wide_products([weight]).values() or [NEVER]
     assert found in (64, 128, 256, 512, NEVER)
     assert weight.wide_rows == found

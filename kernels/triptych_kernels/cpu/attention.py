@@ -28,10 +28,10 @@ def paged_attention(
     query_lens_list: tuple[int, ...] | None,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
-    """A cache that no kernel is made for (float16, 8-bit floats) is plain torch's.
+    """Attend by the native kernel, or by plain torch over a cache of a dtype without one (float16, 8-bit floats).
 
     Raises:
-        NotRecordable: such a cache in a recording, where there are no lists.
+        NotRecordable: Such a cache in a recording, which has no lists of lengths.
     """
     if kv_cache.dtype not in KV_DTYPES:
         if query_lens_list is None or seq_lens_list is None:

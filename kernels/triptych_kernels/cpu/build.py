@@ -1,8 +1,8 @@
-"""`python -m triptych_kernels.cpu.build`: compile the native kernels, unless they are up to date.
+"""Compiles the native kernels, unless they are up to date: `python -m triptych_kernels.cpu.build`.
 
-One library per instruction set from the same sources; which one is loaded is decided on the machine that runs
-them. Without a compiler that can, or on another processor, nothing is built, and plain torch serves. The last line
-printed says what this machine gets.
+There is one library per instruction set, all from the same sources. The machine that runs them chooses one when it
+loads it. Without a suitable compiler or processor nothing is built, and plain torch computes. The last line printed
+says what this machine gets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
 LIBRARIES = HERE / "lib"
 DIGEST = LIBRARIES / "DIGEST"
-"""What the libraries were made from; there once all of them are."""
+"""File with the digest of the libraries' sources and flags, written when all libraries are complete."""
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
@@ -32,7 +32,7 @@ ISA_FLAGS = {
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-"""Widest first. A compiler that does not know one's flags leaves it out."""
+"""Instruction set -> flags of the compiler, widest first. Sets whose flags a compiler does not know are left out."""
 # GCC 12 takes the undefined upper parts in its own AVX-512 headers for uninitialized variables.
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", *_WARNINGS)
@@ -40,7 +40,8 @@ _TIMEOUT_S = 300.0
 _PLAIN = "plain torch serves, slower, without 4- and 8-bit weights, int8 caches, recorded steps and batch invariance"
 
 AMX_EMULATED = "amx_emulated"
-"""For tests, by `forced_isa`: products as on AMX, their tiles in C++, on any processor with AVX-512."""
+"""Instruction set for tests, used by `forced_isa`: products as on AMX, with tile instructions emulated in C++ on any
+processor with AVX-512."""
 _EMULATED_SOURCES = (
     "parallel.cpp",
     *(f"linear/{name}.cpp" for name in ("linear", "quantized_linear", "quantized_weight")),
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def _build_all(compiler: str) -> bool:
-    """Build a library for each instruction set, unless they are up to date; returns whether they are there."""
+    """Build a library for each instruction set, unless they are up to date, and return whether there are any."""
     sources = sorted(SOURCES.rglob("*.cpp"))
     digest = _digest(compiler, sources, ISA_FLAGS)
     if DIGEST.is_file() and DIGEST.read_text() == digest:
@@ -96,11 +97,11 @@ def _build_all(compiler: str) -> bool:
 
 
 def build_emulated() -> None:
-    """Build what `AMX_EMULATED` names, unless it is up to date: products and quantized weights, no other kernels.
+    """Build the library of `AMX_EMULATED`, unless it is up to date. It has only products and quantized weights.
 
     Raises:
-        FileNotFoundError: there is no g++.
-        subprocess.CalledProcessError: it refuses.
+        FileNotFoundError: There is no g++.
+        subprocess.CalledProcessError: The compiler fails.
     """
     sources = [SOURCES / name for name in _EMULATED_SOURCES]
     libraries = {AMX_EMULATED: _EMULATED_FLAGS}
@@ -118,9 +119,9 @@ def _build(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Seque
     """Compile every source for every library, as many at a time as there are cores, then link.
 
     Args:
-        libraries: flags by the name of the instruction set.
+        libraries: Instruction set -> flags of the compiler.
     Raises:
-        subprocess.CalledProcessError: the compiler refuses.
+        subprocess.CalledProcessError: The compiler fails.
     """
     with TemporaryDirectory(dir=LIBRARIES) as scratch:
         objects = {
@@ -131,12 +132,12 @@ def _build(compiler: str, sources: Sequence[Path], libraries: Mapping[str, Seque
                 [compiler, *_FLAGS, *libraries[isa], f"-I{SOURCES}", "-c", str(source), "-o", str(target)]
                 for (isa, source), target in objects.items()
             ]
-            list(compilers.map(_run, commands))  # the list raises what a compiler met
+            list(compilers.map(_run, commands))  # the list raises a compiler's failure
         for isa in libraries:
             unfinished = Path(scratch, f"{isa}.so")
             parts = [str(objects[isa, source]) for source in sources]
             _run([compiler, "-shared", "-pthread", *parts, "-o", str(unfinished)])
-            unfinished.replace(library_path(isa))  # whoever has the old one loaded keeps it
+            unfinished.replace(library_path(isa))  # processes that have loaded the old one keep it
 
 
 def _knows(compiler: str, flags: Sequence[str]) -> bool:

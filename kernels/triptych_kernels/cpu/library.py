@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from triptych_kernels.cpu.amx import request_permission
 from triptych_kernels.cpu.build import DIGEST, library_path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -29,23 +29,30 @@ _NEEDED_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernels compute with, as their arguments name it: `DType` in kernel.h."""
+"""Dtypes that the kernels compute with -> `DType` in kernel.h."""
 KV_DTYPES = DTYPES | {torch.int8: 2}
-"""What they read and write in a KV cache."""
+"""Dtypes of KV caches that the kernels read and write -> `DType`."""
+
+_SYS_ARCH_PRCTL = 158  # on x86-64; the C library has no function for it
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
 
 _forced: list[str] = []
 
 
 def isa() -> str:
-    """The instruction set that is used: the widest built and understood here; empty: none is, and plain torch
-    serves."""
+    """Return the instruction set in use: the widest that was built and that this machine has.
+
+    It is empty if there is none, and plain torch computes."""
     return _forced[-1] if _forced else _widest()
 
 
 @contextmanager
 def forced_isa(isa: str) -> Iterator[None]:
-    """Use this one of those that were built, whatever the processor's widest, or none; for tests. What was
-    packed outside is not for the inside."""
+    """Use this one of the built instruction sets, or none if it is empty, inside the context; for tests.
+
+    Weights that were packed outside must not be used inside.
+    """
     _forced.append(isa)
     try:
         yield
@@ -55,7 +62,7 @@ def forced_isa(isa: str) -> Iterator[None]:
 
 @cache
 def usable_isas() -> tuple[str, ...]:
-    """Those built that this processor understands and the system lets us use, widest first."""
+    """Return the built instruction sets that processor and system let us use, widest first."""
     if platform.machine() != "x86_64" or not DIGEST.is_file():
         return ()
     flags = _processor_flags()
@@ -68,10 +75,24 @@ def usable_isas() -> tuple[str, ...]:
 
 @cache
 def amx_refusal() -> str:
-    """Why this process cannot use the AMX that its processor has; empty: it can, or there is none."""
+    """Return why this process cannot use the processor's AMX; empty if it can, or if the processor has none."""
     if not _processor_flags() >= _AMX:
         return ""
     return request_permission()
+
+
+def request_permission() -> str:
+    """Ask Linux to let all threads of this process use AMX, present and future ones.
+
+    Returns:
+        The system's reason to refuse, or an empty string if it agrees.
+    Source: Linux, Documentation/arch/x86/xstate.rst.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    if libc.syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0:
+        return ""
+    return os.strerror(ctypes.get_errno())
 
 
 def _widest() -> str:
@@ -80,21 +101,21 @@ def _widest() -> str:
 
 @cache
 def load(isa: str) -> ctypes.CDLL:
-    """The library for one of those that were built.
+    """Load the library for one of the built instruction sets.
 
     Raises:
-        OSError: it cannot be loaded; `python -m triptych_kernels.cpu.build` makes it anew.
+        OSError: It cannot be loaded; `python -m triptych_kernels.cpu.build` makes it anew.
     """
     return ctypes.CDLL(str(library_path(isa)))
 
 
 def use_threads(count: int) -> None:
-    """Compute with this many threads, the caller's own among them. Where there is no library it does nothing.
+    """Compute with this many threads, including the caller's. Without a library this does nothing.
 
-    A forked child computes with as many, threads of its own.
+    A forked child computes with as many threads of its own.
 
     Raises:
-        RuntimeError: the system does not start so many; the caller's own then computes by itself.
+        RuntimeError: The system does not start so many; the caller's thread then computes by itself.
     """
     if isa():
         function = load(isa()).triptych_set_threads
@@ -103,7 +124,11 @@ def use_threads(count: int) -> None:
 
 
 def raise_failure(failure: int, what: str) -> None:
-    """Raise what the library's functions return: `Failure` in kernel.h, 0 for none."""
+    """Raise the exception for a result of the library: `Failure` in kernel.h, 0 for none.
+
+    Args:
+        what: Subject of the message.
+    """
     if failure == 0:
         return
     if failure == _NO_MEMORY:
@@ -114,7 +139,7 @@ def raise_failure(failure: int, what: str) -> None:
 
 
 def _processor_flags() -> set[str]:
-    """The instruction sets that the processor names; empty where the system does not say."""
+    """Return the instruction sets that the processor names; empty if the system does not list them."""
     if sys.platform == "darwin":
         return _flags_of_sysctl()
     if not _CPUINFO.is_file():
@@ -126,7 +151,7 @@ def _processor_flags() -> set[str]:
 
 
 def _flags_of_sysctl() -> set[str]:
-    """Those of a Mac with an Intel processor: macOS writes `AVX2` and `FMA` where Linux writes `avx2` and `fma`."""
+    """Return the flags of a Mac with an Intel processor, in Linux's spelling: macOS writes `AVX2` for `avx2`."""
     command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)

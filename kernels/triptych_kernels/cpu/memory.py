@@ -1,7 +1,7 @@
-"""Memory in huge pages, for what every step walks through: weights, keys and values, activations.
+"""Memory in huge pages, for weights, KV caches and activations, which every step reads.
 
 With 4 kB pages a processor spends a tenth of a step looking up addresses: 135M bfloat16 weights are 66,000 pages. The
-system is asked for pages of 2 MB; where it grants none, memory is what it would have been.
+system is asked for pages of 2 MB. If it grants none, memory has ordinary pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _HAS_NORESERVE el
 
 
 class _Slab:
-    """Zeros, handed out from the beginning; gone when the last tensor in it is."""
+    """A piece of zeros that is given out from the beginning. Its memory is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -37,7 +37,7 @@ class _Slab:
         self._used = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Zeros of this shape; None: there is no room left."""
+        """Return zeros of this shape, or None if too few bytes are left."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._used + num_bytes > len(self._memory):
             return None
@@ -47,13 +47,13 @@ class _Slab:
 
 
 _slabs: list[_Slab] = []
-"""The one in use."""
+"""The slab that small tensors share, if there is one."""
 
 
 def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[shape] zeros on the CPU, aligned to a cache line; pages are taken when they are first touched.
+    """Return zeros [shape] on the CPU, aligned to a cache line.
 
-    Called by one thread at a time.
+    The system backs a page when it is first written. Call this from one thread at a time.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
@@ -67,5 +67,5 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         slab = _Slab(_SLAB_BYTES)
         _slabs[:] = [slab]
     whole = slab.take(shape, dtype)
-    assert whole is not None, "a new slab has room"
+    assert whole is not None, "a new slab has enough bytes"
     return whole

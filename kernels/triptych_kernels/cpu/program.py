@@ -1,11 +1,11 @@
-"""A forward pass recorded once and run with one call: no Python between its kernels.
+"""A forward pass that is recorded once and run with one call, without Python between its kernels.
 
-A model is run on the meta device, where tensors have shapes and no memory. Each native op appends its kernel
-instead of computing, views cost nothing, and whatever else torch is asked to compute ends the recording: it would
-be missing when the program runs. Then buffers get their places in one piece of memory, those that are not needed
-at the same time sharing theirs.
+A model is run on the meta device, where tensors have shapes and no memory. Each native op appends its kernel to the
+recording instead of computing. Views cost nothing. Anything else that torch computes ends the recording, since it would
+be missing when the program runs. Then all buffers are placed in one piece of memory, where those that are not needed at
+the same time share their bytes.
 
-What changes from step to step are the numbers of rows and the content of the inputs.
+From step to step only the numbers of rows and the content of the inputs change.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten:
 
 
 class NotRecordable(Exception):
-    """A model computes something that no native kernel does; names it."""
+    """A model computes something that no native kernel does, which the message names."""
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """One storage on the meta device, and when it is in use."""
+    """A storage on the meta device, and the calls between which it is in use."""
 
     keep: torch.UntypedStorage
-    """So that no other storage takes its identity."""
+    """The storage itself, kept so that no other one gets its identity."""
     count: str
-    """Which of the step's numbers counts its rows."""
+    """Name of the step's number that counts its rows."""
     num_bytes: int
     first: int
     """Number of the call that fills it."""
     last: int
     """Number of the last call that reads it."""
     memory: Tensor | None = None
-    """Of an input, where it stands."""
+    """Memory of an input; None for buffers of the program."""
     offset: int = 0
 
 
@@ -69,18 +69,18 @@ class _CallStruct(ctypes.Structure):
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """Takes the calls of one forward pass; see `record`."""
+    """The calls of one forward pass so far; see `record`."""
 
     _calls: list[_Call] = field(default_factory=list)
     _buffers: dict[int, _Buffer] = field(default_factory=dict)
-    """By identity of the storage."""
+    """Identity of a storage -> its buffer."""
 
     def input(self, memory: Tensor, *, count: str) -> Tensor:
-        """A stand-in for `memory`, which is read where it stands whenever the program runs.
+        """Return a stand-in on the meta device for `memory`, which the program reads when it runs.
 
         Args:
             memory: [most rows, …], filled by the caller before each run.
-            count: names the number of its rows.
+            count: Name of the number of its rows.
         """
         stand_in = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
         storage = stand_in.untyped_storage()
@@ -88,10 +88,10 @@ class Recording:
         return stand_in
 
     def append(self, kernel: str, rows: Tensor, operands: Mapping[str, Operand], filled_like: Tensor) -> None:
-        """Record one call; storages not seen before are what it fills, with as many rows as `filled_like`.
+        """Record one call. Storages not seen before are its results, with as many rows as `filled_like`.
 
         Raises:
-            NotRecordable: a number of rows comes from a tensor that no recorded call has filled.
+            NotRecordable: A number of rows comes from a tensor that no recorded call has filled.
         """
         count, filled_count = self._count_of(kernel, rows), self._count_of(kernel, filled_like)
         number = len(self._calls)
@@ -112,20 +112,20 @@ class Recording:
         return buffer.count
 
     def finish(self, outputs: Sequence[Tensor]) -> Program:
-        """The program that fills `outputs`, which stay as they are until the next run."""
+        """Return the program that fills `outputs`, which keep their content until the next run."""
         for output in outputs:
             self._buffers[output.untyped_storage()._cdata].last = len(self._calls)
         return Program(self._calls, self._buffers, outputs)
 
 
 class Program:
-    """Calls with all addresses filled in. Owned by one thread."""
+    """Recorded calls with all addresses filled in. Owned by one thread."""
 
     def __init__(
         self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], outputs: Sequence[Tensor]
     ) -> None:
         self._memory = zeros_in_huge_pages((_place(list(buffers.values())) + _ALIGNMENT,), torch.uint8)
-        # the system backs a page when a step is first that large, so room for the longest step costs nothing
+        # the system backs a page when a step is first that large, so address space for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._kept = (
             [o for call in calls for o in call.operands.values() if isinstance(o, Tensor)],
@@ -159,22 +159,24 @@ class Program:
             return self._memory[offset : offset + output.nbytes].view(output.dtype).view(output.shape)
 
         self.outputs = tuple(view(output) for output in outputs)
-        """Each [most rows, …], of which a run fills the first."""
+        """[most rows, …] each; a run fills the first rows."""
 
     def __len__(self) -> int:
-        """Number of kernel calls."""
+        """Return the number of kernel calls."""
         return len(self._structs)
 
     @property
     def num_bytes(self) -> int:
-        """Address space of the buffers; memory is taken by what steps touch."""
+        """Bytes of address space of the buffers; the system backs those that steps write."""
         return self._memory.nbytes
 
     def run(self, counts: Mapping[str, int]) -> None:
-        """Compute with what stands in the inputs; `counts` gives each number of rows its value.
+        """Compute from the content of the inputs.
 
+        Args:
+            counts: Name of each number of rows -> its value.
         Raises:
-            MemoryError: the system has no memory for what a kernel needs while it runs; the outputs hold anything.
+            MemoryError: The system has no memory for what a kernel needs while it runs; the outputs are undefined.
         """
         for i, name in enumerate(self._count_names):
             self._counts[i] = counts[name]
@@ -182,10 +184,12 @@ class Program:
 
 
 def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
-    """Record what `forward` computes, from inputs it declares with `Recording.input`, into what it returns.
+    """Record what `forward` computes from inputs that it declares with `Recording.input`.
 
+    Args:
+        forward: Returns the outputs of the program.
     Raises:
-        NotRecordable: it computes something outside of the native kernels; names it.
+        NotRecordable: It computes something outside of the native kernels; names it.
     """
     recording = Recording()
     with _recording_into(recording), _RefuseOthers():
@@ -203,11 +207,11 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 
 
 class _RefuseOthers(TorchDispatchMode):
-    """Lets torch make views and empty tensors, and nothing else."""
+    """A mode in which torch makes only views and empty tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False spares us the import of torch's compiler, a second of start-up; nothing here is compiled."""
+        """Return False, which saves the import of torch's compiler, a second of start-up; nothing here is compiled."""
         return False
 
     def __torch_dispatch__(
@@ -219,9 +223,9 @@ class _RefuseOthers(TorchDispatchMode):
 
 
 def _place(buffers: Sequence[_Buffer]) -> int:
-    """Give every buffer its offset; returns the end of the last one.
+    """Give every buffer its offset and return the end of the last one.
 
-    Largest first, each at the lowest place that nobody holds while it is in use.
+    Buffers are placed from the largest to the smallest, each at the lowest offset that is free while it is in use.
     """
     placed: list[_Buffer] = []
     for buffer in sorted((b for b in buffers if b.memory is None), key=lambda b: -b.num_bytes):

@@ -29,40 +29,40 @@ def paged_attention(
 ) -> Tensor:
     """Attend from each row's queries to its keys up to and including the query's own position.
 
-    Query i of a row with query length q and sequence length n stands at position p = n - q + i and sees the keys
-    0..p, or the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). What the
-    cache holds past a row's end or before all of a row's windows, NaN included, and in block 0 has no influence.
+    Query i of a row with query length q and sequence length n has position p = n - q + i and sees the keys 0..p, or
+    the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). Cache content past a row's
+    end, before all of a row's windows, and in block 0 has no influence, NaN included.
 
-    The native kernel gives a query the same bits whatever is beside it, however its prompt is cut into chunks, and
-    by any number of threads. The Triton kernels give it the same bits whatever is beside it.
+    The native kernel gives a query the same bits in any batch, however its prompt is cut into chunks, and with any
+    number of threads. The Triton kernels give it the same bits in any batch.
 
         score = scale * query . key
         out = sum over keys of softmax(scores) * value
 
-    In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and a value likewise; a scale of NaN
-    makes NaN of all that see its key.
+    In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and so is a value. A scale of NaN makes
+    the outputs of all queries that see its key NaN.
 
     Args:
-        query: [num_tokens, num_heads, head_dim], a view of something larger if need be, the last axis dense; the
-            tokens of a row are contiguous, and rows follow each other.
-        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; this step's keys and values
+        query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense. The tokens of
+            a row are contiguous, and rows follow each other.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous. This step's keys and values must
             have been written.
-        block_tables: [num_rows, max_blocks] int32, a row's blocks in order; entries past its last are not read.
+        block_tables: [num_rows, max_blocks] int32, a row's blocks in order. Entries past its last are not read.
         query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, keys per row.
-        scale: multiplies query · key.
-        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them: required
-            where kv_cache is int8 or float8_e4m3fn, else None.
-        window: keys that a query sees at most, its own included; 0: all.
-        query_lens_list: [num_rows] differences of query_starts, each >= 1, where the host knows them; None: they
-            are read from the tensor.
-        seq_lens_list: seq_lens, likewise. For a step of single queries that a CUDA graph records, upper bounds
-            for all its replays.
+        scale: Factor of the products of queries and keys.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them. Required if
+            kv_cache is int8 or float8_e4m3fn, else None.
+        window: Largest number of keys that a query sees, including its own; 0 means all.
+        query_lens_list: [num_rows] differences of query_starts, each >= 1; None means that they are read from the
+            tensor, for which the host waits.
+        seq_lens_list: [num_rows] values of seq_lens, or None as above. For a step of single queries that a CUDA graph
+            records, these are upper bounds for all its replays.
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
     Raises:
-        ValueError: shapes, dtypes or lengths disagree; names both. In a recording there are no lengths yet, so
-            who fills its inputs must see to them.
+        ValueError: Shapes, dtypes or lengths disagree; names both. A recording has no lengths yet, so the caller
+            that fills its inputs must check them.
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
         arXiv:2310.06825.
     """
@@ -154,14 +154,14 @@ def rotary_embedding(
     Computed in float32 and rounded once to the dtype of the input.
 
     Args:
-        query: [num_tokens, num_heads, head_dim], a view of something larger if need be; the last axis is dense.
-        key: [num_tokens, num_kv_heads, head_dim], likewise, of the query's dtype.
-        positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
+        query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense.
+        key: [num_tokens, num_kv_heads, head_dim] like query, of its dtype.
+        positions: [num_tokens] int64, each below max_position. Not checked, since that would wait for the device.
         cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
     Returns:
         New tensors like query and key.
     Raises:
-        ValueError: shapes, dtypes or strides disagree; names both.
+        ValueError: Shapes, dtypes or strides disagree; names both.
     Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
     """
     _check_rotary("rotary_embedding", query, key, positions, cos_sin_cache)
@@ -172,10 +172,10 @@ def rotary_embedding(
 
 
 def _check_rotary(op: str, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """What `rotary_embedding`, and what is fused with it, asks of shapes, dtypes and strides.
+    """Check the shapes, dtypes and strides of `rotary_embedding` and of ops that fuse it.
 
     Raises:
-        ValueError: they disagree; names both.
+        ValueError: They disagree; names both.
     """
     if query.ndim != 3 or key.ndim != 3 or query.shape[::2] != key.shape[::2]:
         raise ValueError(
@@ -211,17 +211,17 @@ def write_kv(
     """Write this step's keys and values into the paged cache, in place.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache or quantized, see
-            `kv_scales`; a view of something larger if need be, the last axis is dense.
-        value: like key, of its dtype.
+        key: [num_tokens, num_kv_heads, head_dim], rounded to the dtype of the cache or quantized as the module
+            `kv_scales` defines. It may be a view of a larger tensor, the last axis dense.
+        value: [num_tokens, num_kv_heads, head_dim] like key, of its dtype.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; keys at 0 of the second axis,
             values at 1.
-        slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1: the token is skipped.
-            Slots other than -1 are distinct; not checked.
-        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements:
-            required where kv_cache is int8 or float8_e4m3fn, which the module `kv_scales` defines; else None.
+        slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1 skips the token. Slots other than -1 are
+            distinct, which is not checked.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements. Required
+            if kv_cache is int8 or float8_e4m3fn, else None.
     Raises:
-        ValueError: shapes, dtypes or strides disagree; names both.
+        ValueError: Shapes, dtypes or strides disagree; names both.
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
     _check_write_kv("write_kv", key, value, kv_cache, slot_mapping, kv_scales)
@@ -231,10 +231,10 @@ def write_kv(
 def _check_write_kv(
     op: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None
 ) -> None:
-    """What `write_kv`, and what is fused with it, asks of shapes, dtypes and strides.
+    """Check the shapes, dtypes and strides of `write_kv` and of ops that fuse it.
 
     Raises:
-        ValueError: they disagree; names both.
+        ValueError: They disagree; names both.
     """
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
@@ -275,24 +275,25 @@ def rotary_and_write_kv(
     kv_scales: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Rotate queries and keys to their positions and write the rotated keys and the values into the cache:
-    `rotary_embedding`, then `write_kv`, whose arguments these are.
+    """Rotate queries and keys to their positions and write the rotated keys and the values into the cache.
+
+    This is `rotary_embedding`, then `write_kv`, and takes the arguments of both.
 
     Args:
-        query: [num_tokens, num_heads, head_dim], a view of something larger if need be; the last axis is dense.
-        key: [num_tokens, num_kv_heads, head_dim], likewise, of the query's dtype; rounded to that, rotated, before
-            it is rounded to the dtype of the cache or quantized.
-        value: like key.
-        positions: [num_tokens] int64, each below max_position; not checked, the device is not waited for.
+        query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense.
+        key: [num_tokens, num_kv_heads, head_dim] like query, of its dtype. The rotated key is rounded to that dtype
+            before it is rounded to the dtype of the cache or quantized.
+        value: [num_tokens, num_kv_heads, head_dim] like key.
+        positions: [num_tokens] int64, each below max_position. Not checked, since that would wait for the device.
         cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous, written in place.
-        slot_mapping: [num_tokens] int64, distinct; -1: this token's key and value are not written.
-        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements:
-            required where kv_cache is int8 or float8_e4m3fn, else None.
+        slot_mapping: [num_tokens] int64, distinct; -1 leaves this token's key and value unwritten.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements. Required
+            if kv_cache is int8 or float8_e4m3fn, else None.
     Returns:
-        The rotated queries, a new tensor like query; also of tokens that are not written.
+        The rotated queries of all tokens, a new tensor like query.
     Raises:
-        ValueError: shapes, dtypes or strides disagree; names both.
+        ValueError: Shapes, dtypes or strides disagree; names both.
     """
     _check_rotary("rotary_and_write_kv", query, key, positions, cos_sin_cache)
     _check_write_kv("rotary_and_write_kv", key, value, kv_cache, slot_mapping, kv_scales)

@@ -24,19 +24,19 @@ def rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, impl: str | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32 and rounded once.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis in float32, and round once.
 
     Args:
-        x: [num_rows, ..., hidden_size], float32 or of the weight's dtype. Rows are dense; without a residual they
-            may stand apart, as the heads of a packed projection do.
+        x: [num_rows, ..., hidden_size], float32 or of the weight's dtype. Rows are dense. Without a residual there may
+            be gaps between them, as between the heads of a packed projection.
         weight: [hidden_size].
-        residual: shaped like x, contiguous, float32 whatever x is: the sum over all layers is what rounding
-            would hurt most. Given, `x + residual` is normalised instead of x.
+        residual: Shaped like x, contiguous, always float32, since rounding would hurt the sum over all layers most.
+            If it is given, `x + residual` is normalised instead of x.
     Returns:
-        The normalised tensor, in the weight's dtype; with a residual, also `x + residual` in float32, the next
+        The normalised tensor, in the weight's dtype. With a residual, also `x + residual` in float32, the next
         residual. Both are new and contiguous.
     Raises:
-        ValueError: shapes, dtypes or strides disagree; names both.
+        ValueError: Shapes, dtypes or strides disagree; names both.
     Source: RMSNorm, arXiv:1910.07467.
     """
     if weight.shape != x.shape[-1:]:
@@ -60,14 +60,14 @@ def rms_norm(
 
 
 def silu_and_mul(x: Tensor, *, impl: str | None = None) -> Tensor:
-    """`silu(gate) * up` of a packed [gate | up] projection.
+    """Compute `silu(gate) * up` of a packed [gate | up] projection.
 
     Args:
         x: [..., 2 * intermediate_size]; gate is the first half of the last axis.
     Returns:
-        [..., intermediate_size], a new tensor; in a half precision silu may be rounded before the product.
+        [..., intermediate_size], a new tensor. In a half precision silu may be rounded before the product.
     Raises:
-        ValueError: the last axis is odd.
+        ValueError: The last axis is odd.
     Source: SwiGLU, arXiv:2002.05202.
     """
     if x.ndim == 0 or x.shape[-1] % 2:
@@ -83,12 +83,12 @@ def embedding(
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """The weight's rows of these tokens.
+    """Look up the weight's rows of these tokens.
 
     Args:
-        token_ids: [num_tokens] int64, each below vocab_size; not checked, the device is not waited for.
-        weight: [vocab_size, hidden_size]; plain, or in the form of the logits that share it.
-        out_dtype: float32 or that of the weight; None: that of the weight.
+        token_ids: [num_tokens] int64, each below vocab_size. Not checked, since that would wait for the device.
+        weight: [vocab_size, hidden_size]. It is a `LinearWeight` where the product of the logits shares it.
+        out_dtype: float32 or the dtype of the weight; None means the latter.
     Returns:
         [num_tokens, hidden_size], a new tensor.
     Raises:
@@ -101,15 +101,15 @@ def embedding(
 
 
 def gather_rows(x: Tensor, rows: Tensor, *, impl: str | None = None) -> Tensor:
-    """`x[rows]`.
+    """Compute `x[rows]`.
 
     Args:
         x: [num_rows, size], contiguous.
-        rows: [num_gathered] int64, each below num_rows; not checked, the device is not waited for.
+        rows: [num_gathered] int64, each below num_rows. Not checked, since that would wait for the device.
     Returns:
         [num_gathered, size], a new tensor like x.
     Raises:
-        ValueError: shapes disagree; names both.
+        ValueError: Shapes disagree; names both.
     """
     if x.ndim != 2 or rows.ndim != 1:
         raise ValueError(

@@ -19,21 +19,21 @@ def linear(
     out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias`, summed in float32.
+    """Compute `x @ weight.T + bias`, summed in float32.
 
-    A packed or quantized weight sums every output over its inputs in one fixed order, whatever the number of rows,
-    unless it was told that it need not.
+    A packed or quantized weight sums every output over its inputs in one fixed order for any number of rows, unless it
+    was created without batch invariance.
 
     Args:
-        x: [num_rows, in_features], the last axis contiguous, of the weight's dtype, or of a held weight's
+        x: [num_rows, in_features], the last axis contiguous. Its dtype is the weight's, or one of a `LinearWeight`'s
             `input_dtypes`.
         weight: [out_features, in_features].
-        bias: [out_features], of the weight's dtype; None with a held weight, which has its own.
-        out_dtype: float32 or that of x; None: that of x.
+        bias: [out_features], of the weight's dtype. None with a `LinearWeight`, which has its own.
+        out_dtype: float32 or the dtype of x; None means the latter.
     Returns:
         [num_rows, out_features], a new tensor.
     Raises:
-        ValueError: shapes or dtypes disagree; names both.
+        ValueError: Shapes or dtypes disagree; names both.
     """
     _check_linear("linear", x, weight, bias)
     out: Tensor = find_impl("linear", weight, impl)(x, weight, bias, out_dtype or x.dtype)
@@ -41,7 +41,11 @@ def linear(
 
 
 def _check_linear(op: str, x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> None:
-    """Raise ValueError unless these can be multiplied."""
+    """Check that these can be multiplied.
+
+    Raises:
+        ValueError: They cannot; names both.
+    """
     shape = tuple(weight.shape)
     dtypes = weight.input_dtypes if isinstance(weight, LinearWeight) else (weight.dtype,)
     if x.ndim != 2 or x.shape[1] != shape[1] or x.stride(1) != 1 or x.dtype not in dtypes:
@@ -53,7 +57,7 @@ def _check_linear(op: str, x: Tensor, weight: Tensor | LinearWeight, bias: Tenso
     if bias is not None and (isinstance(weight, LinearWeight) or bias.shape != shape[:1]):
         raise ValueError(
             f"{op}: bias {list(bias.shape)} does not fit the weight {list(shape)}; "
-            "it must be [out_features], and a held weight has its own"
+            "it must be [out_features], and None with a LinearWeight, which has its own"
         )
 
 
@@ -68,17 +72,17 @@ def gated_linear(
     activation: str = "silu",
     impl: str | None = None,
 ) -> Tensor:
-    """`activation(gate) * up` of the packed projection [gate | up]: `linear`, then `silu_and_mul` or its like.
+    """Compute the packed projection [gate | up] by `linear`, then `activation(gate) * up`.
 
     Args:
         x: [num_rows, in_features], as `linear` takes it.
         weight: [2 * intermediate_size, in_features], gate first.
-        bias: [2 * intermediate_size]; None with a held weight, which has its own.
-        activation: one of `ACTIVATIONS`, under Hugging Face's names.
+        bias: [2 * intermediate_size]. None with a `LinearWeight`, which has its own.
+        activation: One of `ACTIVATIONS`, under Hugging Face's names.
     Returns:
-        [num_rows, intermediate_size], a new tensor like x; of a held weight rounded once, at the end.
+        [num_rows, intermediate_size], a new tensor like x. A `LinearWeight` rounds once, at the end.
     Raises:
-        ValueError: shapes or dtypes disagree, or the activation is unknown; names it.
+        ValueError: Shapes or dtypes disagree, or the activation is unknown; names it.
     Source: SwiGLU and GEGLU, arXiv:2002.05202.
     """
     _check_linear("gated_linear", x, weight, bias)

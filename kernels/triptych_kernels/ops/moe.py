@@ -13,8 +13,8 @@ from triptych_kernels.weights.base import LinearWeight
 __all__ = ["fused_moe"]
 
 ExpertWeights = Tensor | Sequence[LinearWeight]
-"""All experts' weights of one product: stacked, or each held as its device's products want it, of CUDA devices in an
-`ExpertStack`."""
+"""Weights of one product of all experts: one stacked tensor, or a `LinearWeight` for each expert. On CUDA devices the
+latter are an `ExpertStack`."""
 
 
 def fused_moe(
@@ -27,25 +27,27 @@ def fused_moe(
     renormalize: bool = True,
     impl: str | None = None,
 ) -> Tensor:
-    """`sum over the token's experts e of p_e * w2[e] @ (silu(gate) * up)`, [gate | up] = `w13[e] @ x`.
+    """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
 
-    The experts are those of the top_k largest logits, of equal ones those with the lowest number; p is the softmax
-    over all logits, with `renormalize` over those of the chosen experts alone. Sums are taken in float32;
-    silu(gate) * up is rounded to x's dtype, and the result once (plain torch rounds every product). Whatever a token
-    holds, NaN included, shows in no other token's result. Held weights may round the inputs of both products too, as
-    those of `ops.linear` may.
+        out = sum over the token's experts e of p_e * w2[e] @ (silu(gate) * up),    [gate | up] = w13[e] @ x
+
+    The experts are those of the top_k largest logits, of equal ones those with the lowest number. p is the softmax
+    over all logits, or with `renormalize` over those of the chosen experts. Sums are taken in float32. silu(gate) * up
+    is rounded to x's dtype, and the result once (plain torch rounds every product). A token's values, NaN included,
+    affect no other token's result. Each `LinearWeight` may round the inputs of both products too, as in `ops.linear`.
 
     Args:
         x: [num_tokens, hidden_size], the last axis contiguous.
         router_logits: [num_tokens, num_experts], the last axis contiguous, float32 or of x's dtype.
-        w13: [num_experts, 2 * intermediate_size, hidden_size], gate first, contiguous, of x's dtype; or of each
-            expert a held, gated weight of these two axes.
-        w2: [num_experts, hidden_size, intermediate_size], likewise, not gated.
-        top_k: from 1 to num_experts.
+        w13: [num_experts, 2 * intermediate_size, hidden_size], gate first, contiguous, of x's dtype; or a gated
+            `LinearWeight` of the last two axes for each expert.
+        w2: [num_experts, hidden_size, intermediate_size] like w13, not gated.
+        top_k: Number of experts of a token, from 1 to num_experts.
+        renormalize: Whether the probabilities of a token's experts sum to 1.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.
     Raises:
-        ValueError: shapes or dtypes disagree, or top_k is out of range; names both.
+        ValueError: Shapes or dtypes disagree, or top_k is out of range; names both.
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
     _check(x, router_logits, w13, w2, top_k)
@@ -66,7 +68,7 @@ def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeigh
         if not fits or len(shape) != 3:
             raise ValueError(
                 f"fused_moe: {name} {list(shape)} must be [num_experts, out_features, in_features], contiguous or "
-                f"held alike, for inputs in {x.dtype}"
+                f"LinearWeights of one shape, for inputs in {x.dtype}"
             )
         shapes.append(shape)
     num_experts, hidden_size, intermediate_size = shapes[1]

@@ -21,23 +21,27 @@ def process_logits(
     penalties: PenaltyColumns | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Copy some rows and apply, in this order, what is given:
+    """Copy some rows and apply the given changes in this order:
 
-        allowed     in the rows that it names, every other token becomes -inf; other rows are left alone
+        allowed     in the rows that it names, every other token becomes -inf; other rows stay as they are
         banned      the named logits become -inf (end tokens below min_tokens)
         biases      are added
         penalties   repetition: logits > 0 are divided by it, others multiplied, for tokens of prompt or output;
                     then frequency * count and presence are subtracted for tokens of the output
 
-    Row numbers, their order and token ids are not checked: the device is not waited for.
+    Row numbers, their order and token ids are not checked, since that would wait for the device.
 
     Args:
         logits: [any, vocab_size] float32; never written.
-        rows: [num_rows] int64, of the logits. The columns count in rows of the result: theirs are 0..num_rows - 1.
+        rows: [num_rows] int64, row numbers of the logits. The columns name rows of the result: 0..num_rows - 1.
+        allowed: Tokens that may be chosen; None restricts no row.
+        banned: Tokens that may not be chosen; None bans none.
+        biases: Numbers to add; None adds none.
+        penalties: Tokens of prompts and outputs, and how hard each row is penalized; None penalizes none.
     Returns:
         [num_rows, vocab_size] float32.
     Raises:
-        ValueError: shapes or dtypes are others than these; names both.
+        ValueError: Shapes or dtypes differ from these; names both.
     Source: penalties as in OpenAI's API (presence, frequency) and CTRL, arXiv:1909.05858 (repetition).
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
@@ -76,7 +80,11 @@ def process_logits(
 
 
 def _check_equal(what: str, **columns: Tensor) -> None:
-    """All columns have one axis, of the same length."""
+    """Check that all columns have one axis, of the same length.
+
+    Raises:
+        ValueError: They do not; names all.
+    """
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
@@ -104,17 +112,17 @@ def sample(
     positions: Tensor,
     impl: str | None = None,
 ) -> Tensor:
-    """One token per row.
+    """Choose one token for each row.
 
-    A row of temperature 0 is greedy: the largest logit, of equals the lowest id. Any other row takes
-    `argmax(logit / temperature + gumbel)` over the tokens that three filters keep, each on the probabilities
-    that the filter before it leaves, renormalised:
+    A row of temperature 0 is greedy: it takes the largest logit, of equals the lowest id. Any other row takes
+    `argmax(logit / temperature + gumbel)` over the tokens that three filters keep. Each filter works on the
+    probabilities that the filter before it leaves, renormalised:
 
         min_p   probability >= min_p * the largest
         top_k   the k largest; 0 or k >= vocab_size is off
         top_p   the fewest largest whose sum reaches top_p; 1 is off
 
-    Equal logits are kept or dropped together, so that a kept set depends on values alone, never on an order.
+    Equal logits are kept or dropped together, so that a kept set depends only on values, never on an order.
 
     The noise of token t of a row with seed s at position p:
 
@@ -131,12 +139,12 @@ def sample(
         top_p: [num_rows] float32, in (0, 1].
         min_p: [num_rows] float32, in [0, 1].
         seeds: [num_rows] int64, the bits of a u64.
-        positions: [num_rows] int64, of the token to be sampled, in its sequence.
+        positions: [num_rows] int64, position of the token to be sampled in its sequence.
     Returns:
-        [num_rows] int64; -1 where there is nothing to choose from: a logit is NaN, the largest is infinite, or
-            all are -inf.
+        [num_rows] int64; -1 if there is nothing to choose from: a logit is NaN, the largest is infinite, or all are
+            -inf.
     Raises:
-        ValueError: shapes or dtypes are others than these; names both.
+        ValueError: Shapes or dtypes differ from these; names both.
     Source: Gumbel-max, arXiv:1411.0030; Philox, Salmon et al., SC 2011; nucleus, arXiv:1904.09751;
         min-p, arXiv:2407.01082.
     """
@@ -167,21 +175,21 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Look up some rows' chosen tokens and their `num_top` likeliest tokens in each row's log-softmax.
 
-    Row numbers and token ids are not checked: the device is not waited for.
+    Row numbers and token ids are not checked, since that would wait for the device.
 
     Args:
-        logits: [any, vocab_size] float32, as the model gave them. In rows of which `ops.sample` makes nothing,
+        logits: [any, vocab_size] float32, as the model gave them. In rows for which `ops.sample` returns -1, the
             log-probabilities are NaN.
-        rows: [num_rows] int64, of the logits.
+        rows: [num_rows] int64, row numbers of the logits.
         token_ids: [num_rows] int64, the chosen tokens.
-        num_top: 0..vocab_size.
+        num_top: Number of likeliest tokens to return, 0..vocab_size.
     Returns:
         chosen_logprobs: [num_rows] float32.
         ranks: [num_rows] int64, 1 + the number of tokens that are likelier than the chosen one.
         top_ids: [num_rows, num_top] int64, likeliest first; the order of equals is not defined.
         top_logprobs: [num_rows, num_top] float32.
     Raises:
-        ValueError: shapes or dtypes are others than these, or num_top is out of range; names both.
+        ValueError: Shapes or dtypes differ from these, or num_top is out of range; names both.
     """
     if logits.ndim != 2 or logits.dtype != torch.float32:
         raise ValueError(

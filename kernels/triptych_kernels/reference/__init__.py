@@ -1,1 +1,1 @@
-"""Every op the slow, obviously right way, in loops and float64: the oracle of the tests, and nothing else."""
+"""Every op in loops and float64, slow and obviously right: only the oracle of the tests."""

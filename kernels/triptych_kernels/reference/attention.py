@@ -90,7 +90,7 @@ def write_kv(
 
 
 def _quantize(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """The elements and the scale of one vector, computed in float32 as `kv_scales` defines them."""
+    """Return the elements and the scale of one vector, computed in float32 as `kv_scales` defines them."""
     largest_element = LARGEST_ELEMENT[dtype]
     largest = vector.float().abs().max()
     if not math.isfinite(largest):

@@ -18,7 +18,10 @@ Words4 = tuple[int, int, int, int]
 
 
 def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
-    """Four u32 from a counter of four u32 and a key of two."""
+    """Return four u32 for a counter of four u32 and a key of two.
+
+    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
@@ -36,11 +39,11 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
 
 
 def token_word(seed: int, position: int, token_id: int) -> int:
-    """The u32 that belongs to one token at one position under one seed.
+    """Return the u32 of one token at one position under one seed.
 
     Args:
-        seed: u64, or the int64 with its bits.
-        position: of the token to be sampled, in its sequence.
+        seed: A u64, or the int64 with its bits.
+        position: Position of the token to be sampled in its sequence.
     """
     counter = (position & MASK32, (position >> 32) & MASK32, token_id // 4, 0)
     return philox4x32(counter, (seed & MASK32, (seed >> 32) & MASK32))[token_id % 4]
@@ -104,7 +107,7 @@ def sample(
 
 
 def kept_tokens(scaled: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The token ids that min_p, then top_k, then top_p leave; equal logits stay or go together."""
+    """Return the token ids that min_p, then top_k, then top_p keep; equal logits are kept or dropped together."""
     best = max(scaled)
     kept = {t for t, value in enumerate(scaled) if math.exp(value - best) >= min_p}
     if 0 < top_k < len(kept):
@@ -122,7 +125,7 @@ def kept_tokens(scaled: list[float], top_k: int, top_p: float, min_p: float) -> 
 
 
 def gumbel(seed: int, position: int, token_id: int) -> float:
-    """One token's noise."""
+    """Return one token's noise."""
     return -math.log(-math.log((token_word(seed, position, token_id) + 0.5) / 2**32))
 
 

@@ -1,4 +1,8 @@
-"""Attention, rotary embeddings and the paged cache in plain torch."""
+"""Attention, rotary embeddings and the paged cache in plain torch.
+
+Paged attention is scaled_dot_product_attention over gathered pages. Rows of one query are gathered together in tiles of
+similar length. Longer rows are computed one by one, and so are all rows if there is a window.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 
 _TILE_BYTES = 4 << 20
-"""Gathered keys and values at a time. They are read back at once, so they should stay in the cache, and
-buffers past 32 MB come from the system as untouched pages: 64 rows of 1,024 keys took 33 ms in one piece and
-7 ms in pieces of 1.5 to 6 MB."""
+"""Bytes of keys and values gathered at a time. They are read back at once, so they should stay in the cache, and
+buffers past 32 MB come from the system as untouched pages: 64 rows of 1,024 keys took 33 ms in one piece and 7 ms in
+pieces of 1.5 to 6 MB."""
 
 _SLACK_PAGES = 16
-"""Padding that a tile may hold beyond a quarter of its pages: less work than another tile's fixed cost."""
+"""Pages of padding that a tile may hold beyond a quarter of its own: less work than another tile's fixed cost."""
 
 _MAX_CHUNK_QUERIES = 256
-"""Queries of a chunk at a time, where the mask must be spelt out; no query scores keys that far ahead of it."""
+"""Queries of a chunk at a time, if the mask must be explicit; no query scores keys that far ahead of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +36,11 @@ class _DecodeTile:
     rows: Tensor
     """[num_rows] int64."""
     tokens: Tensor
-    """[num_rows] int64, each row's query."""
+    """[num_rows] int64, the token that is each row's query."""
     min_len: int
     max_len: int
     seen: Tensor | None
-    """[num_rows, max_len] bool, which keys are the row's own; None: all."""
+    """[num_rows, max_len] bool, whether a key is the row's own; None means that all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """How a step's rows are computed; the same for every layer."""
+    """The tiles and chunks of a step, the same for every layer."""
 
     decode_tiles: tuple[_DecodeTile, ...]
     chunks: tuple[_Chunk, ...]
@@ -75,7 +79,7 @@ def paged_attention(
     page_bytes = kv_cache[0].nbytes
     pages = _Pages(kv_cache, kv_scales, block_tables)
     plan = _plan(query_lens_list, seq_lens_list, block_size, max(_TILE_BYTES // page_bytes, 1), query.device)
-    # the query heads that share a key head stand together
+    # the query heads that share a key head are neighbours
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(query)
     if window:
@@ -116,7 +120,7 @@ def _attend_window(
     window: int,
     out: Tensor,
 ) -> None:
-    """What scaled_dot_product_attention cannot express, spelt out in float32."""
+    """Attend from a row's queries to the last `window` keys, in float32."""
     # [num_kv_heads, 1, seq_len, head_dim] each
     rows = slice(chunk.row, chunk.row + 1)
     keys, values = pages.gather(rows, chunk.seq_len, torch.float32).transpose(1, 2)
@@ -218,7 +222,7 @@ def _plan(
 def _tile(
     decodes: Iterable[tuple[int, int, int]], block_size: int, tile_pages: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut rows, shortest first, into runs of at most `tile_pages` pages with little padding."""
+    """Cut rows, the shortest first, into runs of at most `tile_pages` pages with little padding."""
     tile: list[tuple[int, int, int]] = []
     own_pages = 0
     for decode in decodes:
@@ -265,7 +269,7 @@ def write_kv(
     block_size = kv_cache.shape[3]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     for half, vectors in enumerate((key, value)):
-        # the two index tensors stand around a slice, so the indexed shape is [num_tokens, num_kv_heads, …]
+        # the two index tensors are around a slice, so the indexed shape is [num_tokens, num_kv_heads, …]
         if kv_scales is not None:
             vectors, scales = _quantize(vectors, kv_cache.dtype)
             kv_scales[:, half][block_ids, :, offsets] = scales
@@ -273,7 +277,7 @@ def write_kv(
 
 
 def _quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Elements of `dtype` like `vectors`, and the float32 scales of its last axis."""
+    """Return elements of `dtype`, shaped like `vectors`, and the float32 scales of its last axis."""
     largest_element = LARGEST_ELEMENT[dtype]
     vectors = vectors.float()
     scales = vectors.abs().amax(dim=-1) / largest_element

@@ -27,10 +27,11 @@ def mix_experts(
     renormalize: bool,
     apply_expert: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """`ops.fused_moe` with any way of computing an expert's MLP.
+    """Compute `ops.fused_moe` with any way of computing an expert's MLP.
 
     Args:
-        apply_expert: an expert's number and the inputs of its tokens, [n, hidden_size], to its results, likewise.
+        apply_expert: Takes an expert's number and the inputs [n, hidden_size] of its tokens, returns its results of
+            the same shape.
     """
     probabilities, experts = choose_experts(router_logits, top_k, renormalize)
     results = torch.empty(top_k, *x.shape, dtype=torch.float32, device=x.device)
@@ -44,8 +45,10 @@ def mix_experts(
 
 
 def choose_experts(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The probabilities of each token's experts, float32, and their numbers, both [num_tokens, top_k]; the most
-    probable first."""
+    """Return each token's experts: their probabilities in float32 and their numbers.
+
+    Both are [num_tokens, top_k], the most probable expert first.
+    """
     # stable: of equal logits the lowest expert first, which torch.topk leaves open
     logits, experts = router_logits.float().sort(dim=-1, descending=True, stable=True)
     if renormalize:

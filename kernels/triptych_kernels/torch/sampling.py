@@ -16,12 +16,13 @@ Words4 = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words4, key: tuple[Tensor, Tensor]) -> Words4:
-    """Four u32 from each counter and key; all int64 tensors that broadcast against each other.
+    """Return four u32 for each counter and key; all are int64 tensors that broadcast against each other.
 
-    What is constant along an axis may have size 1 there and costs nothing in the first rounds.
-    A product of two u32 wraps around in int64 without losing a bit: its high word is read by an
-    arithmetic shift, whose copies of the sign the next mask takes away. Words 1 and 3 go unmasked
-    until the end, since xor never carries.
+    A tensor that is constant along an axis may have size 1 there, and costs nothing in the first rounds. A product of
+    two u32 wraps around in int64 without losing a bit: its high word is read by an arithmetic shift, and the next mask
+    removes the copies of the sign. Words 1 and 3 stay unmasked until the end, since xor never carries.
+
+    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -68,14 +69,14 @@ def _penalize(logits: Tensor, penalties: PenaltyColumns) -> None:
 
 
 _GUMBEL_SPAN = 26.1
-"""Above the largest noise minus the smallest, -log(-log(1 - 2^-33)) + log(-log(2^-33)) = 26.01."""
+"""A bound of the largest noise minus the smallest, -log(-log(1 - 2^-33)) + log(-log(2^-33)) = 26.01."""
 
 _FIRST_TOP_P_CANDIDATES = 64
-"""Largest tokens that are sorted first for top_p; 16 times as many for each row whose sum they do not reach.
+"""Number of largest tokens that are sorted first for top_p, then 16 times as many in rows whose sum they do not reach.
 Of 49,152 tokens the 64 largest take 0.03 ms to find, 1,024 take 0.4 ms and sorting all takes 5 ms."""
 
 _TILE_COUNTERS = 1 << 16
-"""Counters that Philox computes at a time: 0.5 MB a word, so that its passes stay in the cache."""
+"""Number of counters that Philox computes at a time: 0.5 MB a word, so that its passes stay in the cache."""
 
 
 def sample(
@@ -115,14 +116,14 @@ def _sample_random(
     # tokens that no noise could bring past the best need none
     thresholds = torch.maximum(thresholds, best - _GUMBEL_SPAN)
     kept = scaled >= thresholds[:, None]
-    # one counter serves four tokens that stand together, or one that stands alone
+    # one counter serves four neighbouring tokens, or a single one
     if torch.count_nonzero(kept) * 4 < kept.numel():
         return _draw_among_few(scaled, kept, seeds, positions)
     return _draw_among_many(scaled, kept, seeds, positions)
 
 
 def _thresholds(scaled: Tensor, best: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[num_rows] the smallest scaled logit that every filter keeps.
+    """Return [num_rows] the smallest scaled logit that every filter keeps.
 
     Each filter keeps the largest logits, equal ones together, so each is a threshold above the one before.
     """
@@ -140,7 +141,7 @@ def _thresholds(scaled: Tensor, best: Tensor, top_k: Tensor, top_p: Tensor, min_
 
 
 def _raise_for_top_p(scaled: Tensor, thresholds: Tensor, top_p: Tensor) -> Tensor:
-    """[num_rows] the smallest of the fewest largest logits whose probabilities sum up to top_p."""
+    """Return [num_rows] the smallest of the fewest largest logits whose probabilities sum up to top_p."""
     vocab_size = scaled.shape[1]
     # what the earlier filters dropped has probability 0
     scaled = scaled.masked_fill(scaled < thresholds[:, None], -torch.inf)
@@ -161,7 +162,7 @@ def _raise_for_top_p(scaled: Tensor, thresholds: Tensor, top_p: Tensor) -> Tenso
 
 
 def _draw_among_few(scaled: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The largest sum of logit and noise, with noise computed token by token."""
+    """Return the token with the largest sum of logit and noise, with noise computed token by token."""
     rows, token_ids = kept.nonzero(as_tuple=True)
     words = torch.stack(_words(seeds[rows], positions[rows], token_ids // 4), dim=-1)
     word = words.gather(1, (token_ids % 4)[:, None]).squeeze(1)
@@ -171,7 +172,7 @@ def _draw_among_few(scaled: Tensor, kept: Tensor, seeds: Tensor, positions: Tens
 
 
 def _draw_among_many(scaled: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The largest sum of logit and noise, with noise computed for the whole vocabulary."""
+    """Return the token with the largest sum of logit and noise, with noise computed for the whole vocabulary."""
     num_rows, vocab_size = scaled.shape
     quads = torch.arange(-(-vocab_size // 4), device=scaled.device)  # four tokens share a counter
     tile = max(_TILE_COUNTERS // len(quads), 1)
@@ -185,13 +186,16 @@ def _draw_among_many(scaled: Tensor, kept: Tensor, seeds: Tensor, positions: Ten
 
 
 def _words(seeds: Tensor, positions: Tensor, quads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The u32 of the tokens 4 * quad + 0..3, as int64."""
+    """Return the u32 of the tokens 4 * quad + 0..3, as int64."""
     counter = (positions & MASK32, (positions >> 32) & MASK32, quads, torch.zeros_like(quads))
     return philox4x32(counter, (seeds & MASK32, (seeds >> 32) & MASK32))
 
 
 def _gumbel(words: Tensor) -> Tensor:
-    """-log(-log((word + 0.5) / 2^32)); in float32 the largest words would round to 1, whose noise is infinite."""
+    """Compute -log(-log((word + 0.5) / 2^32)) in float64.
+
+    In float32 the largest words would round to 1, and their noise would be infinite.
+    """
     exponential = words.double().add_(0.5).mul_(2.0**-32).log_().neg_()
     return exponential.float().log_().neg_()
 

@@ -1,4 +1,4 @@
-"""A linear layer's weight in a form that is no plain tensor: what every such form can do."""
+"""The interface of a linear layer's weight that is not a plain tensor."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ Half = Literal["gate", "up"]
 
 
 class LinearWeight(ABC):
-    """[out_features, in_features] of one or several projections and their bias, filled row by row as they are loaded.
+    """A weight [out_features, in_features] of one or several projections, and their bias, in the form of some kernels.
 
-    Gated ones hold an MLP's gate and up projections, which are multiplied: the two halves of `out_features`.
+    It is filled row by row while a checkpoint is loaded. A gated weight holds an MLP's gate and up projections, the two
+    halves of `out_features`.
     """
 
     impl: ClassVar[str]
-    """Whose kernels understand it, one of `dispatch.IMPLS`."""
+    """Package of the kernels that compute with it, one of `registry.IMPLS`."""
 
     out_features: int
-    """Of all projections together."""
+    """Number of outputs of all projections together."""
     in_features: int
     dtype: torch.dtype
-    """Of what is looked up in it unless told otherwise."""
+    """Default dtype of looked-up rows."""
     gated: bool
     device: torch.device
     bias: Tensor | None
-    """float32, in the order of the kernels; None: created without."""
+    """float32, in the order of the kernels; None if created without one."""
 
     @property
     @abstractmethod
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What it can be multiplied with."""
+        """Dtypes of inputs that it can be multiplied with."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,36 +47,39 @@ class LinearWeight(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory of weight and bias."""
 
     @abstractmethod
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
-        """Copy rows [n, in_features], rounded to this form, to output `first_row` and those after it, counted
-        within the half."""
+        """Copy rows [n, in_features], rounded to this form, to output `first_row` and those after it.
+
+        Args:
+            half: Half of a gated weight within which `first_row` counts; None for other weights.
+        """
 
     @abstractmethod
     def fill_bias(self, first_row: int, values: Tensor, half: Half | None = None) -> None:
-        """Copy the bias [n] of those outputs."""
+        """Copy the bias [n] of output `first_row` and those after it, counted within the half."""
 
     @abstractmethod
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """`ops.linear`, or with an activation `ops.gated_linear`."""
+        """Compute `ops.linear`, or with an activation `ops.gated_linear`."""
 
     @abstractmethod
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """`ops.embedding`."""
+        """Compute `ops.embedding`."""
 
 
 class BlockWeight(LinearWeight):
-    """One that can keep the blocks of a GGUF file."""
+    """A weight that can keep the blocks of a GGUF file."""
 
     @abstractmethod
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
         """Keep the blocks of a GGUF file as they are.
 
         Args:
-            type: one of `quantized_format.BLOCK_FORMATS`.
+            type: One of `formats.BLOCK_FORMATS`.
             data: [n, bytes of a row] uint8.
         Raises:
-            ValueError: this weight's format cannot hold such blocks without loss.
+            ValueError: This weight's format cannot hold such blocks without loss.
         """

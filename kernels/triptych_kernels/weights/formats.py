@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: what the integers of a group mean, whichever device holds them."""
+"""Formats of weights in 4 and 8 bits, the same on every device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 
 GROUP_SIZE = 32
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedFormat:
-    """How the integers of a group become weights: `scale * q`, and in affine formats `scale * q + minimum`."""
+    """A format with a scale per group of inputs.
+
+    An integer q of a group stands for the weight `scale * q`, in affine formats for `scale * q + minimum`.
+    """
 
     bits: int
     """4 or 8."""
@@ -21,18 +24,18 @@ class QuantizedFormat:
 
     @property
     def group_bytes(self) -> int:
-        """Of one output."""
+        """Bytes of a group of one output."""
         return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
 
     def holds(self, other: QuantizedFormat) -> bool:
-        """Whether it can hold whatever `other` holds, without loss."""
+        """Return whether this format holds all weights of `other` without loss."""
         # a symmetric 4-bit group is an affine one whose minimum is -8 scales
         return self.bits >= other.bits and self.is_affine >= other.is_affine
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelFormat:
-    """Weights of 8 bits with a scale per output; products round their inputs likewise, with a scale per row."""
+    """A format of 8 bits with a scale per output. Products round their inputs to it too, with a scale per row."""
 
     dtype: torch.dtype
     """int8 or float8_e4m3fn."""
@@ -43,10 +46,10 @@ BLOCK_FORMATS = {
     "Q4_1": QuantizedFormat(4, is_affine=True),
     "Q8_0": QuantizedFormat(8, is_affine=False),
 }
-"""Forms of GGUF files whose blocks can be kept -> the smallest format that holds them."""
+"""Block types of GGUF files that can be kept as they are -> the smallest format that holds them."""
 
 
 def common_format(formats: Iterable[QuantizedFormat]) -> QuantizedFormat:
-    """The smallest that holds all of these without loss."""
+    """Return the smallest format that holds all of these without loss."""
     formats = list(formats)
     return QuantizedFormat(max(f.bits for f in formats), any(f.is_affine for f in formats))

@@ -1,4 +1,4 @@
-"""The weight of a linear layer in the order in which the native product reads it; panel.h draws it."""
+"""A linear layer's weight in the order in which the native product reads it, as panel.h draws it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
 class PackedWeight(LinearWeight):
-    """In the dtype of its inputs."""
+    """A weight in the dtype of its inputs."""
 
     impl = "cpu"
 
@@ -28,14 +28,16 @@ class PackedWeight(LinearWeight):
         gated: bool = False,
         bias: bool = False,
     ) -> None:
-        """Storage for a weight, all zero; it belongs to the instruction set in use.
+        """Allocate a weight of zeros, packed for the instruction set in use.
 
         Args:
-            out_features: of all projections together.
-            in_features: even for bfloat16.
-            gated: the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+            out_features: Number of outputs of all projections together.
+            in_features: Number of inputs, even for bfloat16.
+            dtype: Dtype of weight and inputs.
+            gated: Whether the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+            bias: Whether there is one.
         Raises:
-            ValueError: a dtype or number of inputs that no kernel is made for.
+            ValueError: There is no kernel for this dtype or number of inputs.
         """
         self._check(in_features, dtype)
         self.out_features = out_features
@@ -90,7 +92,7 @@ class PackedWeight(LinearWeight):
             raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
 
     def _allocate(self, num_outputs: int) -> Tensor:
-        """Zeros for so many outputs, those that fill up the last panel included."""
+        """Return zeros for so many outputs, including those that fill up the last panel."""
         return zeros_in_huge_pages((num_outputs * self.in_features,), self.dtype)
 
     def _new_output(self, x: Tensor, dtype: torch.dtype, activation: str | None) -> Tensor:
@@ -116,10 +118,10 @@ class PackedWeight(LinearWeight):
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
-    """Whether native products exist here for such a weight."""
+    """Return whether this machine has native products for such a weight."""
     return bool(isa()) and dtype in DTYPES and (dtype == torch.float32 or in_features % 2 == 0)
 
 
 def panel_size() -> int:
-    """Outputs per panel with the instruction set in use."""
+    """Return the number of outputs per panel with the instruction set in use."""
     return int(load(isa()).triptych_panel_size())

@@ -1,6 +1,10 @@
-"""A linear layer's weight in 4 or 8 bits; quantized.h draws how it is packed."""
+"""A linear layer's weight in 4 or 8 bits, packed for the native kernels as quantized.h draws it."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -15,12 +19,19 @@ from triptych_kernels.weights.packed import HALVES, PackedWeight
 NEVER = 2**62
 """A number of rows that no product has."""
 
+_CROSSOVER_ROWS = (64, 128, 256, 512)
+_ROUNDS = 4  # the fastest counts, since other processes may compute at the same time
+_ENOUGH_S = 0.02  # products that take this long together are not repeated
+_WORTHWHILE = 0.95  # fraction of the narrow product's time; a smaller gain may be noise
+
+Kind = tuple[int, int, bool, QuantizedFormat]
+"""Weights that multiply at the same speed: (out_features, in_features, gated, format)."""
 
 _BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
 
 
 class QuantizedWeight(PackedWeight, BlockWeight):
-    """[out_features, in_features] of one or several projections; products take float32 and bfloat16.
+    """A weight [out_features, in_features] of one or several projections, for inputs in float32 and bfloat16.
 
     Products round their inputs to 16-bit integers, group by group, which is finer than bfloat16, and multiply
     integers exactly.
@@ -36,20 +47,24 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         gated: bool = False,
         bias: bool = False,
     ) -> None:
-        """Storage for a weight, all zero; it belongs to the instruction set in use.
+        """Allocate a weight of zeros, packed for the instruction set in use.
 
         Args:
-            in_features: a multiple of `GROUP_SIZE`.
-            dtype: of what is looked up in it unless told otherwise.
-            gated: the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+            out_features: Number of outputs of all projections together.
+            in_features: A multiple of `GROUP_SIZE`.
+            dtype: Default dtype of looked-up rows.
+            format: Bits, and whether groups have minimums.
+            gated: Whether the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+            bias: Whether there is one.
         Raises:
-            ValueError: a dtype or number of inputs that no kernel is made for.
+            ValueError: There is no kernel for this dtype or number of inputs.
         """
         self.format = format
         super().__init__(out_features, in_features, dtype, gated=gated, bias=bias)
         self.wide_rows = NEVER
-        """So many rows or more are multiplied in bfloat16, with weights rounded to it: faster for very many, and
-        their results are not those of fewer rows. Read when a product is called or recorded."""
+        """Fewest rows that are multiplied in bfloat16, with weights rounded to it. That is faster for very many rows,
+        whose results then differ from those of fewer rows. Read when a product is called or recorded; written by
+        `allow_wide_products`."""
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -58,8 +73,8 @@ class QuantizedWeight(PackedWeight, BlockWeight):
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
         """Quantize rows [n, in_features] into output `first_row` and those after it, counted within the half.
 
-        As GGML's reference quantizers round; in the affine 4-bit format each group becomes a Q4_0 or a Q4_1,
-        whichever is nearer to it.
+        Rounding is that of GGML's reference quantizers. In the affine 4-bit format each group becomes a Q4_0 or a
+        Q4_1, whichever is nearer to it.
         """
         rows = rows.float().contiguous()
         launch("pack_quantized", rows, rows=rows, **self._format, **self._place(first_row, half))
@@ -115,5 +130,53 @@ class QuantizedWeight(PackedWeight, BlockWeight):
 
 
 def can_quantize(in_features: int, dtype: torch.dtype) -> bool:
-    """Whether native products exist here for such a weight."""
+    """Return whether this machine has native products for such a weight."""
     return bool(isa()) and dtype in DTYPES and in_features % GROUP_SIZE == 0
+
+
+def allow_wide_products(weights: Sequence[QuantizedWeight]) -> dict[Kind, int]:
+    """Let these weights multiply many rows in bfloat16 where that is faster, as measured within a tenth of a second.
+
+    A recording of products keeps the choice, so call this first.
+
+    Returns:
+        Kind of weight -> the smallest number of rows that is faster in bfloat16, for the kinds that have one.
+    """
+    kinds: dict[Kind, list[QuantizedWeight]] = {}
+    for weight in weights:
+        kinds.setdefault(_kind(weight), []).append(weight)
+    crossovers = {kind: _find_crossover(alike) for kind, alike in kinds.items()}
+    for weight in weights:
+        weight.wide_rows = crossovers[_kind(weight)]
+    return {kind: rows for kind, rows in crossovers.items() if rows != NEVER}
+
+
+def _kind(weight: QuantizedWeight) -> Kind:
+    return weight.out_features, weight.in_features, weight.gated, weight.format
+
+
+def _find_crossover(alike: Sequence[QuantizedWeight]) -> int:
+    """Return the fewest rows of `_CROSSOVER_ROWS` from which on the wide product is faster, or `NEVER`."""
+    crossover = NEVER
+    for num_rows in reversed(_CROSSOVER_ROWS):
+        if measure_s(alike, num_rows, wide=True) > _WORTHWHILE * measure_s(alike, num_rows, wide=False):
+            break
+        crossover = num_rows
+    return crossover
+
+
+def measure_s(alike: Sequence[QuantizedWeight], num_rows: int, *, wide: bool) -> float:
+    """Return the seconds of the fastest of some products.
+
+    Each product takes another weight if there are several, since the caches hold no weight when a step needs it.
+    """
+    x = torch.ones(num_rows, alike[0].in_features, dtype=torch.bfloat16)
+    seconds: list[float] = []
+    for weight in cycle(alike):
+        weight.wide_rows = 1 if wide else NEVER
+        started = time.perf_counter()
+        weight.multiply(x, torch.bfloat16, "silu" if weight.gated else None)
+        seconds.append(time.perf_counter() - started)
+        if len(seconds) == _ROUNDS or sum(seconds) > _ENOUGH_S:
+            break
+    return min(seconds)

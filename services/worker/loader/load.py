@@ -24,8 +24,7 @@ from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
 from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
 from triptych.errors import ModelError
-from triptych_kernels.weights.crossover import allow_wide_products
-from triptych_kernels.weights.quantized import QuantizedWeight
+from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Attention over the paged cache, and what writes it."""
+"""Attention over the paged cache, and the kernels that write the cache."""

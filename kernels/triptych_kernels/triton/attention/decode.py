@@ -1,4 +1,4 @@
-"""Rows of one query: their keys are read by many programs at once, each a split, and the results combined."""
+"""Attention of rows with one query: programs each read a split of a row's keys, and a second kernel combines them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from triptych_kernels.triton.attention.plan import decode_tiles, num_sms, rows_b
 from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
 
 _SPLIT_KEYS = 256
-"""What a split takes at least: 128 KiB of keys and values in 16 bits at heads of 128, beside which a program's start
-and its partial result, 512 bytes a query head, are small."""
+"""Fewest keys of a split: 128 KiB of keys and values in 16 bits at heads of 128. A program's start and its partial
+result, 512 bytes a query head, are small beside that."""
 
 _MAX_SPLITS = 128
-"""Of a row: with more, combining them would cost what the last few multiprocessors bring."""
+"""Most splits of a row: with more, combining them would cost what the last few multiprocessors gain."""
 
 _OF_A_STEP = ("block_tables_stride_0", "num_rows", "target_splits", "max_splits")
-"""Arguments that change from step to step: a kernel is not compiled anew where they happen to be 1 or divide by 16."""
+"""Arguments that change from step to step: no kernel is compiled anew if they happen to be 1 or a multiple of 16."""
 
 _COMBINED = 8  # partial results that one step of the combination takes, 4 KiB at heads of 128
 
@@ -36,16 +36,16 @@ def attend_decodes(
     window: int,
     max_seq_len: int,
 ) -> None:
-    """Attend from the rows that have one query; `out` keeps what it holds for the others.
+    """Attend from the rows that have one query; `out` keeps its content for the others.
 
-    How a row is split follows from its own length, the number of key heads and the device, so it gives the same bits
-    in any batch: at most so many splits that one row fills the device, of at least _SPLIT_KEYS keys. The splits of all
-    rows and key heads are numbered on the device and dealt to as many programs as it holds at once. So nothing but
-    the size of the scratch depends on `max_seq_len`, and a recorded launch serves rows of any length up to it.
+    The splits of a row depend only on its own length, the number of key heads and the device, so it gives the same
+    bits in any batch: at most so many splits that one row fills the device, each of at least _SPLIT_KEYS keys. The
+    splits of all rows and key heads are numbered on the device and given to as many programs as it holds at once. So
+    only the size of the scratch depends on `max_seq_len`, and a recorded launch serves rows of any length up to it.
 
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous.
-        max_seq_len: no row has more keys.
+        max_seq_len: Upper bound of the rows' numbers of keys.
     """
     num_rows = len(seq_lens)
     num_heads, head_dim = query.shape[1:]
@@ -174,11 +174,11 @@ def _combine_splits(
 def _cut(
     seq_len, target_splits, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """How the keys of a row with one query are split.
+    """Split the keys of a row with one query.
 
     Returns:
-        The first key that the query sees, the tile it stands in, the tiles of a split, the last one's aside, and of
-        all: at most target_splits splits come of that, each of MIN_TILES tiles or more.
+        The first key that the query sees, its tile, the number of tiles of a split (the last one may have fewer), and
+        the number of all tiles. There are at most target_splits splits, each of MIN_TILES tiles or more.
     """
     if WINDOW > 0:
         first_key = tl.maximum(seq_len - WINDOW, 0)

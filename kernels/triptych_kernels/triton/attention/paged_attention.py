@@ -1,4 +1,4 @@
-"""Paged attention: one launch for the rows of one query, with its reduction, and one for the longer rows."""
+"""Paged attention: one launch and its reduction for the rows of one query, and one launch for the longer rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def paged_attention(
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
-    """See `ops.paged_attention`; a query has the same bits in any batch.
+    """Compute `ops.paged_attention`; a query has the same bits in any batch.
 
-    A CUDA graph may record a step of decodes, that is one with as many tokens as rows: nothing is read back, and the
-    lists count as bounds. When it is replayed the tensors say how long the rows are, up to the largest of
-    `seq_lens_list`, whose only effect is the size of the scratch. A row that is padding has one query and one key, in
-    block 0. Steps with longer rows need the exact `query_lens_list`, from which the size of their grid follows.
+    A CUDA graph may record a step of decodes, which has as many tokens as rows: nothing is read back, and the lists
+    are upper bounds. When it is replayed, the tensors give the lengths of the rows, up to the largest of
+    `seq_lens_list`, which determines only the size of the scratch. A row of padding has one query and one key, in
+    block 0. Steps with longer rows need the exact `query_lens_list`, which determines the size of their grid.
     """
     head_dim = query.shape[2]
     if head_dim > MAX_HEAD_DIM or kv_cache.numel() // head_dim >= _MAX_VECTORS:

@@ -1,4 +1,4 @@
-"""How the kernels of paged attention are cut: the tiles for a size of head, and how many programs there are."""
+"""The tiles of the kernels of paged attention by size of head, and the number of their programs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MAX_HEAD_DIM = 256
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, at compute capability 9.0
 
 _INTERPRETED_SMS = 2
-"""Multiprocessors where kernels are interpreted: few, so that programs take several items each, as on a device."""
+"""Number of multiprocessors in the interpreter: few, so that programs take several items each, as on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How the kernel of rows with one query is cut."""
+    """Tiles of the kernel of rows with one query."""
 
     block_n: int
     """Keys of one step."""
     num_warps: int
     num_stages: int
-    """One step that is computed on, and those whose keys and values are on their way meanwhile."""
+    """The step that is computed, and those whose keys and values are being loaded at the same time."""
     programs_per_sm: int = 2
-    """How many a multiprocessor holds at once: the grid is that large, whatever the step."""
+    """Number of programs that a multiprocessor holds at once; the grid has as many for every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """How the kernel of longer rows is cut."""
+    """Tiles of the kernel of longer rows."""
 
     block_m: int
     """Rows of the score matrix: query tokens times the query heads that share a key head."""
@@ -86,7 +86,7 @@ def _default_decode_tiles(head_dim: int, kv_dtype: torch.dtype, block_m: int) ->
 
 
 def _decode_candidates(head_dim: int, kv_dtype: torch.dtype, block_m: int) -> Iterator[DecodeTiles]:
-    """Between 8 and 32 KiB of keys a step, and in all programs enough on their way, yet no more than fit in."""
+    """Yield tiles with 8 to 32 KiB of keys a step that keep enough bytes in flight and fit shared memory."""
     key_bytes = triton.next_power_of_2(head_dim) * kv_dtype.itemsize
     for block_n, num_warps, num_stages, programs in product(
         (32, 64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 2, 3)
@@ -102,7 +102,7 @@ def _default_prefill_tiles(head_dim: int, kv_dtype: torch.dtype) -> PrefillTiles
 
 
 def _prefill_candidates(head_dim: int, kv_dtype: torch.dtype) -> Iterator[PrefillTiles]:
-    """Tiles whose accumulators registers hold, and whose steps on their way shared memory."""
+    """Yield tiles whose accumulators fit the registers and whose stages fit shared memory."""
     block_d = triton.next_power_of_2(head_dim)
     for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         # in registers of 4 bytes a thread: the sums, and the scores with the weights made of them
@@ -128,10 +128,10 @@ PREFILL = Tunable(
 
 
 def decode_tiles(query: Tensor, kv_dtype: torch.dtype, head_dim: int, block_m: int) -> DecodeTiles:
-    """Of rows with one query.
+    """Return the tiles for rows with one query.
 
     Args:
-        block_m: rows of the score matrix: the query heads that share a key head, at least what tensor cores multiply.
+        block_m: Rows of the score matrix: the query heads that share a key head, at least what tensor cores multiply.
     """
     if kv_dtype == torch.float32 or query.dtype == torch.float32:
         return _DECODE_FLOAT32
@@ -139,20 +139,20 @@ def decode_tiles(query: Tensor, kv_dtype: torch.dtype, head_dim: int, block_m: i
 
 
 def prefill_tiles(query: Tensor, kv_dtype: torch.dtype, head_dim: int) -> PrefillTiles:
-    """Of rows with more."""
+    """Return the tiles for rows with several queries."""
     if kv_dtype == torch.float32 or query.dtype == torch.float32:
         return _PREFILL_FLOAT32
     return PREFILL.chosen(query.device, head_dim, kv_dtype)
 
 
 def rows_block(num_rows: int) -> int:
-    """Length of the vectors over rows in a kernel: few different ones, since each is a compilation."""
+    """Return the length of a kernel's vectors over rows: one of a few lengths, since each is a compilation."""
     return 128 if num_rows <= 128 else max(triton.next_power_of_2(num_rows), 1024)
 
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     if device.type == "cpu":
         return _INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

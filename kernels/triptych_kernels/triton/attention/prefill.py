@@ -1,13 +1,13 @@
-"""Rows of several queries: prompts and chunks of them.
+"""Attention of rows with several queries: prompts and chunks of them.
 
 The keys of a row are cut into parts at fixed positions. Each part has programs of its own, so that few queries after
-many keys, as at the end of a long chat, fill the device too; then the parts' softmaxes are folded in their order:
+many keys, as at the end of a long chat, fill the device too. Then the parts' softmaxes are folded in their order:
 
     keys      0            4096           8192        end
               |   part 0    |   part 1     |  part 2   |
     result    fold(fold(part 0, part 1), part 2)
 
-Where a row is cut depends on nothing but positions, so a query has the same bits whatever else is in the step.
+A row is cut only by positions, so a query has the same bits in any step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from triptych_kernels.triton.attention.plan import prefill_tiles, rows_block
 from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
 
 _PART_KEYS = 4096
-"""Keys of a part, a multiple of all tiles; shorter rows have one part, and nothing to fold. A program at heads of 128
+"""Keys of a part, a multiple of all tiles; shorter rows have one part and nothing to fold. A program at heads of 128
 computes about 100 us on so many, and leaves sums of 64 KiB to fold: 2 % of the time, reasoned, not measured."""
 
 _MAX_STATE_BYTES = 256 << 20
-"""Of sums that wait to be folded; what has more parts is computed in several rounds."""
+"""Most bytes of sums that wait to be folded; a step with more parts is computed in several rounds."""
 
 _FOLDED_ROWS = 16
 """Rows of a tile that a program folds: 8 KiB of each part at heads of 128."""
 
 _OF_A_STEP = ("block_tables_stride_0", "num_rows", "first_number", "num_slots")
-"""Arguments that change from launch to launch: a kernel is not compiled anew where they are 1 or divide by 16."""
+"""Arguments that change from launch to launch: no kernel is compiled anew if they are 1 or a multiple of 16."""
 
 
 def attend_prefills(
@@ -51,15 +51,15 @@ def attend_prefills(
     query_lens: tuple[int, ...],
     key_lens: tuple[int, ...],
 ) -> None:
-    """Attend from the rows that have more than one query; `out` keeps what it holds for the others.
+    """Attend from the rows that have more than one query; `out` keeps its content for the others.
 
-    A program takes some tokens of a row with all query heads of one key head, so that what it loads of the keys serves
-    them all. Tiles of keys that all its queries see are computed without masks.
+    A program takes some tokens of a row with all query heads of one key head, so that each loaded key serves all of
+    them. Tiles of keys that all its queries see are computed without masks.
 
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous.
-        query_lens: of the rows; the grid has programs for each tile of queries, key head and part.
-        key_lens: of the rows, or more.
+        query_lens: Number of queries of each row. The grid has programs for each tile of queries, key head and part.
+        key_lens: Number of keys of each row, or an upper bound.
     """
     num_rows = len(seq_lens)
     num_heads, head_dim = query.shape[1:]
@@ -100,7 +100,7 @@ def attend_prefills(
 def _count(
     query_lens: tuple[int, ...], key_lens: tuple[int, ...], tile_tokens: int, part_keys: int
 ) -> tuple[int, int]:
-    """Tiles of queries of the rows that have more than one, and the parts of the longest such row."""
+    """Return the number of tiles of queries of rows with more than one, and of parts of the longest such row."""
     longer = [(queries, keys) for queries, keys in zip(query_lens, key_lens, strict=True) if queries > 1]
     num_tiles = sum(-(-queries // tile_tokens) for queries, _ in longer)
     return num_tiles, max(-(-keys // part_keys) for _, keys in longer)
@@ -118,8 +118,8 @@ def _attend_part(
 
     Args:
         states: [slots, tiles, key heads, BLOCK_M, HEAD_DIM] float32, the sums of a part; see `attend_keys`.
-        peaks_totals: [slots, tiles, key heads, 2, BLOCK_M] float32, what belongs to them.
-        first_number: of the tile's parts, which one slot 0 is for.
+        peaks_totals: [slots, tiles, key heads, 2, BLOCK_M] float32, their peaks and totals.
+        first_number: Number of the tile's part that slot 0 is for.
     """
     row, first_position, end_key, to_token = _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS, ROWS)
     first_part, num_parts = _find_parts(first_position, end_key, WINDOW, PART_KEYS)
@@ -188,10 +188,10 @@ def _fold_parts(
     HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, PART_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the parts of some queries of a tile that has several: those in the slots into those folded before.
+    """Fold the parts of some queries of a tile with several: those in the slots into those folded before.
 
     Args:
-        num_slots: the slot of what is folded so far, beyond those of parts.
+        num_slots: Number of the slot, after those of parts, that holds what is folded so far.
     """
     _, first_position, end_key, to_token = _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS, ROWS)
     _, num_parts = _find_parts(first_position, end_key, WINDOW, PART_KEYS)
@@ -233,8 +233,8 @@ def _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS: tl.constexpr, ROWS
     """Find the tile of queries that this program is for.
 
     Returns:
-        Its row; the position of its first query; where the keys end that its queries see, which is where they end
-        themselves; and what makes a token's number of a position.
+        Its row; the position of its first query; the end of its queries' positions, which is also the end of the keys
+        that they see; and the number to add to a position to get the token.
     """
     rows = tl.arange(0, ROWS)
     query_lens = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0) - tl.load(
@@ -252,7 +252,7 @@ def _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS: tl.constexpr, ROWS
 
 @triton.jit
 def _find_parts(first_position, end_key, WINDOW: tl.constexpr, PART_KEYS: tl.constexpr):
-    """The first part that a tile of queries sees keys of, and how many there are."""
+    """Return the first part with keys that a tile of queries sees, and the number of such parts."""
     end_part = tl.cdiv(end_key, PART_KEYS)
     first_part = end_part * 0
     if WINDOW > 0:
@@ -264,9 +264,9 @@ def _find_parts(first_position, end_key, WINDOW: tl.constexpr, PART_KEYS: tl.con
 def _find_queries(
     in_tile, first_position, end_key, kv_head, TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Positions and heads of some rows of a tile, and whether there is such a query.
+    """Return positions and heads of some rows of a tile, and whether there is such a query.
 
-    A row of the tile is a token and a query head; what is left where GROUP does not divide BLOCK_M has no token.
+    A row of the tile is a token and a query head. Rows that are left if GROUP does not divide BLOCK_M have no token.
     """
     positions = first_position + in_tile // GROUP
     heads = kv_head * GROUP + in_tile % GROUP
@@ -278,7 +278,7 @@ def _find_sums(
     states, peaks_totals, slot, kv_head, in_tile, dims,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Addresses of the sums of some rows of this program's tile, and of their peaks; their totals are BLOCK_M on."""
+    """Return the addresses of sums and peaks of some rows of this program's tile; totals are BLOCK_M further."""
     place = (slot * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * NUM_KV_HEADS + kv_head
     rows = place * BLOCK_M + in_tile
     return states + (rows * HEAD_DIM)[:, None] + dims[None, :], peaks_totals + (place * BLOCK_M + rows)
@@ -286,9 +286,9 @@ def _find_sums(
 
 @triton.jit
 def _fold(acc, peak, total, later_acc, later_peak, later_total, unit):
-    """The softmax over some keys and later ones, from those over either, see `attend_keys`.
+    """Combine the softmax over some keys with that over later ones, see `attend_keys`.
 
-    No product is added to another but by `fma`, so that the compiler has no choice what to round.
+    Products are added to others only by `fma`, so that the compiler has no choice of rounding.
     """
     new_peak = tl.maximum(peak, later_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query that has seen no key yet

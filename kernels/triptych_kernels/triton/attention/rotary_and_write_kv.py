@@ -1,4 +1,4 @@
-"""Rotary position embedding and the paged cache, in one launch: rotated keys go straight to their slots."""
+"""Rotary position embedding and the paged cache in one launch: rotated keys go directly to their slots."""
 
 from __future__ import annotations
 

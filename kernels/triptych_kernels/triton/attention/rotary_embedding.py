@@ -33,7 +33,7 @@ def rotary_embedding(
 
 
 def program_of_heads(num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """How many heads one program rotates, elements of a half with its padding, and warps."""
+    """Return the number of heads that one program rotates, of elements of a half with its padding, and of warps."""
     half_block = triton.next_power_of_2(head_dim // 2)
     heads_block = max(min(_PAIRS // half_block, triton.next_power_of_2(num_heads)), 1)
     return heads_block, half_block, max(heads_block * half_block // 256, 1)
@@ -69,17 +69,17 @@ def _rotary_embedding(
 
 @triton.jit
 def heads_of_group(group, HEADS_BLOCK: tl.constexpr):
-    """The numbers of a group's heads, [HEADS_BLOCK, 1] int64."""
+    """Return the numbers of a group's heads, [HEADS_BLOCK, 1] int64."""
     return (group * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK))[:, None].to(tl.int64)
 
 
 @triton.jit
 def rotate(vectors, inside, cos_sin_cache, position, dims, HALF: tl.constexpr):
-    """Both halves of these heads, [HEADS_BLOCK, HALF_BLOCK] each, rotated to the position and rounded.
+    """Return both halves of these heads, [HEADS_BLOCK, HALF_BLOCK] each, rotated to the position and rounded.
 
     Args:
         vectors: [HEADS_BLOCK, HALF_BLOCK] pointers to the first halves.
-        inside: which of them exist.
+        inside: Whether there is such an element.
         dims: [1, HALF_BLOCK] numbers of the elements.
     """
     angles = cos_sin_cache + position * (2 * HALF) + dims

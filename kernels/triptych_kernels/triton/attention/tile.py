@@ -1,4 +1,4 @@
-"""What the two kernels of paged attention share: the walk over a row's keys, and finding a program's row."""
+"""Steps of both kernels of paged attention: adding a row's keys to a softmax, and finding a program's row."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def attend_keys(
 ):  # fmt: skip
     """Add the keys begin..end of one row, BLOCK_N at a time, to the running softmax of some queries.
 
-    A tile begins at a multiple of BLOCK_N whatever the row's window and chunk are, so that sums over keys are always
-    cut at the same places. exp2 takes the place of exp, and its factor is applied together with `scale`.
+    A tile begins at a multiple of BLOCK_N for any window and chunk of the row, so that sums over keys are always cut
+    at the same places. exp2 takes the place of exp, and its factor is applied together with `scale`.
 
     Args:
-        acc: [BLOCK_M, BLOCK_D] float32, sum of values times 2^(score - peak); with `peak` and `total` the state that
-            is taken and returned: zeros, -inf and zeros at first.
+        acc: [BLOCK_M, BLOCK_D] float32, sum of values times 2^(score - peak). Together with `peak` and `total` it is
+            the state that is taken and returned, which begins as zeros, -inf and zeros.
         peak: [BLOCK_M] float32, the largest score so far, in the unit of `score_unit`.
         total: [BLOCK_M] float32, sum of 2^(score - peak).
         query: [BLOCK_M, BLOCK_D], zeros beyond HEAD_DIM.
-        positions: [BLOCK_M], of the queries in their row.
-        begin: a multiple of BLOCK_N.
-        first_key: with `end_key` the keys that some query sees; no other is read.
-        block_table: pointer to the row's first block.
-        MASKED: whether a query may not see some of the keys; otherwise all see all, and nothing is compared.
+        positions: [BLOCK_M], positions of the queries in their row.
+        begin: A multiple of BLOCK_N.
+        first_key: Begin of the keys that some query sees; `end_key` is their end. No other key is read.
+        block_table: Pointer to the row's first block.
+        MASKED: Whether some query does not see some of the keys; otherwise nothing is compared.
     """
     dims = tl.arange(0, BLOCK_D)
     unit = score_unit(scale)
@@ -108,10 +108,10 @@ def score_unit(scale):
 
 @triton.jit
 def locate(counts, index, ROWS: tl.constexpr):
-    """The row that item `index` falls to where row r has counts[r] items, and its place among that row's.
+    """Return the row that item `index` belongs to, if row r has counts[r] items, and its number among that row's items.
 
-    A scan over all rows in registers, no search in memory: the items of all rows are numbered without gaps, so a launch
-    has no programs with nothing to do, and the host need not know how many each row has.
+    This scans all rows in registers instead of searching in memory. The items of all rows are numbered without gaps,
+    so a launch has no idle programs, and the host need not know the number of items of a row.
 
     Args:
         counts: [ROWS] int32; `index` is below their sum.

@@ -60,13 +60,13 @@ def _write_kv(
 
 @triton.jit
 def vectors_in_cache(slot, half, heads, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The numbers of these heads' vectors, and of their scales, among all of the cache: int64 like `heads`."""
+    """Return the numbers of these heads' vectors, and of their scales, among all of the cache: int64 like `heads`."""
     return ((slot // BLOCK_SIZE * 2 + half) * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
 
 
 @triton.jit
 def largest_finite(vectors):
-    """The largest size in each row, [rows, 1] float32; inf where anything is not finite."""
+    """Return the largest magnitude in each row, [rows, 1] float32; inf if the row has an element that is not finite."""
     sizes = tl.abs(vectors.to(tl.float32))
     # tl.max may drop a NaN
     return tl.max(tl.where(sizes < float("inf"), sizes, float("inf")), axis=1, keep_dims=True)
@@ -74,14 +74,14 @@ def largest_finite(vectors):
 
 @triton.jit
 def scales_of(largest, LARGEST_ELEMENT: tl.constexpr):
-    """Scales as `kv_scales` defines them; `tl.div_rn`, since the quotient of `/` may be off by 2 ulp."""
+    """Return scales as `kv_scales` defines them, by `tl.div_rn`, since the quotient of `/` may be off by 2 ulp."""
     scales = tl.div_rn(largest, tl.full(largest.shape, LARGEST_ELEMENT, tl.float32))
     return tl.where(largest < float("inf"), scales, float("nan"))
 
 
 @triton.jit
 def quantize(vectors, scales, LARGEST_ELEMENT: tl.constexpr):
-    """Elements as `kv_scales` defines them, in float32; of int8 they are whole numbers."""
+    """Return elements as `kv_scales` defines them, in float32; for int8 they are whole numbers."""
     has_elements = scales > 0.0  # neither 0 nor NaN
     elements = tl.div_rn(
         vectors.to(tl.float32), tl.where(has_elements, scales, 1.0).broadcast_to(vectors.shape)

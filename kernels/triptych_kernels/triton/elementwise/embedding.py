@@ -1,4 +1,4 @@
-"""Looking up tokens and widening what was found, in one pass; plain torch takes two."""
+"""Looking up tokens and widening the rows in one pass; plain torch takes two."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _norm_long_rows(x, weight, residual, total, out, hidden_size, eps, BLOCK: tl
 def _norm_heads(
     x, x_stride, weight, out, num_heads, head_dim, eps, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK_H vectors of one row, which stand one after the other."""
+    """Normalise BLOCK_H neighbouring vectors of one row."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
@@ -99,7 +99,7 @@ def _norm_heads(
 
 @triton.jit
 def _add_residual(x, residual, total, offsets, inside):
-    """What is normalised, in float32: x, or its sum with the residual, stored in `total` where that is given."""
+    """Return x, or its sum with the residual, in float32, and store it in `total` if that is given."""
     summed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         summed += tl.load(residual + offsets, mask=inside, other=0.0)

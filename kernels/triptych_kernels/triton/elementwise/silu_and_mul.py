@@ -15,11 +15,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up`, computed in float32 and rounded once.
+    """Compute `activation(gate) * up` in float32, and round once.
 
     Args:
         gate_up: [..., 2 * intermediate_size], gate first.
-        activation: one of `ops.gated_linear.ACTIVATIONS`.
+        activation: One of `ops.linear.ACTIVATIONS`.
     Returns:
         [..., intermediate_size], a new tensor.
     """
@@ -44,7 +44,7 @@ def _gate_and_mul(gate_up, out, num_outputs, ACTIVATION: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """One of `ops.gated_linear.ACTIVATIONS`, of float32."""
+    """Apply one of `ops.linear.ACTIVATIONS` in float32."""
     if ACTIVATION == "silu":
         gate *= tl.sigmoid(gate)
     else:

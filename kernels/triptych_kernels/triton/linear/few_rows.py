@@ -1,9 +1,9 @@
 """Products of few rows with plain weights, bound by reading the weights: the decodes of one or a few streams.
 
-Like `quantized_linear` computed transposed, so that the rows, padded to 16, are the narrow side of the tensor cores'
-tile, and asynchronous copies bring the next weights meanwhile. A row's bits depend on the tiles, not on the rows
-beside it. Nothing is launched by default: a device's stored tiles (`tuning`) say for which shapes these kernels are
-faster than cuBLAS.
+They are computed transposed like `quantized_linear`, so that the rows, padded to 16, are the narrow side of the tensor
+cores' tile, and asynchronous copies bring the next weights at the same time. A row's bits depend on the tiles, not on
+the other rows. By default nothing is launched: a device's stored tiles (`tuning`) name the shapes for which these
+kernels are faster than cuBLAS.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from triptych_kernels.triton.linear.quantized_sum import store_tile, sum_splits
 from triptych_kernels.triton.tuning.tunable import Tunable
 
 FEW_ROWS = (1, 4, 16)
-"""Numbers of rows that share a choice, up to each; of more rows all products are cuBLAS's."""
+"""Numbers of rows that share a choice: up to each of these. Products of more rows are all cuBLAS's."""
 
 _BLOCK_M = 16  # rows of a tile: what the tensor cores take at least
 _BYTES_AHEAD = 32 << 10, 64 << 10
-"""Of weights on their way to one program. A multiprocessor of an H200 needs about 40 KiB, 4.8 TB/s for 1 us over 132 of
-them, and has one program or several."""
+"""Bytes of weights in flight to one program. A multiprocessor of an H200 needs about 40 KiB, 4.8 TB/s for 1 us over 132
+of them, and has one program or several."""
 _NUM_SMS, _MIN_SPLIT_INPUTS = 132, 512  # with fewer a split's sums are no longer small beside its weights
 _MAX_SHARED_BYTES = 227 << 10
 _SHAPES = (
     (16, 256, 1), (16, 256, 2), (16, 512, 2), (32, 128, 2), (32, 128, 4), (32, 256, 4),
     (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4),
 )  # fmt: skip
-"""block_n, block_k, num_warps. Narrow ones for many programs; wide ones read the rows, which stand in the L2, less
-often."""
+"""(block_n, block_k, num_warps). Narrow ones make many programs; wide ones read rows from the L2 cache less often."""
 _FLOAT32_SHAPES = (16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4)  # no tensor cores: what registers hold
 
 
@@ -47,25 +46,25 @@ class ByTorch:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of one program."""
+    """Tiles of one program."""
 
     block_n: int
     """Outputs; with an activation as many gates and as many ups."""
     block_k: int
     """Inputs of one step."""
     num_splits: int
-    """Parts of the inputs that programs of their own sum."""
+    """Parts of the inputs, each summed by programs of its own."""
     num_warps: int
     num_stages: int
 
 
 def linear_tiles(x: Tensor, weight: Tensor) -> Tiles | None:
-    """Those to multiply with; None: cuBLAS is to."""
+    """Return the tiles to multiply with, or None if cuBLAS is faster."""
     return _tiles(LINEAR, x, weight)
 
 
 def gated_linear_tiles(x: Tensor, weight: Tensor) -> Tiles | None:
-    """Those to multiply and activate with; None: cuBLAS is to multiply."""
+    """Return the tiles to multiply and activate with, or None if cuBLAS is faster."""
     return _tiles(GATED_LINEAR, x, weight)
 
 
@@ -77,13 +76,13 @@ def multiply_few_rows(
     activation: str | None,
     tiles: Tiles,
 ) -> Tensor:
-    """`x @ weight.T + bias`, or with an activation `ops.gated_linear`; summed in float32 and rounded once.
+    """Compute `x @ weight.T + bias`, or with an activation `ops.gated_linear`, summed in float32 and rounded once.
 
     Args:
         x: [num_rows, in_features], 1 to 16 rows, the last axis contiguous.
         weight: [out_features, in_features], contiguous.
         bias: [out_features].
-        tiles: with an activation of one split.
+        tiles: Tiles of the programs, with an activation of one split.
     """
     num_rows, in_features = x.shape
     out_features = len(weight)
@@ -117,7 +116,7 @@ def _default(out_features: int, in_features: int, dtype: torch.dtype, rows: int)
 
 
 def _linear_candidates(out_features: int, in_features: int, dtype: torch.dtype, rows: int) -> Iterator[Tiles]:
-    """With splits, which cost a second kernel, only where the outputs are too few for the multiprocessors."""
+    """Yield tiles, with splits, which cost a second kernel, only if there are too few outputs to fill the device."""
     for tiles in _unsplit_candidates(dtype, weights_of_output=1):
         yield tiles
         wanted = triton.next_power_of_2(triton.cdiv(_NUM_SMS, triton.cdiv(out_features, tiles.block_n)))

@@ -1,4 +1,4 @@
-"""The first half of a gated MLP: one kernel for few rows where it is measured to beat cuBLAS, else that and a pass."""
+"""The first half of a gated MLP: one kernel for few rows if it is measured to beat cuBLAS, else cuBLAS and a pass."""
 
 from __future__ import annotations
 

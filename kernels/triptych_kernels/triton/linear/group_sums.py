@@ -1,4 +1,4 @@
-"""Sums of the inputs of a product by groups of 32, which minimums of quantized weights are multiplied with."""
+"""Sums of the inputs of a product by groups of 32, which are multiplied with the minimums of quantized weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def sum_input_groups(x: Tensor, block_m: int) -> Tensor:
     """Sum each row's groups in float32, once for all programs of a product.
 
     Args:
-        x: [num_rows, in_features], the last axis contiguous; groups of 32 divide it.
-        block_m: rows of the product's tiles, at least 16.
+        x: [num_rows, in_features], the last axis contiguous, in_features a multiple of 32.
+        block_m: Rows of the product's tiles, at least 16.
     Returns:
-        [groups, rows] float32, zeros beyond what `x` has, so that a product reads tiles and steps whole: groups up to a
-        multiple of 8, and rows to one of block_m, one more at least.
+        [groups, rows] float32, padded with zeros, so that a product reads whole tiles and steps: groups up to a
+        multiple of 8, and rows to the next multiple of block_m after num_rows.
     """
     num_rows, in_features = x.shape
     num_groups = triton.cdiv(in_features // GROUP_SIZE, _GROUPS) * _GROUPS

@@ -1,4 +1,4 @@
-"""Products with weights in 8 bits or fewer, and of few rows with plain ones where that is measured to beat cuBLAS."""
+"""Products with weights in 8 bits or fewer, and with plain ones for few rows if that is measured to beat cuBLAS."""
 
 from __future__ import annotations
 

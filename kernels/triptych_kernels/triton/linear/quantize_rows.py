@@ -1,4 +1,4 @@
-"""Rounding rows to 8 bits with one scale each, as the inputs of `w8a8_linear` are just before the product."""
+"""Rounding of rows to 8 bits with one scale each, as for the inputs of `w8a8_linear` before the product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_WARPS = 16
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each row as `scale * element`, by the rule of `kv_scales`: a row that is not finite has scale NaN.
+    """Write each row as `scale * element`, by the rule of `kv_scales`: a row that is not finite has scale NaN.
 
     Args:
         x: [num_rows, length], the last axis contiguous.

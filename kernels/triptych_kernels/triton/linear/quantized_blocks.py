@@ -1,4 +1,4 @@
-"""Groups of quantized weights, from GGUF blocks or from rounding; plain torch, as it runs once, at load."""
+"""Groups of quantized weights from GGUF blocks or by rounding, in plain torch, since it runs once, at load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Groups:
     """Groups of weights, each `scale * integer + minimum`."""
 
     integers: Tensor
-    """[rows, groups, GROUP_SIZE] int16: from 0 to 15 of 4 bits, from -128 to 127 of 8."""
+    """[rows, groups, GROUP_SIZE] int16: 0 to 15 for 4 bits, -128 to 127 for 8."""
     scales: Tensor
     """[rows, groups] float16."""
     minimums: Tensor
@@ -23,7 +23,7 @@ class Groups:
 
 
 def read_blocks(type: str, data: Tensor) -> Groups:
-    """What GGUF blocks say; a Q4_0's integers stay as stored, so its minimum is -8 scales.
+    """Convert GGUF blocks to groups; a Q4_0's integers stay as stored, so its minimum is -8 scales.
 
     Args:
         type: Q4_0, Q4_1 or Q8_0.
@@ -85,12 +85,12 @@ def _quantize_q8_0(x: Tensor) -> Groups:
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
-    """Rounded once: on GPUs torch would multiply with the reciprocal of a plain number."""
+    """Divide, rounded once: on GPUs torch would multiply with the reciprocal of a plain number."""
     return x / torch.full((), divisor, device=x.device)
 
 
 def _extreme(x: Tensor) -> Tensor:
-    """The value of the largest size in each group, the first of them, with its sign."""
+    """Return the first element of the largest magnitude in each group, with its sign."""
     sizes = x.abs()
     places = torch.arange(GROUP_SIZE, device=x.device)
     first = torch.where(sizes == sizes.amax(-1, keepdim=True), places, GROUP_SIZE - 1).amin(-1, keepdim=True)

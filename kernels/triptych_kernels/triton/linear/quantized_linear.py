@@ -1,19 +1,19 @@
 """Products with weights of 4 or 8 bits in groups of 32 inputs.
 
 The weights are the left operand of the tensor cores, which take that one from registers, where its integers are
-unpacked; the rows are the right one, which may be as narrow as 8. So the product is computed transposed.
+unpacked. The rows are the right operand, which may be as narrow as 8. So the product is computed transposed.
 
-Two ways of it:
+There are two ways:
 
     integers   a group's integers, exact in the rows' dtype, are multiplied; its sum is scaled, in float32. The
-               minimum is multiplied with the sum of the inputs (`group_sums`). Nothing but the sums is rounded. For
-               few rows, where unpacking costs more than scaling.
+               minimum is multiplied with the sum of the inputs (`group_sums`). Only the sums are rounded. For few
+               rows, where unpacking costs more than scaling.
     weights    `scale * integer + minimum` is rounded to the rows' dtype, then multiplied. For many rows, where scaling
                each group's sums costs more.
 
-A product by integers is cut into splits of the inputs that follow from the weight's shape and the device alone, and
-each split is summed in the same order for any number of rows: many rows' programs take the splits one after the other.
-Tiles may be measured ones, whose bits are those of the tiles below (`tuning.Tunable.same_bits`).
+A product by integers is cut into splits of the inputs that depend only on the weight's shape and the device. Each
+split is summed in the same order for any number of rows; the programs of many rows take the splits one after the
+other. Tiles may be measured ones with the same bits as the tiles below (`tuning.tunable.Tunable.same_bits`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from triptych_kernels.triton.linear.quantized_sum import (
 from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 
 WIDE_ROWS = 65
-"""So many rows or more are multiplied by weights where that is allowed: reasoned, a larger tile than what scaling the
-sums leaves room for in registers; not measured."""
+"""Fewest rows that are multiplied by weights if that is allowed. Reasoned, not measured: a tile this wide leaves no
+registers for scaling the sums."""
 
 _MIN_SPLIT_GROUPS = 16  # 512 inputs: with fewer a split's sums are no longer small beside its weights
 _PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 4 groups of 128 outputs, 80 KiB in flight
@@ -68,16 +68,17 @@ def multiply_groups(
     *,
     batch_invariant: bool,
 ) -> Tensor:
-    """`x @ weight.T + bias`, or with an activation `ops.gated_linear`.
+    """Compute `x @ weight.T + bias`, or with an activation `ops.gated_linear`.
 
     Args:
         x: [num_rows, in_features] float16, bfloat16 or float32, the last axis contiguous.
-        integers: of 4 bits, [ceil(groups / 2), out_features, 8] int32, see `quantized_weight`; of 8 bits,
+        integers: For 4 bits, [ceil(groups / 2), out_features, 8] int32, see `quantized_weight`; for 8 bits,
             [groups, out_features, 32] int8.
-        scales: [groups, out_features] float16; `minimums` likewise, None: a 4-bit integer means 8 less, one of 8 bits
-            itself.
+        scales: [groups, out_features] float16.
+        minimums: [groups, out_features] float16; None means that 8 is subtracted from integers of 4 bits, and nothing
+            from those of 8 bits.
         bias: [out_features] float32.
-        batch_invariant: False: `WIDE_ROWS` rows and more are multiplied by weights.
+        batch_invariant: Whether rows are always multiplied by integers; if not, `WIDE_ROWS` and more are by weights.
     """
     num_rows = len(x)
     num_groups, out_features = scales.shape
@@ -134,7 +135,7 @@ def _default_by_integers(
 def _candidates_by_integers(
     out_features: int, in_features: int, bits: int, is_affine: bool, rows: int
 ) -> Iterator[_Tiles]:
-    """Sums and the products of a group stand in registers side by side, so tiles are small."""
+    """Yield small tiles, since their sums and the products of a group share the registers."""
     for block_n, block_m, step in product((64, 128), (16, 32, 64), (2, 4)):
         if not min(rows, 128) // 2 <= block_m <= rows:
             continue
@@ -172,12 +173,12 @@ BY_WEIGHTS = Tunable(
 
 
 def _invariant_split(num_groups: int, out_features: int, device: torch.device) -> int:
-    """Groups of a split, such that a product of few rows fills the device; the same for any number of rows."""
+    """Return the groups of a split with which few rows fill the device; it is the same for any number of rows."""
     return _split(num_groups, 4, _PROGRAMS_PER_SM * num_sms(device) // triton.cdiv(out_features, 128))
 
 
 def _split(num_groups: int, step: int, wanted: int) -> int:
-    """Groups of each of about `wanted` splits, a multiple of `step`."""
+    """Return the number of groups of each of about `wanted` splits, a multiple of `step`."""
     num_splits = max(min(wanted, num_groups // _MIN_SPLIT_GROUPS), 1)
     return triton.cdiv(triton.cdiv(num_groups, num_splits), step) * step
 
@@ -223,10 +224,10 @@ def sum_groups(
     BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The product over the groups from `begin` to `end`, [outputs, rows] float32.
+    """Return the product over the groups from `begin` to `end`, [outputs, rows] float32.
 
     Args:
-        x_sums: what `sum_input_groups` returns, where there are minimums and weights are not rounded.
+        x_sums: Result of `sum_input_groups`, if there are minimums and weights are not rounded.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     UNIT: tl.constexpr = 2 if BITS == 4 else 1  # groups of a unit of the storage
@@ -280,10 +281,10 @@ def sum_groups(
 
 @triton.jit
 def _whole_numbers(pairs, IS_SYMMETRIC: tl.constexpr, dtype: tl.constexpr):
-    """The lowest four bits of both halves of int32 words [n, k] as numbers [n, 2 * k], 8 less if symmetric, exactly.
+    """Return the lowest four bits of both halves of int32 words [n, k] as numbers [n, 2 * k], minus 8 if symmetric.
 
-    In 16 bits they become the lowest of a mantissa, two at once, since conversions are slow: 0x4300 is 128 in bfloat16,
-    with 7 bits of mantissa, and 0x6400 is 1024 in float16, with 10.
+    In 16 bits they become the lowest bits of a mantissa, two at once, since conversions are slow: 0x4300 is 128 in
+    bfloat16, with 7 bits of mantissa, and 0x6400 is 1024 in float16, with 10.
     """
     ZERO: tl.constexpr = 8 if IS_SYMMETRIC else 0
     pairs &= 0x000F000F

@@ -15,7 +15,7 @@ _GROUPS = 32  # of one program: 1,024 elements
 def find_rows(
     token_ids: Tensor, integers: Tensor, scales: Tensor, minimums: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`ops.embedding` of a weight stored as `quantized_weight` says; each element is rounded once."""
+    """Compute `ops.embedding` of a weight stored as `quantized_weight` describes; each element is rounded once."""
     num_groups, out_features = scales.shape
     out = torch.empty((len(token_ids), num_groups * GROUP_SIZE), dtype=out_dtype, device=token_ids.device)
     if out.numel():

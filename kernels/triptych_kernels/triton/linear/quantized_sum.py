@@ -1,4 +1,4 @@
-"""How products that are computed transposed end: their tiles, and the sum over splits of the inputs."""
+"""The end of products that are computed transposed: storing their tiles, and the sum over splits of the inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sum_splits(
     Args:
         partials: [splits, num_rows, out_features] float32.
         bias: [out_features].
-        activation: one of `ops.gated_linear.ACTIVATIONS`, if the outputs are gates and then ups.
+        activation: One of `ops.linear.ACTIVATIONS` if the outputs are gates and then ups, else None.
     Returns:
         [num_rows, out_features], with an activation half as many.
     """
@@ -66,7 +66,7 @@ def _sum_columns(first, num_splits, split_stride, bias, column, inside, BLOCK: t
 def outputs_of_block(block, out_features, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Number the outputs of a tile, [BLOCK_N]; if gated, gates and then the ups of the same columns.
 
-    A tile that reaches beyond the last gate takes ups for gates; `store_activated` leaves them out.
+    A tile that extends beyond the last gate takes ups as gates; `store_activated` leaves them out.
     """
     place = tl.arange(0, BLOCK_N)
     if IS_GATED:
@@ -82,13 +82,13 @@ def store_activated(
     out, tile, bias, block, outputs, rows, num_rows, out_features,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store `activation(gate) * up` of a tile [outputs, rows], all of whose inputs are summed.
+    """Store `activation(gate) * up` of a tile [outputs, rows] that is summed over all inputs.
 
     The arithmetic is that of `_sum_splits`, which few rows go through.
 
     Args:
         out: [num_rows, out_features / 2].
-        block: with `outputs` as `outputs_of_block` has them.
+        block: Number of the tile's block, as `outputs_of_block` takes it.
     """
     HALF: tl.constexpr = BLOCK_N // 2
     if bias is not None:
@@ -103,7 +103,7 @@ def store_tile(out, tile, bias, outputs, rows, split, num_rows, out_features):
     """Store a tile [outputs, rows] of split `split` of a product [splits, num_rows, out_features].
 
     Args:
-        bias: added, if this is the whole product and not a part of it.
+        bias: Added if this is the whole product and not a part of it.
     """
     if bias is not None:
         tile += tl.load(bias + outputs, mask=outputs < out_features, other=0.0)[:, None]

@@ -5,10 +5,10 @@ of memory and a thread loads 16 bytes of one output:
 
     4 bits   [pairs of groups, out_features, 8] int32, as pairs of 16 bits, the lower first: pair element i is, from
              its lowest bits, inputs i and i + 16 of the first group, then of the second. A shift and a mask yield two
-             operands of 16 bits. Where the number of groups is odd, the second of the last unit is never read.
+             operands of 16 bits. If the number of groups is odd, the second of the last unit is never read.
     8 bits   [groups, out_features, 32] int8
 
-Scales, and in affine formats minimums, stand beside it: [groups, out_features] float16, as GGUF has them.
+Scales, and in affine formats minimums, are separate tensors: [groups, out_features] float16, as GGUF has them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes for each mea
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupStorage:
-    """The tensors of a weight, or with one more axis in front those of several alike."""
+    """The tensors of a weight, or with one more axis in front those of several weights of one shape."""
 
     integers: Tensor
     scales: Tensor
@@ -37,10 +37,10 @@ class GroupStorage:
 
     @classmethod
     def zeros(cls, *shape: int, format: QuantizedFormat, device: torch.device) -> GroupStorage:
-        """Of weights [..., out_features, in_features].
+        """Allocate storage for weights [..., out_features, in_features].
 
         Raises:
-            ValueError: a number of inputs that groups do not divide.
+            ValueError: The number of inputs is not a multiple of `GROUP_SIZE`.
         """
         *alike, out_features, in_features = shape
         if in_features % GROUP_SIZE:
@@ -59,13 +59,16 @@ class GroupStorage:
         )
 
     def __getitem__(self, index: int) -> GroupStorage:
-        """That of one weight among several."""
+        """Return the storage of one weight among several."""
         minimums = None if self.minimums is None else self.minimums[index]
         return GroupStorage(self.integers[index], self.scales[index], minimums)
 
 
 class GroupQuantizedWeight(BlockWeight):
-    """Of one or several projections; its products sum in float32 and round no weight, unless many rows may."""
+    """A weight of one or several projections, whose products sum in float32.
+
+    Products round no weight, unless those of many rows are allowed to.
+    """
 
     impl = "triton"
 
@@ -82,16 +85,16 @@ class GroupQuantizedWeight(BlockWeight):
         batch_invariant: bool = True,
         storage: GroupStorage | None = None,
     ) -> None:
-        """A weight that is all zero.
+        """Create a weight of zeros.
 
         Args:
-            in_features: a multiple of `GROUP_SIZE`.
-            dtype: of what it is multiplied with.
-            batch_invariant: False: products of many rows may round weights to `dtype`, which is faster; their results
-                are not those of fewer rows.
-            storage: its place among others; None: it gets one of its own.
+            in_features: A multiple of `GROUP_SIZE`.
+            dtype: Dtype of the inputs.
+            batch_invariant: Whether a row has the same bits in any batch. If not, products of many rows may round
+                weights to `dtype`, which is faster, and their results differ from those of fewer rows.
+            storage: Its part of a storage of several weights; None allocates one.
         Raises:
-            ValueError: a number of inputs that groups do not divide.
+            ValueError: The number of inputs is not a multiple of `GROUP_SIZE`.
         """
         storage = storage or GroupStorage.zeros(out_features, in_features, format=format, device=device)
         self.out_features = out_features
@@ -116,8 +119,8 @@ class GroupQuantizedWeight(BlockWeight):
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
         """Quantize rows [n, in_features] into output `first_row` and those after it, counted within the half.
 
-        As GGML's reference quantizers round; in the affine 4-bit format each group becomes a Q4_0 or a Q4_1,
-        whichever is nearer to it.
+        Rounding is that of GGML's reference quantizers. In the affine 4-bit format each group becomes a Q4_0 or a
+        Q4_1, whichever is nearer to it.
         """
         first = self._first(first_row, half)
         for part in rows.split(max(_FILLED_AT_ONCE // self.in_features, 1)):
@@ -163,7 +166,7 @@ class GroupQuantizedWeight(BlockWeight):
 
 
 def _pair_up(integers: Tensor) -> Tensor:
-    """[rows, groups, 32] of 4 bits -> [rows, pairs of groups, 8] int32."""
+    """Pack [rows, groups, 32] of 4 bits into [rows, pairs of groups, 8] int32."""
     if integers.shape[1] % 2:
         integers = torch.cat([integers, torch.zeros_like(integers[:, :1])], dim=1)
     nibbles = integers.int().view(

@@ -1,8 +1,8 @@
 """Products of rows and weights that are both in 8 bits, with a scale per row and one per output.
 
-Like `quantized_linear` computed transposed and in splits of the inputs that follow from the weight's shape and the
-device alone, each scaled and then added in order: a row has the same bits in any batch. Tiles may be measured ones,
-whose bits are those of the tiles below (`tuning.Tunable.same_bits`).
+They are computed transposed like `quantized_linear`, in splits of the inputs that depend only on the weight's shape
+and the device. Each split is scaled, then they are added in order, so a row has the same bits in any batch. Tiles may
+be measured ones with the same bits as the tiles below (`tuning.tunable.Tunable.same_bits`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from triptych_kernels.triton.linear.quantized_sum import (
 from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 
 BLOCK_K = 128
-"""Inputs of one step: what the tensor cores may add in the fewer bits of their float8 sums, before float32."""
+"""Inputs of one step: as many as tensor cores may add in the fewer bits of their float8 sums before float32."""
 
 _MIN_SPLIT_INPUTS = 512  # with fewer a split's sums are no longer small beside its weights
 _SPLIT_OUTPUTS = 128
-"""Of one program, as splits are reckoned."""
+"""Outputs of one program for which the number of splits is computed."""
 _PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 128 outputs of 128 inputs, 128 KiB in flight
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Those by default fit the 99 KiB of shared memory that a program has on Ada, where 8-bit floats begin."""
+    """Tiles of one program. The defaults fit the 99 KiB of shared memory of a program on Ada, the first with float8."""
 
     block_n: int
     """Outputs."""
@@ -55,11 +55,13 @@ def multiply_bytes(
     out_dtype: torch.dtype,
     activation: str | None,
 ) -> Tensor:
-    """`(x_scales * x) @ (scales * elements).T + bias`, or with an activation `ops.gated_linear`.
+    """Compute `(x_scales * x) @ (scales * elements).T + bias`, or with an activation `ops.gated_linear`.
 
     Args:
-        x: [num_rows, in_features] int8 or float8_e4m3fn, contiguous; `elements` [out_features, in_features] likewise.
-        x_scales: [num_rows] float32; `scales` [out_features] likewise.
+        x: [num_rows, in_features] int8 or float8_e4m3fn, contiguous.
+        x_scales: [num_rows] float32.
+        elements: [out_features, in_features] of the dtype of x, contiguous.
+        scales: [out_features] float32.
         bias: [out_features] float32.
     """
     num_rows, in_features = x.shape
@@ -103,7 +105,7 @@ def _default_tiles(out_features: int, in_features: int, element_dtype: torch.dty
 def _candidates(
     out_features: int, in_features: int, element_dtype: torch.dtype, rows: int
 ) -> Iterator[_Tiles]:
-    """Up to what registers hold of sums, with enough bytes on their way and no more than 227 KiB."""
+    """Yield tiles whose sums fit the registers, with enough bytes in flight and at most 227 KiB."""
     for block_n, block_m, num_warps in product((64, 128, 256), (16, 32, 64, 128, 256), (4, 8)):
         sums = block_n * block_m // (32 * num_warps)  # of a thread
         if not min(rows, 256) // 4 <= block_m <= rows or not min(rows, 64) // 4 <= sums <= 128:
@@ -162,7 +164,7 @@ def dot_bytes(
     x, elements, outputs, rows, begin, end, num_rows, out_features, in_features,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of the elements of the inputs from `begin` to `end`, [outputs, rows] float32."""
+    """Return the product of the elements of the inputs from `begin` to `end`, [outputs, rows] float32."""
     SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     inputs = tl.arange(0, BLOCK_K)
     left = elements + outputs.to(tl.int64)[:, None] * in_features + inputs[None, :]

@@ -12,7 +12,7 @@ from triptych_kernels.weights.base import Half, LinearWeight
 
 
 class ChannelQuantizedWeight(LinearWeight):
-    """Of one or several projections, int8 or float8_e4m3fn; products round each row of their inputs likewise."""
+    """A weight of one or several projections in int8 or float8_e4m3fn, to which products round their inputs too."""
 
     impl = "triton"
 
@@ -28,12 +28,12 @@ class ChannelQuantizedWeight(LinearWeight):
         bias: bool = False,
         storage: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """A weight that is all zero.
+        """Create a weight of zeros.
 
         Args:
-            dtype: of what it is multiplied with.
+            dtype: Dtype of the inputs.
             element_dtype: int8, or float8_e4m3fn on devices that multiply it: compute capability 8.9 and above.
-            storage: its place among others, elements and scales; None: it gets one of its own.
+            storage: Its part of the elements and scales of several weights; None allocates them.
         """
         assert element_dtype in LARGEST_ELEMENT, element_dtype
         self.out_features = out_features

@@ -1,4 +1,4 @@
-"""The weights of one product of all experts in tensors that one launch walks over, each expert's a view into them."""
+"""The weights of one product of all experts, as views into tensors that one launch reads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from triptych_kernels.weights.base import LinearWeight
 
 
 class ExpertStack(Sequence[LinearWeight]):
-    """Its members are filled one by one, as they are loaded, and multiplied together.
+    """The weights of one product of all experts. They are filled one by one while loading, and multiplied together.
 
-    The stacks of a mixture's two products are of one class and made alike, so that they want the same tiles.
+    The stacks of a mixture's two products have one class and the same options, so that they need the same tiles.
     """
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
@@ -29,15 +29,15 @@ class ExpertStack(Sequence[LinearWeight]):
 
     @abstractmethod
     def block_m(self, rows_per_expert: float) -> int:
-        """Rows of a tile of the products, as the routing has to make them.
+        """Return the rows of a tile of the products, for which the routing is computed.
 
         Args:
-            rows_per_expert: if all have as many.
+            rows_per_expert: Mean number of rows of an expert.
         """
 
     @abstractmethod
     def gate_up(self, x: Tensor, routing: Routing) -> Tensor:
-        """`silu(gate) * up` of each pair, [num_pairs, intermediate_size] in x's dtype.
+        """Compute `silu(gate) * up` of each pair, [num_pairs, intermediate_size] in x's dtype.
 
         Args:
             x: [num_tokens, hidden_size], the last axis contiguous.
@@ -48,5 +48,5 @@ class ExpertStack(Sequence[LinearWeight]):
         """Write each pair's result times its probability to `weighted` [num_pairs, hidden_size].
 
         Args:
-            activated: what `gate_up` returned.
+            activated: Result of `gate_up`.
         """

@@ -1,6 +1,6 @@
 """A mixture of experts in five launches: choose, gather into tiles, two products, sum.
 
-Of inputs in 8 bits there are two more, which round those of each product.
+Two more launches round the inputs of each product if they have 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """How one program computes its part of a product."""
+    """The tile of one program of a product."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -89,21 +89,21 @@ _TILES: tuple[tuple[_Tile, _Tile], ...] = (
     (_Tile(64, 64, 64, 4, 4), _Tile(64, 128, 64, 4, 4)),
     (_Tile(128, 128, 64, 8, 4), _Tile(128, 256, 64, 8, 4)),
 )
-"""For the two products, by rising BLOCK_M, which they share.
+"""Tiles of the two products, by rising BLOCK_M, which they share.
 
-Few rows per expert: weights are read and little else is done, so a program keeps some 100 KB of them on their way, and
-two fit on a multiprocessor. Many rows: the largest accumulator that fits into the registers, gate and up side by side
-in the first product; 128 x 256 x 64 is what a multiprocessor needs so that the tensor cores wait for nobody.
+With few rows per expert the kernels mostly read weights, so a program keeps some 100 KB of them in flight, and two fit
+on a multiprocessor. With many rows the accumulator is the largest that fits the registers, gate and up side by side in
+the first product; a multiprocessor needs 128 x 256 x 64 to keep its tensor cores busy.
 """
 
 
 def _choose_tiles(
     x: Tensor, num_experts: int, intermediate_size: int, rows_per_expert: float
 ) -> tuple[_Tile, _Tile]:
-    """Of the first product and the second, with as many rows.
+    """Return the tiles of the first product and the second, which have as many rows.
 
-    Tensor cores add in another order for other tiles, so a token's last bits may change with the size of its batch, as
-    they do with cuBLAS.
+    Tensor cores add in another order for other tiles, so a token's last bits may change with the size of its batch,
+    as they do with cuBLAS.
     """
     key = num_experts, x.shape[1], intermediate_size, row_bucket(rows_per_expert)
     if x.dtype == torch.float32:  # takes twice the room of bfloat16
@@ -115,14 +115,14 @@ def _choose_tiles(
 def _default_tile(
     num_experts: int, hidden_size: int, intermediate_size: int, rows_per_expert: int, *, index: int
 ) -> _Tile:
-    """The smallest that holds an expert's rows if all have as many: then each weight is read once."""
+    """Return the smallest tile that holds an expert's mean number of rows, so that each weight is read once."""
     return next((pair for pair in _TILES if rows_per_expert <= pair[0].BLOCK_M), _TILES[-1])[index]
 
 
 def _candidates(
     num_experts: int, hidden_size: int, intermediate_size: int, rows_per_expert: int, *, index: int
 ) -> Iterator[_Tile]:
-    """With the default's rows, which the routing makes for both products."""
+    """Yield tiles with the default's rows, for which the routing of both products is computed."""
     default = _default_tile(num_experts, hidden_size, intermediate_size, rows_per_expert, index=index)
     num_weights = 2 - index  # gate and up, or one
     for block_n, block_k, num_warps, num_stages in product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):

@@ -1,4 +1,4 @@
-"""The two products of a mixture of experts, over the tiles of `moe_routing`, and the sum over a token's experts."""
+"""The two products of a mixture of experts over the tiles of `routing`, and the sum over a token's experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gate_up_product(
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of silu(gate) * up of one tile: row `tile * BLOCK_M + i` of `activated`."""
+    """Write BLOCK_N columns of silu(gate) * up of one tile to the rows `tile * BLOCK_M + i` of `activated`."""
     tile, column_block = place_of_program(max_tiles, tl.cdiv(intermediate_size, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
     if num_rows > 0:
@@ -49,7 +49,7 @@ def down_product(
     intermediate_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of the results of one tile, times their probabilities: row `pair` of `weighted`."""
+    """Write BLOCK_N columns of the results of one tile, times their probabilities, to the rows `pair` of `weighted`."""
     tile, column_block = place_of_program(max_tiles, tl.cdiv(hidden_size, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
     if num_rows > 0:
@@ -85,7 +85,7 @@ def sum_pairs(weighted, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_rows(rows, is_row, inner, size, EVEN: tl.constexpr):
-    """[rows, inner] of a matrix; EVEN: blocks divide both its axes, so nothing is masked."""
+    """Load [rows, inner] of a matrix, without a mask if EVEN says that blocks divide both its axes."""
     if EVEN:
         return tl.load(rows[:, None] + inner[None, :])
     else:

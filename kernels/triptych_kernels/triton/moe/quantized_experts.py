@@ -1,9 +1,9 @@
 """Products of a mixture whose experts' weights have 4 or 8 bits in groups of 32 inputs.
 
-Each tile is computed as `quantized_linear` computes its own, but over all inputs at once: few rows bring a program for
-every few columns of every expert chosen, which fills the device without splits of the inputs. A row's groups are added
-in one order in any batch, unless many rows may round weights. How many rows a tile has decides the routing of both
-products and is not measured; the rest of a tile may be.
+Each tile is computed as by `quantized_linear`, but over all inputs at once: even few rows make a program for every few
+columns of every chosen expert, which fills the device without splits of the inputs. A row's groups are added in one
+order in any batch, unless products of many rows may round weights. The number of rows of a tile determines the routing
+of both products and is not measured; the rest of a tile may be.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class _Tiles:
     STEP: int
     """Groups of one step; even, as 4-bit groups are stored in pairs."""
     BY_WEIGHTS: bool
-    """As `quantized_linear` says."""
+    """Whether to multiply by weights instead of integers, see `quantized_linear`."""
     num_warps: int
     num_stages: int
 
 
 class GroupQuantizedExperts(ExpertStack):
-    """A `GroupQuantizedWeight` for each expert."""
+    """A stack with a `GroupQuantizedWeight` for each expert."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class GroupQuantizedExperts(ExpertStack):
         gated: bool = False,
         batch_invariant: bool = True,
     ) -> None:
-        """Weights that are all zero; arguments and errors are those of a `GroupQuantizedWeight`."""
+        """Create weights of zeros; arguments and errors are those of `GroupQuantizedWeight`."""
         self.dtype = dtype
         self.batch_invariant = batch_invariant
         self.storage = GroupStorage.zeros(
@@ -97,7 +97,7 @@ class GroupQuantizedExperts(ExpertStack):
     def _launch(
         self, x: Tensor, routing: Routing, num_columns: int
     ) -> tuple[tuple[int], tuple[Tensor | int | None, ...], dict[str, int | bool]]:
-        """Of either kernel: its grid, the operands and the options that both have."""
+        """Launch either kernel with its grid, the operands and the options that both have."""
         held = self.storage
         bits = 4 if held.integers.dtype == torch.int32 else 8
         tiles = self._tiles(routing.num_pairs / len(self), bits)
@@ -126,8 +126,11 @@ class GroupQuantizedExperts(ExpertStack):
 
 
 def _choose_tiles(rows_per_expert: float, dtype: torch.dtype, *, batch_invariant: bool) -> _Tiles:
-    """Few rows: the 4,096 columns of two experts are about as many programs as an H200 has multiprocessors, each with
-    some 40 KiB of weights on their way. Many: as `quantized_linear`."""
+    """Return the tiles for a number of rows.
+
+    Few rows: the 4,096 columns of two experts make about as many programs as an H200 has multiprocessors, each with
+    some 40 KiB of weights in flight. Many rows: as `quantized_linear`.
+    """
     if dtype == torch.float32:  # no tensor cores, so a tile is what registers hold of multiplications
         return _Tiles(32, 16, STEP=2, BY_WEIGHTS=False, num_warps=4, num_stages=2)
     if rows_per_expert >= WIDE_ROWS and not batch_invariant:
@@ -184,7 +187,7 @@ def _gate_up_groups(
     TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr, BY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of silu(gate) * up of the pairs of one tile."""
+    """Compute BLOCK_N columns of silu(gate) * up of the pairs of one tile."""
     num_rows, expert, pair, columns = part_of_program(
         pairs, tile_experts, tile_rows, num_tiles, num_pairs, intermediate_size, GROUP, BLOCK_M, BLOCK_N
     )
@@ -214,7 +217,7 @@ def _down_groups(
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr, BY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of the weighted results of the pairs of one tile."""
+    """Compute BLOCK_N columns of the weighted results of the pairs of one tile."""
     num_rows, expert, pair, columns = part_of_program(
         pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size, GROUP, BLOCK_M, BLOCK_N
     )

@@ -1,12 +1,12 @@
-"""Which experts each token goes to, and the tokens of each expert gathered into tiles, without asking the device.
+"""The choice of experts for each token, and the tokens of each expert gathered into tiles, all on the device.
 
 A pair is a token with one of its experts, number token * top_k + rank. Tiles are BLOCK_M rows of one expert each:
 
     expert   0    0    1    3          no token chose 2
-    tile   | 0  | 1  | 2  | 3  | -  |  grids have room for the most tiles there can be; those left over have no rows
+    tile   | 0  | 1  | 2  | 3  | -  |  grids have programs for the most tiles possible; unused tiles have no rows
     rows     16   3    16   7    0
 
-Two kernels, as every program of the second needs the counts of all programs of the first.
+There are two kernels, as every program of the second needs the counts of all programs of the first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TILES_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Where the products find their rows."""
+    """The tiles of the products, and the row of each pair."""
 
     probabilities: Tensor
-    """[num_tokens * top_k] float32, by pair."""
+    """[num_tokens * top_k] float32, the probability of each pair."""
     pairs: Tensor
-    """[max_tiles * BLOCK_M] int32, of each row of each tile; undefined beyond the tile's rows."""
+    """[max_tiles * BLOCK_M] int32, the pair of each row of each tile; undefined beyond the tile's rows."""
     tile_experts: Tensor
-    """[max_tiles] int32; undefined where a tile has no rows."""
+    """[max_tiles] int32, undefined for tiles without rows."""
     tile_rows: Tensor
     """[max_tiles] int32, from 0 to BLOCK_M."""
 
@@ -47,13 +47,13 @@ class Routing:
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The number of tiles if the pairs are spread over the experts in the worst way: all with one row over."""
+    """Return the number of tiles for the worst spread of pairs over experts: each expert has one row too many."""
     used = min(num_pairs, num_experts)
     return used + (num_pairs - used) // block_m
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
-    """The experts of one token or more, and their tiles."""
+    """Choose the experts of one token or more, and fill their tiles."""
     num_tokens, num_experts = router_logits.shape
     block_e = triton.next_power_of_2(num_experts)
     block_t = max(min(_MOST_TOKENS, _MOST_LOGITS // block_e), 1)
@@ -90,8 +90,11 @@ def _choose(
     RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK_T tokens: experts, probabilities, each pair's place among those of its expert in this program, and how
-    many pairs each expert has here."""
+    """Choose the experts of BLOCK_T tokens.
+
+    This writes experts, probabilities, each pair's number among those of its expert in this program, and the number of
+    pairs of each expert in this program.
+    """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)[None, :]
     ranks = tl.arange(0, BLOCK_K)[None, :]

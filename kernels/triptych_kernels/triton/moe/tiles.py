@@ -1,7 +1,7 @@
-"""How a product of a mixture walks over the tiles of `moe_routing`: where its programs stand and what they write.
+"""The walk of a mixture's products over the tiles of `routing`, and the storing of their results.
 
-Of quantized weights a tile is computed transposed, [columns, rows], and what lies between the products has a row per
-pair.
+With quantized weights a tile is computed transposed, [columns, rows], and the result of the first product has a row
+per pair.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ H200's L2 cache."""
 
 @triton.jit
 def place_of_program(num_tiles, num_column_blocks, GROUP: tl.constexpr):
-    """This program's tile and block of columns.
+    """Return this program's tile and block of columns.
 
-    GROUP tiles pass over all columns together: what they read of a weight is then read once from memory, and their
+    GROUP tiles pass over all columns together, so that a weight is read once from memory for all of them, and their
     inputs stay in the L2 cache.
     """
     program = tl.program_id(0)
@@ -36,10 +36,10 @@ def part_of_program(
     pairs, tile_experts, tile_rows, num_tiles, num_pairs, num_columns,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """How many rows this program's tile has, its expert, the pairs of its rows, and this program's columns.
+    """Return the number of rows of this program's tile, its expert, the pairs of its rows, and this program's columns.
 
-    A row beyond those of the tile has pair `num_pairs`, which nobody may read or write. Of a tile without rows nothing
-    else is defined.
+    A row beyond those of the tile has pair `num_pairs`, which must not be read or written. For a tile without rows
+    nothing else is defined.
     """
     tile, column_block = place_of_program(num_tiles, tl.cdiv(num_columns, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
@@ -51,13 +51,13 @@ def part_of_program(
 
 @triton.jit
 def store_gated(activated, gate, up, columns, pair, num_pairs, intermediate_size):
-    """`silu(gate) * up`, [columns, rows], to the rows of these pairs."""
+    """Store `silu(gate) * up`, [columns, rows], to the rows of these pairs."""
     values = activate(gate, "silu") * up
     store_tile(activated, values, None, columns, pair, 0, num_pairs, intermediate_size)
 
 
 @triton.jit
 def store_weighted(weighted, result, probabilities, columns, pair, num_pairs, hidden_size):
-    """The results of these pairs, [columns, rows], times their probabilities, to their rows."""
+    """Store the results of these pairs, [columns, rows], times their probabilities, to their rows."""
     probability = tl.load(probabilities + pair, mask=pair < num_pairs, other=0.0)[None, :]
     store_tile(weighted, result * probability, None, columns, pair, 0, num_pairs, hidden_size)

@@ -1,7 +1,7 @@
 """Products of a mixture whose experts' weights have 8 bits with a scale per output; inputs are rounded to 8 bits too.
 
-Tokens are rounded once, before they are routed, and what lies between the products pair by pair. Tiles are those of
-`w8a8_linear`, each over all inputs at once, as in `quantized_experts`, and measured as far as there.
+Tokens are rounded once, before they are routed; the inputs of the second product are rounded pair by pair. Tiles are
+those of `w8a8_linear`, each over all inputs at once as in `quantized_experts`, with the same part measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Stages fit the 99 KiB of shared memory that a program has on Ada, where 8-bit floats begin."""
+    """Tiles of one program. Stages fit the 99 KiB of shared memory of a program on Ada, the first with 8-bit floats."""
 
     BLOCK_N: int
     """Columns."""
@@ -37,7 +37,7 @@ class _Tiles:
 
 
 class ChannelQuantizedExperts(ExpertStack):
-    """A `ChannelQuantizedWeight` for each expert."""
+    """A stack with a `ChannelQuantizedWeight` for each expert."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ChannelQuantizedExperts(ExpertStack):
         device: torch.device,
         gated: bool = False,
     ) -> None:
-        """Weights that are all zero; arguments are those of a `ChannelQuantizedWeight`."""
+        """Create weights of zeros; arguments are those of `ChannelQuantizedWeight`."""
         self.elements = torch.zeros(
             (num_experts, out_features, in_features), dtype=element_dtype, device=device
         )
@@ -90,7 +90,7 @@ class ChannelQuantizedExperts(ExpertStack):
     def _launch(
         self, inputs: Tensor, routing: Routing, num_columns: int
     ) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, int]]:
-        """Of either kernel: its grid, the operands and the options that both have."""
+        """Launch either kernel with its grid, the operands and the options that both have."""
         weight = self[0]
         tiles = TILES.chosen(
             inputs.device,
@@ -109,8 +109,11 @@ class ChannelQuantizedExperts(ExpertStack):
 
 
 def _choose_tiles(rows_per_expert: float, *, gated: bool) -> _Tiles:
-    """Few rows: as many programs as in `quantized_experts`, each with some 48 KiB of weights on their way. Many: what
-    registers hold of sums, of which a gated product has two."""
+    """Return the tiles for a number of rows.
+
+    Few rows: as many programs as in `quantized_experts`, each with some 48 KiB of weights in flight. Many rows: sums
+    that fill the registers, of which a gated product has two.
+    """
     if rows_per_expert <= 16:
         return _Tiles(64, 16, num_warps=4, num_stages=6)
     if rows_per_expert <= 64:
@@ -159,7 +162,7 @@ def _gate_up_bytes(
     num_tokens, intermediate_size,
     TOP_K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of silu(gate) * up of the pairs of one tile."""
+    """Compute BLOCK_N columns of silu(gate) * up of the pairs of one tile."""
     num_rows, expert, pair, columns = part_of_program(
         pairs, tile_experts, tile_rows, num_tiles, num_pairs, intermediate_size, GROUP, BLOCK_M, BLOCK_N
     )
@@ -185,7 +188,7 @@ def _down_bytes(
     pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of the weighted results of the pairs of one tile."""
+    """Compute BLOCK_N columns of the weighted results of the pairs of one tile."""
     num_rows, expert, pair, columns = part_of_program(
         pairs, tile_experts, tile_rows, num_tiles, num_pairs, hidden_size, GROUP, BLOCK_M, BLOCK_N
     )
@@ -204,7 +207,7 @@ def _multiply_bytes(
     x, x_scales, elements, scales, outputs, rows, num_rows, out_features, in_features,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product, scaled, [outputs, rows] float32."""
+    """Return the scaled product, [outputs, rows] float32."""
     product = dot_bytes(
         x,
         elements,

@@ -1,1 +1,1 @@
-"""Sampling and log-probabilities."""
+"""Changing logits, sampling and log-probabilities."""

@@ -1,4 +1,4 @@
-"""The noise of tokens on the device: Philox4x32-10 words, and what they mean to a race of exponentials.
+"""The noise of tokens on the device: Philox4x32-10 words as exponential and Gumbel noise.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -11,10 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def words_of_quads(seed, position, quads):
-    """[Q, 4] uint32, the words of tokens 4 * quad + 0..3.
+    """Return [Q, 4] uint32, the words of tokens 4 * quad + 0..3.
 
     Args:
-        seed, position: int64.
+        seed: int64.
+        position: int64.
         quads: [Q] int32.
     """
     low = quads.to(tl.uint32)
@@ -27,7 +28,7 @@ def words_of_quads(seed, position, quads):
 
 @triton.jit
 def exponential(words):
-    """-log((word + 0.5) / 2^32) in float32, within 1e-5 of itself also where the word is close to 2^32."""
+    """Compute -log((word + 0.5) / 2^32) in float32, to a relative error of 1e-5 also if the word is close to 2^32."""
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # from 1 - 2^-7 on u has too few digits left, and 1 - u a short series
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -36,6 +37,6 @@ def exponential(words):
 
 @triton.jit
 def gumbel(word):
-    """-log(-log((word + 0.5) / 2^32)) in float64."""
+    """Compute -log(-log((word + 0.5) / 2^32)) in float64."""
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(u))

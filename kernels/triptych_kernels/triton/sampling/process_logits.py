@@ -14,7 +14,7 @@ _ENTRIES = 256  # that a program applies
 _BIASES = 64  # fewer, as each is compared to all of its row
 
 _OF_A_STEP = ("num_restricted", "num_entries")
-"""Arguments that change from step to step: a kernel is not compiled anew where they happen to be 1 or divide by 16."""
+"""Arguments that change from step to step: no kernel is compiled anew if they happen to be 1 or a multiple of 16."""
 
 
 def process_logits(
@@ -66,7 +66,7 @@ def _grid(entries: Tensor, block: int) -> tuple[int]:
 
 @triton.jit
 def _first_at_least(rows, num_entries, row):
-    """The first of the ascending `rows` that is at least `row`; `num_entries` if none is."""
+    """Return the index of the first of the ascending `rows` that is at least `row`, or `num_entries` if none is."""
     low, high = 0, num_entries
     while low < high:
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def _copy(
     logits, row_stride, token_stride, logits_rows, processed, vocab_size,
     restricted, num_restricted, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows that `restricted` names become -inf."""
+    """Copy rows; those that `restricted` names become -inf."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -96,7 +96,7 @@ def _copy(
 
 @triton.jit
 def _entries(rows, token_ids, num_entries, vocab_size, BLOCK: tl.constexpr):
-    """A program's entries: their number, whether there is such, their row, and their place in the result."""
+    """Return the numbers of a program's entries, whether they exist, their rows, and their offsets in the result."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < num_entries
     row = tl.load(rows + entry, mask=inside, other=0)
@@ -122,7 +122,7 @@ def _ban(processed, vocab_size, rows, token_ids, num_entries, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _bias(processed, vocab_size, rows, token_ids, biases, num_entries, BLOCK: tl.constexpr):
-    """Of entries that name the same logit the first adds all, one after the other."""
+    """Add biases; the first of the entries of one logit adds all of them, one after the other."""
     entry, inside, row, place = _entries(rows, token_ids, num_entries, vocab_size, BLOCK)
     x = tl.load(processed + place, mask=inside, other=0.0)
     is_first = inside

@@ -1,9 +1,9 @@
-"""Who wins among some tokens: found in float32, decided in float64.
+"""The token with the largest noisy logit among some tokens, found in float32 and decided in float64.
 
-argmax(logit / T + gumbel) is also the first to arrive of exponential clocks whose rates are exp(logit / T):
-argmax(exp(logit / T) / E) with E = -log u, which takes one logarithm less. Tokens that come this close to the best in
-float32, nearly always one, are scored once more in float64, so that no rounding decides and a row's token does not
-depend on how its tokens are split.
+argmax(logit / T + gumbel) is also the first to arrive of exponential clocks with the rates exp(logit / T):
+argmax(exp(logit / T) / E) with E = -log u, which takes one logarithm less. Tokens that are close to the best in
+float32, nearly always one, are scored again in float64. So rounding decides nothing, and a row's token does not
+depend on the split of its tokens.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _COLDEST = tl.constexpr(1e-30)  # its inverse is finite; between logits no such 
 
 @triton.jit
 def load_quads(logits, quads, vocab_size):
-    """[Q, 4] logits of tokens 4 * quad + 0..3, -inf past the end of the row that `logits` points to."""
+    """Load [Q, 4] logits of tokens 4 * quad + 0..3, -inf past the end of the row that `logits` points to."""
     token = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tl.load(logits + token, mask=token < vocab_size, other=-float("inf"))
 
 
 @triton.jit
 def rates(x, best, temperature):
-    """exp((x - best) / temperature), 0 for -inf; `best` is finite and no x is more."""
+    """Compute exp((x - best) / temperature), 0 for -inf; `best` is finite and no x is larger."""
     return tl.exp2((x - best) * (LOG2_E / tl.maximum(temperature, _COLDEST)))
 
 
 @triton.jit
 def race(logits, x, quads, threshold, temperature, seed, position):
-    """The winner among the tokens whose logits reach `threshold`.
+    """Return the winner among the tokens with logits of at least `threshold`.
 
     Args:
-        logits: pointer to the row.
+        logits: Pointer to the row.
         x: [Q, 4], its logits at `quads`.
         quads: [Q] int32.
-        threshold: more than -inf.
+        threshold: More than -inf.
     Returns:
         score: float64, logit / temperature + gumbel; -inf if no token takes part.
         token_id: int32, of equal scores the lowest.

@@ -1,10 +1,11 @@
-"""Logits to tokens in two launches: one pass over the logits, then a look into the few that can matter.
+"""Sampling in two launches: one pass over the logits, then a look into the few that can be chosen.
 
-    scan      a program per chunk of a row: the best; without filters, who wins its race; else, maxima of groups
-    choose    a program per row: done, if greedy or without filters; else the threshold of its filters, see
-              `select`, and the race of what reaches it
+    scan      a program per chunk of a row: its best token; without filters, the winner of its race; with filters, the
+              maxima of groups
+    choose    a program per row: nothing more if greedy or without filters; else the threshold of its filters, see
+              `select`, and the race of the tokens that reach it
 
-Rows are told apart on the device: the host waits for nothing, and grids follow from shapes.
+The device distinguishes the rows: the host waits for nothing, and grids depend only on shapes.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _threshold(
     NUM_CHUNKS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, MAX_GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """The smallest logit that all filters keep. Each keeps the largest, so each is a bound above the one before."""
+    """Return the smallest logit that all filters keep. Each keeps the largest: each bound is above the one before."""
     best = value_of(best_key)
     best_wide = best.to(tl.float64)
     threshold = tl.full((), LOWEST, tl.float32)
@@ -211,7 +212,7 @@ def _total_mass(
     threshold, best, temperature,
     NUM_CHUNKS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """int64 mass of what reaches the threshold; of all, it is known from the scan."""
+    """Return the int64 mass of the logits that reach the threshold; the mass of all is known from the scan."""
     chunk = tl.arange(0, NUM_CHUNKS)
     here = chunk < num_chunks
     chunk_logit = usable_value(packed_key(tl.load(chunk_best + chunk, mask=here, other=0)), best)
@@ -230,7 +231,7 @@ def _race_listed(
     logits, groups, num_listed, vocab_size, threshold, temperature, seed, position,
     GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The winner among the tokens of the listed groups that reach the threshold."""
+    """Return the winner among the tokens of the listed groups that reach the threshold."""
     best_score = tl.full((), -float("inf"), tl.float64)
     best_id = tl.full((), NO_TOKEN, tl.int32)
     for first in range(0, num_listed, TILE_GROUPS):

@@ -1,7 +1,7 @@
-"""What a first pass over logits tells: how values compare as integers, and the best of each chunk and group.
+"""Helpers of a first pass over logits: values compared as integers, and the best of each chunk and group.
 
-A row is read in chunks, one program each, so that a single row keeps the device busy. Groups are small runs of
-tokens; their maxima tell later passes where to look.
+A row is read in chunks, one program each, so that a single row keeps the device busy. Groups are small runs of tokens;
+later passes read only the groups with large maxima.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 CHUNK = 4096
 """Tokens of one program, 16 KB."""
 GROUP = 32
-"""Tokens behind one maximum: a line of the cache."""
+"""Tokens of one maximum: a line of the cache."""
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a bound of what is more than -inf
 INF_KEY = tl.constexpr(0x7F800000)
@@ -22,20 +22,20 @@ NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of float32 values, equal for equal values; NaN is above all."""
+    """Return int32 keys in the order of float32 values, equal for equal values; NaN is above all."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def value_of(key):
-    """The float32 that has this key."""
+    """Return the float32 that has this key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack(key, token):
-    """int64 in the order of keys, of equal ones the lowest token first."""
+    """Pack keys and tokens into int64 in the order of keys, of equal keys the lowest token first."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
@@ -51,19 +51,19 @@ def packed_token(packed):
 
 @triton.jit
 def is_usable(best_key):
-    """Whether a row whose largest logit has this key has probabilities: no NaN, and a finite maximum."""
+    """Return whether a row has probabilities if its largest logit has this key: no NaN, and a finite maximum."""
     return (best_key > MINUS_INF_KEY) & (best_key < INF_KEY)
 
 
 @triton.jit
 def usable_value(best_key, otherwise):
-    """The largest logit, to be subtracted from others, if a row or chunk with this best has probabilities."""
+    """Return the largest logit, to be subtracted from others, or `otherwise` if there are no probabilities."""
     return tl.where(is_usable(best_key), value_of(best_key), otherwise)
 
 
 @triton.jit
 def store_group_maxima(group_maxima, x, row, chunk, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Of a chunk, `x` in any shape: its part of [num_rows, num_chunks * CHUNK / GROUP]."""
+    """Store the maxima of a chunk `x` of any shape to its part of [num_rows, num_chunks * CHUNK / GROUP]."""
     num_groups: tl.constexpr = CHUNK // GROUP
     maxima = tl.max(tl.reshape(x, (num_groups, GROUP)), axis=1)
     tl.store(group_maxima + (row * num_chunks + chunk) * num_groups + tl.arange(0, num_groups), maxima)
@@ -71,6 +71,6 @@ def store_group_maxima(group_maxima, x, row, chunk, num_chunks, CHUNK: tl.conste
 
 @triton.jit
 def best_of_chunks(chunk_best, row, num_chunks, NUM_CHUNKS: tl.constexpr):
-    """The best of a row, packed."""
+    """Return the best of a row, packed."""
     chunk = tl.arange(0, NUM_CHUNKS)
     return tl.max(tl.load(chunk_best + row * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63)))

@@ -1,11 +1,11 @@
 """The smallest logit that a filter keeps, found without sorting, by one program per row.
 
-    list      the groups of tokens whose maxima say that they can hold it; mostly a few hundred of thousands
+    list      the groups of tokens with maxima large enough to hold it; mostly a few hundred of thousands
     narrow    passes over these groups, each with three pivots, until few tokens are left between two bounds
     gather    these few into registers
     bisect    there, bit by bit
 
-Keys of logits are compared, so equal logits stay together; masses are integers, so sums do not depend on an order.
+Keys of logits are compared, so equal logits are kept together. Masses are integers, so sums do not depend on an order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triptych_kernels.triton.sampling.race import load_quads, rates
 from triptych_kernels.triton.sampling.scan import INF_KEY, MINUS_INF_KEY, key_of, value_of
 
 TILE_GROUPS = 128
-"""Groups that are looked into at a time."""
+"""Groups that are read at a time."""
 MAX_GATHERED = 4096
 """Tokens that are bisected in registers."""
 
@@ -29,8 +29,10 @@ _VALUE_PASSES = tl.constexpr(6)
 
 @triton.jit
 def bound_of_largest(keys, num_needed, num_tolerated):
-    """A key that at least `num_needed` of `keys` reach, and at most `num_tolerated` or else all being equal to it; the
-    lowest number's if there is none. `num_tolerated` >= `num_needed`."""
+    """Return a key that at least `num_needed` of `keys` reach, and at most `num_tolerated` unless those are all equal.
+
+    If too few keys are above that of -inf, it is the smallest key above it. `num_tolerated` >= `num_needed`.
+    """
     low = tl.full((), MINUS_INF_KEY + 1, tl.int64)
     high = tl.full((), INF_KEY, tl.int64)
     num_reaching = tl.sum((keys >= low.to(tl.int32)).to(tl.int32))
@@ -45,7 +47,7 @@ def bound_of_largest(keys, num_needed, num_tolerated):
 
 @triton.jit
 def list_where(listed, index, chosen, num_before):
-    """Append the chosen of `index` to `listed` behind `num_before` others, in order; returns their new number."""
+    """Append the chosen of `index` to `listed` behind `num_before` others, in order, and return their new number."""
     place = num_before + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(listed + place, index, mask=chosen)
     return num_before + tl.sum(chosen.to(tl.int32))
@@ -53,14 +55,14 @@ def list_where(listed, index, chosen, num_before):
 
 @triton.jit
 def load_maxima(group_maxima, num_groups, NUM_GROUPS: tl.constexpr):
-    """[NUM_GROUPS], -inf past the row's own; loaded wherever they are needed, as they take many registers."""
+    """Load [NUM_GROUPS] maxima, -inf past the row's own; reloaded at each use, as they take many registers."""
     group = tl.arange(0, NUM_GROUPS)
     return tl.load(group_maxima + group, mask=group < num_groups, other=-float("inf"))
 
 
 @triton.jit
 def list_groups(groups, group_maxima, num_groups, bound, NUM_GROUPS: tl.constexpr):
-    """List the groups of a row that hold a logit of at least `bound`, more than -inf; returns their number."""
+    """List the groups of a row that hold a logit of at least `bound`, more than -inf, and return their number."""
     tl.debug_barrier()  # the list before it may still be read
     reaches = load_maxima(group_maxima, num_groups, NUM_GROUPS) >= bound
     num_listed = list_where(groups, tl.arange(0, NUM_GROUPS), reaches, 0)
@@ -70,7 +72,7 @@ def list_groups(groups, group_maxima, num_groups, bound, NUM_GROUPS: tl.constexp
 
 @triton.jit
 def listed_quads(groups, first, num_listed, TILE_GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """[TILE_GROUPS * GROUP / 4] quads of the listed groups from `first` on; where none is left, past any row's end."""
+    """Return [TILE_GROUPS * GROUP / 4] quads of the listed groups from `first` on, past the row's end if too few."""
     index = first + tl.arange(0, TILE_GROUPS)
     group = tl.load(groups + index, mask=index < num_listed, other=_NO_GROUP)
     quads = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
@@ -79,7 +81,7 @@ def listed_quads(groups, first, num_listed, TILE_GROUPS: tl.constexpr, GROUP: tl
 
 @triton.jit
 def _weights(x, best, temperature, by_mass):
-    """int64 weight of logits: their probability where the best's is `MASS_OF_BEST`, or 1 each."""
+    """Return the int64 weight of logits: their probability if the best's is `MASS_OF_BEST`, or 1 each."""
     mass = (rates(x, best, temperature) * MASS_OF_BEST).to(tl.int64)
     return tl.where(by_mass, mass, 1)
 
@@ -89,7 +91,7 @@ def weigh(
     logits, groups, num_listed, vocab_size, bound, best, temperature, by_mass,
     TILE_GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Weight, number and smallest key of the logits of at least `bound`."""
+    """Return weight, number and smallest key of the logits of at least `bound`."""
     weight = tl.zeros((TILE_GROUPS * GROUP // 4,), tl.int64)
     # whole numbers in float32, as sums of bits make the compiler go through memory
     number = tl.zeros((TILE_GROUPS * GROUP // 4,), tl.float32)
@@ -107,7 +109,7 @@ def _weigh_pivots(
     logits, groups, num_listed, vocab_size, pivot0, pivot1, pivot2, best, temperature, by_mass,
     TILE_GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Weights and numbers of the logits whose keys reach each of three pivots."""
+    """Return weights and numbers of the logits that reach each of three pivots."""
     weight0 = tl.zeros((TILE_GROUPS * GROUP // 4,), tl.int64)
     weight1, weight2 = weight0, weight0
     number0 = tl.zeros((TILE_GROUPS * GROUP // 4,), tl.float32)
@@ -129,7 +131,7 @@ def _weigh_pivots(
 
 @triton.jit
 def _pivot(low, high, quarter: tl.constexpr, by_value):
-    """The key a quarter, half or three quarters of the way between two, strictly between them."""
+    """Return the key a quarter, half or three quarters of the way between two keys, strictly between them."""
     low_value = value_of(low.to(tl.int32)).to(tl.float64)
     high_value = value_of((high - 1).to(tl.int32)).to(tl.float64)
     value = (low_value + (high_value - low_value) * (quarter / 4)).to(tl.float32)
@@ -139,13 +141,13 @@ def _pivot(low, high, quarter: tl.constexpr, by_value):
 
 @triton.jit
 def _may_be_several(low, weight, best, temperature, by_mass):
-    """Whether logits of this weight, whose keys are at least `low`, can be more than one."""
+    """Return whether logits of this weight, with keys of at least `low`, can be more than one."""
     return 2 * weight > 3 * _weights(value_of(low.to(tl.int32)), best, temperature, by_mass)
 
 
 @triton.jit
 def _replace(is_closer, pivot, pivot_weight, pivot_number, key, weight, number):
-    """A bound with what reaches it, or the pivot in its stead."""
+    """Return a bound with the weight and number of logits that reach it, or the pivot instead."""
     return (
         tl.where(is_closer, pivot, key),
         tl.where(is_closer, pivot_weight, weight),
@@ -159,14 +161,16 @@ def find_threshold(
     temperature, by_mass,
     NUM_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr, GROUP: tl.constexpr, MAX_GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """A bound that the fewest largest logits reach that weigh `needed`, equal ones together; if all logits of at least
-    `lowest_bound` weigh less, these.
+    """Return the key of the smallest of the fewest largest logits that together weigh `needed`, equal ones together.
+
+    If all logits of at least `lowest_bound` weigh less, it is the smallest of these.
 
     Args:
-        logits: pointer to the row.
-        groups, gathered: room for a list of all groups, and for `MAX_GATHERED` logits.
-        group_maxima: [num_groups], of the row's groups.
-        bound: where to look first; `lowest_bound` is where else.
+        logits: Pointer to the row.
+        groups: Scratch for a list of all groups.
+        gathered: Scratch for `MAX_GATHERED` logits.
+        group_maxima: [num_groups], maxima of the row's groups.
+        bound: Bound to search from first; `lowest_bound` is the second.
         needed: int64, in probability or, unless `by_mass`, in tokens.
     """
     best = value_of(best_key)

@@ -1,7 +1,7 @@
 """Log-probabilities in two launches: one pass over the logits, then a look into the groups that hold the best.
 
-    weigh      a program per chunk of a row: the best, the mass beside it, the tokens likelier than the chosen one
-    look_up    a program per row: sums these up, and picks the best out of the groups with the largest maxima
+    weigh      a program per chunk of a row: its best token, its mass, the number of tokens likelier than the chosen
+    one look_up    a program per row: sums these up, and picks the best out of the groups with the largest maxima
 
 Picking takes a pass over these groups for each of the best, which is meant for a few tens of them.
 """
@@ -142,7 +142,7 @@ def _look_up(
 
 @triton.jit
 def _list_best_groups(groups, group_maxima, num_groups, num_listed, NUM_GROUPS: tl.constexpr):
-    """List the `num_listed` groups with the largest maxima, as good for as many tokens; of equals the first."""
+    """List the `num_listed` groups with the largest maxima, of equals the first: they hold that many best tokens."""
     group = tl.arange(0, NUM_GROUPS)
     keys = key_of(load_maxima(group_maxima, num_groups, NUM_GROUPS))
     bound = bound_of_largest(keys, num_listed, num_listed)

@@ -1,1 +1,1 @@
-"""Tiles by measurement, and compilation before they are needed."""
+"""Measured tiles, and compilation of kernels before their first launch."""

@@ -1,4 +1,4 @@
-"""Kernels compiled before their first launch: noted in a pass that launches none, then compiled side by side."""
+"""Compilation of kernels before their first launch: a pass without launches notes them, then they are compiled."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ _NOTED = object()
 
 @dataclass(frozen=True, slots=True)
 class NotedLaunch:
-    """A kernel, and what its launch would have it compiled for."""
+    """A kernel, and the specialization that its launch would compile."""
 
     kernel: JITFunction
     specialization: str
-    """As `JITFunction.preload` takes it."""
+    """JSON as `JITFunction.preload` takes it."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return a readable name for logs."""
         return str(self.kernel.__name__)
 
     def compile(self) -> None:
-        """Compile for the calling thread's device, or find it in Triton's cache on disk, and load it: a launch finds it
-        there.
+        """Compile for the calling thread's device, or find the kernel in Triton's cache on disk, and load it.
 
-        Most of it is done without the interpreter's lock, so that threads do not wait for each other. A thread that
-        launches the same kernel meanwhile, to quantize weights, compiles one for itself: Triton takes a kernel that
-        another thread is loading for one that is loaded.
+        A later launch finds it loaded. Most of the work is done without the interpreter's lock, so that threads do
+        not wait for each other. A thread that launches the same kernel at the same time, to quantize weights,
+        compiles one for itself: Triton does not wait for a kernel that another thread is loading.
         """
         device = driver.active.get_current_device()
         compiled_of_launch, *rest = self.kernel.device_caches[device]
@@ -48,10 +47,10 @@ class NotedLaunch:
 
 @contextmanager
 def noted_launches() -> Iterator[dict[NotedLaunch, None]]:
-    """Launches of this thread that would compile, each once, in order. None of its launches is carried out, compiled or
-    not: what they would have written holds anything, and nobody shall take it for an index.
+    """Yield the launches of this thread that would compile, each once, in order.
 
-    Other threads must not launch the same kernels meanwhile.
+    No launch is carried out, whether it would compile or not. The memory that they would have written is undefined
+    and must not be used as an index. Other threads must not launch the same kernels at the same time.
     """
     noted: dict[NotedLaunch, None] = {}
     marked: list[tuple[dict[Any, Any], Any]] = []

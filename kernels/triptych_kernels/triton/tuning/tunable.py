@@ -1,6 +1,6 @@
-"""Tiles by measurement: a launcher asks for those stored for its device, which are shipped, or gets the reasoned ones.
+"""Tiles by measurement: a launcher gets those stored for its device, which are shipped, or the default by reasoning.
 
-Nothing is timed here and nothing at start-up; `tools/tune_gpu.py` measures and writes the files that this reads.
+Nothing is measured here or at start-up; `tools/tune_gpu.py` measures and writes the files that this reads.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parents[1] / "tuned"
 
 ROW_BUCKETS = (16, 32, 64, 128, 512, 4096)
-"""Numbers of rows that share a choice: up to each, and beyond the last. Up to 64 a tile can be as narrow as the rows
-are; above, what changes is how often a weight is read and how many programs there are."""
+"""Numbers of rows that share a choice: up to each of these, and beyond the last. Up to 64 a tile can be as narrow as
+the rows; above, only the number of reads of a weight and the number of programs change."""
 
 KeyValue = int | torch.dtype
-"""Of what a choice depends on: a size, a flag or a dtype; in files a dtype is its name."""
+"""A value that a choice depends on: a size, a flag or a dtype. In files a dtype is its name."""
 
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One choice as stored."""
+    """A stored choice."""
 
     key: Mapping[str, Any]
     config: Mapping[str, Any]
     measured: str
-    """When and with what, for people."""
+    """When and with which software it was measured, for readers."""
     us: float
-    """Microseconds of the operation; of several workloads the geometric mean."""
+    """Microseconds of the operation; the geometric mean if there are several workloads."""
     default_us: float
-    """The same with the default."""
+    """Microseconds with the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TunedFile:
 
 
 class Tunable(Generic[Config]):
-    """How one kernel may be cut: the choice by reasoning, and those that are worth measuring."""
+    """The ways of cutting one kernel: the default by reasoning, and the candidates that are worth measuring."""
 
     def __init__(
         self,
@@ -71,14 +71,15 @@ class Tunable(Generic[Config]):
         """Declare a choice.
 
         Args:
-            name: in files.
-            key: names of what the choice depends on, in the order in which `chosen` takes them; nothing that varies
-                with the batch, unless `same_bits` or a row's bits may vary with it.
-            default: from the values of a key, the config where nothing is stored; a frozen dataclass of numbers, or
-                of none, which a launcher may take for leaving the work to torch.
-            candidates: from the values of a key, configs that fit a device's shared memory and are worth measuring.
-            same_bits: the key varies with the batch and a row's bits may not: a candidate must give the default's very
-                bits, or it is refused.
+            name: Name in files.
+            key: Names of the values that the choice depends on, in the order in which `chosen` takes them. None of
+                them varies with the batch, unless `same_bits` is set or a row's bits may vary with its batch.
+            default: Takes the values of a key and returns the config if nothing is stored: a frozen dataclass of
+                numbers. One without numbers may tell a launcher to leave the work to torch.
+            candidates: Takes the values of a key and yields configs that fit a device's shared memory and are worth
+                measuring.
+            same_bits: Whether the key varies with the batch while a row's bits may not. Then a candidate must give the
+                default's bits exactly, or it is refused.
         """
         self.name = name
         self.key = key
@@ -88,14 +89,14 @@ class Tunable(Generic[Config]):
         self._choices: dict[tuple[torch.device, tuple[KeyValue, ...]], Config] = {}
 
     def candidates(self, *key: KeyValue) -> tuple[Config, ...]:
-        """Each once, the default first."""
+        """Return each candidate once, the default first."""
         return tuple(dict.fromkeys((self.default(*key), *self._candidates(*key))))
 
     def chosen(self, device: torch.device, *key: KeyValue) -> Config:
-        """What to launch with: a look into a dictionary, but for a device's first question with a key.
+        """Return the config to launch with: a look-up in a dictionary, except for a device's first question with a key.
 
         Raises:
-            ValueError: the device's file is not understood, or says what this kernel does not offer.
+            ValueError: The device's file is not understood, or names a config that this kernel does not offer.
         """
         try:
             return self._choices[device, key]
@@ -105,7 +106,7 @@ class Tunable(Generic[Config]):
 
     @contextmanager
     def forced(self, device: torch.device, key: tuple[KeyValue, ...], config: Config) -> Iterator[None]:
-        """Launch with this config meanwhile, to measure or compile it."""
+        """Launch with this config inside the context, to measure or compile it."""
         before = self._choices.get((device, key))
         self._choices[device, key] = config
         try:
@@ -116,14 +117,14 @@ class Tunable(Generic[Config]):
                 self._choices[device, key] = before
 
     def forget(self) -> None:
-        """Ask the files anew."""
+        """Forget all choices, so that the files are read again."""
         self._choices.clear()
 
     def read(self, file: TunedFile) -> dict[tuple[KeyValue, ...], Config]:
-        """What a file has chosen for this kernel.
+        """Return a file's choices for this kernel.
 
         Raises:
-            ValueError: an entry whose key is not this kernel's, or whose config is no candidate; names file and entry.
+            ValueError: An entry's key is not this kernel's, or its config is no candidate; names file and entry.
         """
         choices: dict[tuple[KeyValue, ...], Config] = {}
         for entry in file.kernel_to_entries.get(self.name, ()):
@@ -151,21 +152,21 @@ class Tunable(Generic[Config]):
 
 
 def row_bucket(num_rows: float) -> int:
-    """The largest number of rows that shares a choice with this one."""
+    """Return the largest number of rows that shares a choice with this one."""
     return ROW_BUCKETS[min(bisect_left(ROW_BUCKETS, num_rows), len(ROW_BUCKETS) - 1)]
 
 
 def as_plain(config: object) -> dict[str, int]:
-    """A config as files have it."""
+    """Return a config as files have it."""
     return asdict(config)  # type: ignore[call-overload]
 
 
 @cache
 def file_of_device(device: torch.device) -> TunedFile | None:
-    """The file shipped for a device of exactly this name; whether there is one is logged, once.
+    """Read the file shipped for a device of exactly this name, and log once whether there is one.
 
     Raises:
-        ValueError: see `read_file`; or a file of another device.
+        ValueError: See `read_file`; or the file is of another device.
     """
     name = device_name(device)
     if not name:
@@ -182,12 +183,12 @@ def file_of_device(device: torch.device) -> TunedFile | None:
 
 
 def file_path(device_name: str, folder: Path | None = None) -> Path:
-    """Where the choices for such a device stand."""
+    """Return the path of the file for such a device."""
     return (folder or FOLDER) / f"{''.join(c if c.isalnum() or c in '-.' else '_' for c in device_name)}.json"
 
 
 def device_name(device: torch.device) -> str:
-    """As files have it; empty: nothing is ever stored for such a device."""
+    """Return a device's name as in files; empty for devices that have no files."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
@@ -195,7 +196,7 @@ def read_file(path: Path) -> TunedFile:
     """Read the choices for one device; each kernel checks its own, see `Tunable.read`.
 
     Raises:
-        ValueError: no JSON, or not of this form; names the file, and the entry if it is one.
+        ValueError: The file is not JSON or not of this form; names the file, and the entry if it is one.
     """
     try:
         content = json.loads(path.read_text())
