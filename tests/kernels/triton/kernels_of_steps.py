@@ -24,7 +24,7 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.context.resolved import ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
-from services.worker.runner.cuda import compile_ahead
+from services.worker.runner.startup import compile_ahead
 from services.worker.runner.startup.activation_memory import measure_activations
 from tests.kernels.triton.hopper import believe_in_hopper
 from tests.worker.deferred import DeferredStream
