@@ -9,15 +9,13 @@ from typing import Any, NoReturn
 
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.errors import ModelError
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GGUF_INDEX_FILE = "gguf_index.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 """Present beside config.json if the weights are in a .gguf file. Its form: `triptych.checkpoint.gguf.index`."""
-
-GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The sampling fields that a checkpoint may set for requests that leave them out."""
 
 _WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Architectures whose attention reads `sliding_window`."""
@@ -77,19 +75,22 @@ def read_architecture(directory: Path) -> ModelArchitecture:
 
 
 def read_generation_defaults(directory: Path) -> dict[str, float | int]:
-    """The sampling defaults that generation_config.json names; empty where it names none.
+    """Return the sampling defaults that generation_config.json names, by field of `SamplingParams`.
 
-    Keys are those of `GENERATION_DEFAULTS`, as `SamplingParams` spells them.
+    Fields that the table of sampling fields does not let a checkpoint set are passed over.
 
     Raises:
-        ModelError: a value is not a number.
+        ModelError: A value is not a number.
     """
     generation = _JsonFile.read_optional(directory / GENERATION_CONFIG_FILE)
     defaults: dict[str, float | int] = {}
-    for key in GENERATION_DEFAULTS:
-        if generation.values.get(key) is None:
+    for key, spec in SAMPLING_FIELDS.items():
+        if not spec.may_come_from_checkpoint or generation.values.get(key) is None:
             continue
-        defaults[key] = generation.integer(key, minimum=-1) if key == "top_k" else generation.number(key)
+        if spec.kind is FieldKind.INTEGER:
+            defaults[key] = generation.integer(key, minimum=int(spec.low))
+        else:
+            defaults[key] = generation.number(key)
     return defaults
 
 

@@ -1,14 +1,30 @@
-"""What a client may ask of the sampler; defaults as users of this field know them."""
+"""The sampling parameters of a request, each declared once: type, default, range, meaning, and who uses it how.
+
+`SAMPLING_FIELDS` is the table. The frontend checks requests against it and derives the fields of its HTTP API from
+it, the codecs iterate over it, the checkpoint reader takes the defaults that it allows, and the worker makes the
+columns of its sampler from it. To add a parameter, declare it here and in the protos, and use it where it takes effect.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntEnum, auto
+from typing import Any
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
 MAX_CHOICES = 16384  # the largest n
-_SCALAR_BYTES = 256  # of all fields of one number each, with their tags
 MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
+# Stop strings are looked for in every token's text, on the loop that serves everyone: with these bounds the
+# worst output that a client can provoke costs about 1 ms per token.
+_MAX_STOP_STRINGS = 32
+_MAX_STOP_CHARS = 256
+_U32_MAX = (1 << 32) - 1
+_FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
+# The most that these take in a message, with tags and lengths.
+_NUMBER_BYTES = 12
+_CHAR_BYTES = 4
 
 
 class OutputKind(IntEnum):
@@ -19,69 +35,243 @@ class OutputKind(IntEnum):
     FINAL_ONLY = 3
 
 
+class FieldKind(Enum):
+    """Form of a sampling field's values. It decides how a value is parsed, described and encoded."""
+
+    INTEGER = auto()
+    NUMBER = auto()
+    """A finite number, rounded to float32."""
+    BOOLEAN = auto()
+    STRINGS = auto()
+    """A tuple of non-empty strings, each there once."""
+    TOKEN_IDS = auto()
+    """An ascending tuple of ids below the vocabulary's size."""
+    BIASES = auto()
+    """A tuple of (token id, number) pairs, ascending by id."""
+    OUTPUT_KIND = auto()
+    """An `OutputKind`; part of the request, not of the sampling message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingField:
+    """One row of the table."""
+
+    kind: FieldKind
+    default: Any
+    help: str
+    """What the values mean, in sentences for users. Where None is allowed, what it means."""
+    low: float = -math.inf
+    """The least valid number; biases below it are raised to it."""
+    high: float = math.inf
+    """The largest valid number; biases above it are lowered to it."""
+    excludes_low: bool = False
+    """`low` itself is not valid."""
+    min_items: int = 0
+    """The least number of entries in a list that a client sends."""
+    max_items: int | None = None
+    """The largest number of entries in a list, or None without a limit."""
+    max_chars: int | None = None
+    """The largest number of characters in each string, or None without a limit."""
+    unserved: tuple[int, ...] = ()
+    """Values that the API knows and this version does not serve."""
+    is_served: bool = True
+    """Whether anything but the default is served."""
+    is_common: bool = True
+    """Whether every HTTP endpoint that generates takes the field under this name. The schema of each endpoint declares
+    the other fields that it takes."""
+    may_come_from_checkpoint: bool = False
+    """Whether generation_config.json may give the default."""
+    column: str = ""
+    """Numpy dtype of the column that `ops.sample` takes under this name; empty if it takes none."""
+    trial: Any = None
+    """A value that takes effect, for warm-up and measurements; None if there is nothing to warm up."""
+
+
+def _row(kind: FieldKind, default: Any, help: str, **row: Any) -> dict[str, SamplingField]:
+    return {"spec": SamplingField(kind=kind, default=default, help=help, **row)}
+
+
+def _declare(kind: FieldKind, default: Any, help: str, **row: Any) -> Any:
+    return field(default=default, metadata=_row(kind, default, help, **row))
+
+
+def _integer(default: int | None, low: int, high: int, help: str, **row: Any) -> Any:
+    return _declare(FieldKind.INTEGER, default, help, low=low, high=high, **row)
+
+
+def _number(default: float, low: float, high: float, help: str, **row: Any) -> Any:
+    return _declare(FieldKind.NUMBER, default, help, low=low, high=high, **row)
+
+
+def _boolean(default: bool, help: str, **row: Any) -> Any:
+    return _declare(FieldKind.BOOLEAN, default, help, **row)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the tokens of one request.
+    """How to choose the tokens of one request, and when its output ends.
 
-    Validated once, in the frontend (`services.frontend.requests.parse`); everyone behind it trusts the values.
+    The frontend validates the values (`services.frontend.requests.parse`); every other tier trusts them.
     Sampler order: raw logprobs -> float32 -> allowed ids -> min_tokens and logit_bias -> penalties ->
     greedy, or temperature -> min_p -> top_k, top_p -> sample.
     """
 
-    n: int = 1
-    """Choices per prompt, 1..16384. Choice 0 is seeded with `seed`, choice i > 0 with `splitmix64(seed + i)`."""
-    max_tokens: int | None = 16
-    """New tokens at most, >= 1; 0 only with `prompt_logprobs` or echo. None: the rest of the context."""
-    min_tokens: int = 0
-    """EOS and stop ids are masked until this many tokens are out, 0..max_tokens."""
-    temperature: float = 1.0
-    """0..2; below 1e-5 is greedy."""
-    top_p: float = 1.0
-    """(0, 1]; 1 is off."""
-    top_k: int = 0
-    """The k best alone are kept; 0 or -1 is off."""
-    min_p: float = 0.0
-    """[0, 1]: tokens less likely than min_p * the best are dropped; 0 is off."""
-    presence_penalty: float = 0.0
-    """[-2, 2], subtracted once from every token already in the output."""
-    frequency_penalty: float = 0.0
-    """[-2, 2], subtracted once per occurrence in the output."""
-    repetition_penalty: float = 1.0
-    """0.01..100, divides (or multiplies, if negative) the logits of tokens in prompt or output; 1 is off."""
-    seed: int | None = None
-    """Any u64. None: the frontend draws one at admission, so that resubmission repeats the tokens."""
-    stop: tuple[str, ...] = ()
-    """Text that ends the output; judged by the frontend alone."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output; judged by the engine alone."""
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """Alternatives to report per output token, 0..20; None: none, not even the chosen one's."""
-    prompt_logprobs: int | None = None
-    """Alternatives to report per token of the prompt but the first, 0..20; None: none, not even the token's own."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias) pairs, each bias clamped to ±100."""
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    output_kind: OutputKind = OutputKind.CUMULATIVE
+    n: int = _integer(
+        1,
+        1,
+        MAX_CHOICES,
+        "Choices per prompt; greedy sampling needs 1. Choice 0 is seeded with `seed`, the others with seeds derived "
+        "from it.",
+    )
+    max_tokens: int | None = _integer(
+        16,
+        0,
+        _U32_MAX,
+        "New tokens at most; 0 only with log-probabilities of the prompt or echo. None is the rest of the context.",
+        is_common=False,
+    )
+    min_tokens: int = _integer(
+        0,
+        0,
+        _U32_MAX,
+        "End-of-sequence and stop tokens are masked until this many tokens are out. At most max_tokens.",
+        trial=2,
+    )
+    temperature: float = _number(
+        1.0,
+        0.0,
+        2.0,
+        "Divides the logits; below 1e-5 sampling is greedy.",
+        may_come_from_checkpoint=True,
+        column="float32",
+        trial=1.0,
+    )
+    top_p: float = _number(
+        1.0,
+        0.0,
+        1.0,
+        "Keep the fewest best tokens whose probabilities sum up to top_p; 1 is off.",
+        excludes_low=True,
+        may_come_from_checkpoint=True,
+        column="float32",
+        trial=0.9,
+    )
+    top_k: int = _integer(
+        0,
+        -1,
+        (1 << 31) - 1,
+        "Keep only the k best tokens; 0 and -1 are off.",
+        may_come_from_checkpoint=True,
+        column="int32",
+        trial=50,
+    )
+    min_p: float = _number(
+        0.0,
+        0.0,
+        1.0,
+        "Drop tokens less likely than min_p times the best one; 0 is off.",
+        may_come_from_checkpoint=True,
+        column="float32",
+        trial=0.01,
+    )
+    presence_penalty: float = _number(
+        0.0, -2.0, 2.0, "Subtracted once from the logit of each token that is in the output."
+    )
+    frequency_penalty: float = _number(
+        0.0, -2.0, 2.0, "Subtracted from a token's logit for each time that the token is in the output."
+    )
+    # Far beyond these limits a logit overflows, and the request fails in the worker.
+    repetition_penalty: float = _number(
+        1.0,
+        _FLOAT32_OF_0_01,
+        100.0,
+        "Divides positive and multiplies negative logits of tokens that are in the prompt or the output; 1 is off.",
+        may_come_from_checkpoint=True,
+        trial=1.1,
+    )
+    seed: int | None = _integer(
+        None, 0, (1 << 64) - 1, "The same seed gives the same output. None: one is drawn at admission."
+    )
+    stop: tuple[str, ...] = _declare(
+        FieldKind.STRINGS,
+        (),
+        "Text that ends the output.",
+        max_items=_MAX_STOP_STRINGS,
+        max_chars=_MAX_STOP_CHARS,
+    )
+    stop_token_ids: tuple[int, ...] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
+    include_stop_str_in_output: bool = _boolean(False, "Leave the stop string in the text.")
+    ignore_eos: bool = _boolean(False, "Go on past the end-of-sequence token.")
+    logprobs: int | None = _integer(
+        None,
+        0,
+        MAX_LOGPROBS,
+        "Report the log-probability of each output token and of so many best alternatives. None: report none.",
+        unserved=(-1,),
+        is_common=False,
+        trial=1,
+    )
+    prompt_logprobs: int | None = _integer(
+        None,
+        0,
+        MAX_LOGPROBS,
+        "The same for each token of the prompt but the first. None: report none.",
+        unserved=(-1,),
+        is_common=False,
+        trial=1,
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _declare(
+        FieldKind.BIASES,
+        (),
+        "Token id to a number that is added to its logit, clamped to [-100, 100].",
+        low=-100.0,
+        high=100.0,
+        trial=((0, 1.0),),
+    )
+    allowed_token_ids: tuple[int, ...] = _declare(
+        FieldKind.TOKEN_IDS, (), "Only these tokens may be sampled.", min_items=1, trial=(0, 1, 2)
+    )
+    bad_words: tuple[str, ...] = _declare(
+        FieldKind.STRINGS,
+        (),
+        "Texts that never appear in the output.",
+        is_served=False,
+        is_common=False,
+    )
+    detokenize: bool = _boolean(True, "Turn tokens into text.", is_common=False)
+    skip_special_tokens: bool = _boolean(True, "Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = _boolean(True, "Put spaces between special tokens.")
+    output_kind: OutputKind = field(
+        default=OutputKind.CUMULATIVE,
+        metadata=_row(
+            FieldKind.OUTPUT_KIND, OutputKind.CUMULATIVE, "What one output carries.", is_common=False
+        ),
+    )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-
-    @property
     def num_bytes(self) -> int:
-        """An upper bound of what it takes in a message, in bytes."""
-        num_ids = len(self.stop_token_ids) + len(self.allowed_token_ids)
-        num_bytes = _SCALAR_BYTES + 5 * num_ids + 16 * len(self.logit_bias)
-        for text in (*self.stop, *self.bad_words):
-            num_bytes += 8 + 4 * len(text)
+        """An upper bound of the size of a message that holds these values, in bytes."""
+        num_bytes = _NUMBER_BYTES * len(SAMPLING_FIELDS)
+        for name, entry_bytes in _LISTS:
+            num_bytes += entry_bytes * len(getattr(self, name))
+        for name in _STRING_LISTS:
+            num_bytes += sum(_CHAR_BYTES * len(text) for text in getattr(self, name))
         return num_bytes
+
+
+SAMPLING_FIELDS: Mapping[str, SamplingField] = {f.name: f.metadata["spec"] for f in fields(SamplingParams)}
+"""Name of a field of `SamplingParams` -> its declaration."""
+
+
+def fields_of(*kinds: FieldKind) -> tuple[str, ...]:
+    """Return the names of the fields of these kinds, in the order of the table."""
+    return tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.kind in kinds)
+
+
+_ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.TOKEN_IDS: 5, FieldKind.BIASES: 16}
+_LISTS = tuple((name, _ENTRY_BYTES[SAMPLING_FIELDS[name].kind]) for name in fields_of(*_ENTRY_BYTES))
+_STRING_LISTS = fields_of(FieldKind.STRINGS)

@@ -1,4 +1,4 @@
-"""OpenAI's requests -> raw requests: names mapped, what is not served listed, ranges left to the parser."""
+"""Turns OpenAI's requests into raw requests: maps names, lists what is not served, leaves ranges to the parser."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 from services.frontend.identity import unique_request_id
 from services.frontend.openai.request_body import unsupported_fields
 from services.frontend.openai.schema import (
+    COMMON_SAMPLING_FIELDS,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
@@ -20,37 +21,18 @@ from services.frontend.openai.schema import (
 )
 from services.frontend.requests.parse import RawChat, RawRequest, why_not_request_id
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.types.sampling import MAX_LOGPROBS, OutputKind
+from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 
-_SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
 # Replaces a prompt that `violations` refuse already, so that it is not reported missing as well.
 _REFUSED_PROMPT = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How an answer is sent. A body may be large: it is freed on the thread that has read it, and this is left."""
+    """How an answer is sent. It outlives the body, which may be large and is freed on the thread that has read it."""
 
     num_choices: int
     """Per prompt."""
@@ -60,7 +42,7 @@ class AnswerOptions:
 
 
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
-    """One raw request per prompt, in their order; request ids are numbered where there is a list of prompts."""
+    """Return one raw request per prompt, in their order. Request ids are numbered where there is a list of prompts."""
     base = _common(body, label, deadline_s)
     sampling = {**base.sampling, "max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if (
@@ -90,7 +72,7 @@ def completion_requests(body: CompletionRequest, *, label: str, deadline_s: floa
 
 
 def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float | None) -> RawRequest:
-    """The conversation as one raw request."""
+    """Return the conversation as one raw request."""
     base = _common(body, label, deadline_s)
     violations = list(base.violations)
     paths = {**base.paths, "prompt": "messages", "template_kwargs": "chat_template_kwargs"}
@@ -121,10 +103,10 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
 
 
 def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
-    """What is to be tokenized.
+    """Return what is to be tokenized.
 
     Raises:
-        InvalidRequest, FeatureDisabled: all that is wrong with the body.
+        InvalidRequest, FeatureDisabled: All that is wrong with the body.
     """
     violations = list(body.violations)
     if not violations and (body.prompt is None) == (body.messages is None):
@@ -138,10 +120,10 @@ def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
 
 
 def detokenize_ids(body: DetokenizeRequest) -> list[int]:
-    """What is to be detokenized.
+    """Return the token ids to detokenize.
 
     Raises:
-        InvalidRequest: all that is wrong with the body.
+        InvalidRequest: All that is wrong with the body.
     """
     violations = list(body.violations)
     if body.tokens is None and not violations:
@@ -152,7 +134,7 @@ def detokenize_ids(body: DetokenizeRequest) -> list[int]:
 
 
 def to_chat(body: ChatFields) -> RawChat:
-    """The conversation as the chat template sees it: each content one text, absent names left out."""
+    """Return the conversation as the chat template sees it: each content one text, absent names left out."""
     return RawChat(
         messages=[_to_message(message) for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -163,7 +145,7 @@ def to_chat(body: ChatFields) -> RawChat:
 def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
     """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
     return AnswerOptions(
-        num_choices=1 if body.n is None else body.n,
+        num_choices=_sampling_fields(body)["n"] or 1,
         is_streamed=bool(body.stream),
         includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         wants_logprobs=body.logprobs is not None and body.logprobs is not False,
@@ -171,12 +153,11 @@ def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOpt
 
 
 def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:
-    """All but the prompt and what the two kinds of completion name differently.
+    """Return the request without its prompt and the fields that the two kinds of completion name differently.
 
     Args:
-        label: the X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
+        label: The X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
     """
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop
     why_not_label = why_not_request_id(label)
     bad_label = [] if why_not_label is None else [FieldViolation(REQUEST_ID_HEADER, why_not_label)]
     paths = {"deadline_s": TIMEOUT_HEADER}
@@ -188,7 +169,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         request_id="" if bad_label else unique_request_id(label),
         model=body.model or "",
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        sampling={"stop": stop, **{name: getattr(body, name) for name in _SAMPLING_FIELDS}},
+        sampling=_sampling_fields(body),
         priority=body.priority or 0,
         tenant=body.tenant or body.user or "",
         cache_salt=body.cache_salt or "",
@@ -198,6 +179,15 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         violations=(*body.violations, *bad_label, *_misuse_of_stream(body)),
         unsupported=tuple(_unsupported(body)),
     )
+
+
+def _sampling_fields(body: SamplingBody) -> dict[str, Any]:
+    """Return the sampling fields that all bodies have, by name; None where the client left one out."""
+    values = {name: getattr(body, name) for name in COMMON_SAMPLING_FIELDS}
+    for name in fields_of(FieldKind.STRINGS):
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]
+    return values
 
 
 def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:

@@ -1,11 +1,13 @@
-"""What clients may send: OpenAI's fields, the sampling fields beyond them, and which are not served yet.
+"""Bodies of requests: OpenAI's fields, the sampling fields beyond them, and fields that are not served yet.
 
-Types are checked here, ranges in `services.frontend.requests.parse`. Everything optional may also be null.
+Types are checked here, ranges in `services.frontend.requests.parse`. Everything optional may also be null. The sampling
+fields that all endpoints share are made from the table in `triptych.types.sampling`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import MaxLen
 from pydantic import (
@@ -15,18 +17,20 @@ from pydantic import (
     Field,
     ValidationError,
     WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
 from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_MESSAGES
-from services.frontend.requests.sampling import FLOAT_LIMITS, INTEGER_LIMITS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
     "additionalProperties": {"type": "number"},
 }
+_CHECKPOINTS_DEFAULT = "the model's own default, else "
 _VARIABLE: dict[str, Any] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
 
@@ -38,24 +42,23 @@ class FirstOnly(FailFast):
 
 
 def schema(**keywords: Any) -> FieldInfo:
-    """Say in the document what the parser checks: keywords of JSON Schema."""
-    return Field(json_schema_extra=keywords)
+    """Return keywords of JSON Schema that describe in the document what the parser checks."""
+    return Field(json_schema_extra={name: value for name, value in keywords.items() if value is not None})
 
 
 def limits(name: str, *, minimum: int | None = None) -> FieldInfo:
-    """Say in the document which values of a sampling field the parser takes.
+    """Return the range of a sampling field for the document.
 
     Args:
-        minimum: Where the endpoint takes fewer than the field has.
+        minimum: The least value, where the endpoint takes fewer than the field has.
     """
-    low, high = {**FLOAT_LIMITS, **INTEGER_LIMITS}[name]
-    if minimum is not None:
-        low = minimum
-    return schema(**{"exclusiveMinimum" if name == "top_p" else "minimum": low}, maximum=high)
+    spec = SAMPLING_FIELDS[name]
+    low = spec.low if minimum is None else minimum
+    return schema(**{"exclusiveMinimum" if spec.excludes_low else "minimum": low}, maximum=spec.high)
 
 
 def _integral(value: Any) -> Any:
-    """JSON has one kind of number: 10.0 is an integer, and some languages write no other."""
+    """Turn 10.0 into an integer: JSON has one kind of number, and some languages write no other."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -72,7 +75,7 @@ Integral = BeforeValidator(_integral)
 
 
 def document_as(*required: str) -> ConfigDict:
-    """Say in the document that these fields are needed. The parser reports them, for a body always builds."""
+    """Say in the document that these fields are needed. The parser reports their absence: a body always builds."""
 
     def require(document: dict[str, Any]) -> None:
         document["required"] = list(required)
@@ -85,10 +88,55 @@ def document_as(*required: str) -> ConfigDict:
     return ConfigDict(json_schema_extra=require)
 
 
-_StopString = Annotated[str, schema(minLength=1, maxLength=MAX_STOP_CHARS)]
 TokenId = Annotated[int, schema(minimum=0)]
 TokenIds = Annotated[list[TokenId], FirstOnly(), WrapValidator(_token_ids)]
-StopStrings = Annotated[list[_StopString], FirstOnly(), schema(maxItems=MAX_STOP_STRINGS)]
+
+
+def _annotation(name: str, spec: SamplingField) -> Any:
+    """Return the type of a sampling field in a body."""
+    match spec.kind:
+        case FieldKind.INTEGER:
+            return Annotated[int, Integral, limits(name)] | None
+        case FieldKind.NUMBER:
+            return Annotated[float, limits(name)] | None
+        case FieldKind.BOOLEAN:
+            return bool | None
+        case FieldKind.TOKEN_IDS:
+            return Annotated[TokenIds, schema(minItems=spec.min_items or None)] | None
+        case FieldKind.BIASES:
+            return Annotated[dict[str, Any], schema(**_LOGIT_BIAS)] | None
+        case FieldKind.STRINGS:
+            text = Annotated[str, schema(minLength=1, maxLength=spec.max_chars)]
+            texts = Annotated[list[text], FirstOnly(), schema(maxItems=spec.max_items)]
+            return Annotated[text | texts | None, either("a string or a list of strings")]
+    raise AssertionError(f"{name}: fields of kind {spec.kind.name} do not stand in a body")
+
+
+def _description(spec: SamplingField) -> str:
+    """Return the field's meaning and what null stands for."""
+    if spec.default is None:
+        return spec.help.replace("None", "Null")
+    if spec.kind not in (FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN):
+        return spec.help
+    default = json.dumps(spec.default) if spec.kind is FieldKind.BOOLEAN else f"{spec.default:g}"
+    return f"{spec.help} Null: {_CHECKPOINTS_DEFAULT if spec.may_come_from_checkpoint else ''}{default}."
+
+
+def _definition(name: str, spec: SamplingField) -> tuple[Any, Any]:
+    return _annotation(name, spec), Field(default=None, description=_description(spec))
+
+
+COMMON_SAMPLING_FIELDS = tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.is_common)
+"""Sampling fields that each body has under the same name."""
+
+if TYPE_CHECKING:
+    SamplingFields = Body
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Body,
+        **{name: _definition(name, SAMPLING_FIELDS[name]) for name in COMMON_SAMPLING_FIELDS},
+    )
 
 
 class StreamOptions(Part):
@@ -99,47 +147,11 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = not_served(False)
 
 
-class SamplingBody(Body):
-    """What completions and chat completions have in common."""
+class SamplingBody(SamplingFields):
+    """Fields that completions and chat completions have in common."""
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    n: Annotated[int, Integral, limits("n")] | None = None
-    """Choices per prompt, 1..16384; greedy sampling needs 1. Null: 1."""
-    temperature: Annotated[float, limits("temperature")] | None = None
-    """0..2; below 1e-5 is greedy. Null: the model's own default, else 1."""
-    top_p: Annotated[float, limits("top_p")] | None = None
-    """(0, 1]. Null: the model's own default, else 1, which is off."""
-    top_k: Annotated[int, Integral, limits("top_k")] | None = None
-    """Keep only the k best tokens; 0 and -1 are off."""
-    min_p: Annotated[float, limits("min_p")] | None = None
-    """[0, 1]: drop tokens less likely than min_p times the best; 0 is off."""
-    presence_penalty: Annotated[float, limits("presence_penalty")] | None = None
-    """[-2, 2], once per token already in the output."""
-    frequency_penalty: Annotated[float, limits("frequency_penalty")] | None = None
-    """[-2, 2], once per occurrence in the output."""
-    repetition_penalty: Annotated[float, limits("repetition_penalty")] | None = None
-    """0.01..100, over prompt and output; 1 is off."""
-    seed: Annotated[int, Integral, limits("seed")] | None = None
-    """0..2^64-1: the same seed gives the same output. Null: drawn."""
-    stop: Annotated[_StopString | StopStrings | None, either("a string or a list of strings")] = None
-    """Text that ends the output."""
-    stop_token_ids: TokenIds | None = None
-    """Token ids that end the output."""
-    include_stop_str_in_output: bool | None = None
-    """Leave the stop string in the text."""
-    ignore_eos: bool | None = None
-    """Go on past the end-of-sequence token."""
-    min_tokens: Annotated[int, Integral, limits("min_tokens")] | None = None
-    """End tokens are masked until this many are out."""
-    logit_bias: Annotated[dict[str, Any], schema(**_LOGIT_BIAS)] | None = None
-    """Token id to a number that is added to its logit, clamped to [-100, 100]."""
-    allowed_token_ids: Annotated[TokenIds, schema(minItems=1)] | None = None
-    """Only these may be sampled."""
-    skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text. Null: true."""
-    spaces_between_special_tokens: bool | None = None
-    """Null: true."""
     truncate_prompt_tokens: Annotated[int, Integral, schema(minimum=1)] | None = None
     """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
     priority: Annotated[int, Integral, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
@@ -242,7 +254,7 @@ class Message(Part):
 
 
 class ChatFields(Body):
-    """What says how a conversation becomes a prompt."""
+    """A conversation, and how it becomes a prompt."""
 
     messages: Annotated[list[Message], MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
     """The conversation so far, at least one message."""

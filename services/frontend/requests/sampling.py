@@ -1,4 +1,4 @@
-"""The sampling fields of a request, one by one: type, range, and what is wrong in the client's own words."""
+"""Checks the sampling fields of a request one by one, and says what is wrong in the client's own words."""
 
 from __future__ import annotations
 
@@ -11,55 +11,24 @@ from typing import Any
 import numpy as np
 
 from triptych.errors import FieldViolation, ModelError
-from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 from triptych.types.step import U32
-
-MAX_LOGIT_BIAS = 100.0
-# Stop strings are looked for in every token's text, on the loop that serves everyone: with these bounds the
-# worst output that a client can provoke costs about 1 ms per token.
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARS = 256
 
 # Long lists are looked at in parts: a thread lets the event loop run only between two calls into C.
 _CHUNK_TOKENS = 8192
-_U32_MAX = (1 << 32) - 1
-_FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
-INTEGER_LIMITS = {
-    "n": (1, MAX_CHOICES),
-    "max_tokens": (0, _U32_MAX),
-    "min_tokens": (0, _U32_MAX),
-    "top_k": (-1, (1 << 31) - 1),
-    "seed": (0, (1 << 64) - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
-FLOAT_LIMITS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    # Far beyond these a logit divided or multiplied by it overflows, and the request fails in the worker.
-    "repetition_penalty": (_FLOAT32_OF_0_01, 100.0),
-}
-_BOOLEANS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
+_UNSERVED_MESSAGES = ("structured_outputs",)
+"""Fields of the protocol that the table of sampling fields lacks, and that this version does not serve."""
 
 
 @dataclass(slots=True)
 class SamplingFields:
-    """What the checks made of the given fields."""
+    """Result of the checks of the given fields."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Arguments of `SamplingParams`; only good ones."""
     violations: list[FieldViolation] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
-    """Paths of fields that no one has built yet."""
+    """Paths of fields that this version does not serve."""
 
 
 def check_sampling(
@@ -67,12 +36,12 @@ def check_sampling(
 ) -> SamplingFields:
     """Check each field by itself.
 
-    Floats are rounded to float32 first, as the wire to the worker does, so that the same number means the
-    same at every door.
+    Floats are rounded to float32 first, as on the wire to the worker, so that a number means the same through every
+    API.
 
     Args:
-        given: field of `SamplingParams` -> raw value; None counts as not given.
-        path: name of a field -> its path as the client wrote it.
+        given: Field of `SamplingParams` -> raw value. None counts as not given.
+        path: Name of a field -> its path as the client wrote it.
     """
     result = SamplingFields()
     for name, value in given.items():
@@ -89,10 +58,10 @@ def check_sampling(
 
 
 def check_defaults(defaults: Mapping[str, float]) -> dict[str, float]:
-    """The sampling defaults of a checkpoint, held to the same limits as a client's values.
+    """Check the sampling defaults of a checkpoint against the same limits as a client's values, and return them.
 
     Raises:
-        ModelError: one is out of range; names it.
+        ModelError: One is out of range; names it.
     """
     result = check_sampling(defaults, vocab_size=0, path=lambda name: name)
     if result.violations:
@@ -101,7 +70,7 @@ def check_defaults(defaults: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_bad_token_id(token_ids: Sequence[Any], vocab_size: int) -> tuple[int, str] | None:
-    """Index of the first entry that is no token id, and what is wrong with it; None: all are."""
+    """Return the index of the first entry that is not a token id and what is wrong with it, or None if all are."""
     for start in range(0, len(token_ids), _CHUNK_TOKENS):
         chunk = token_ids[start : start + _CHUNK_TOKENS]
         if set(map(type, chunk)) <= {int} and min(chunk) >= 0 and max(chunk) < vocab_size:
@@ -123,7 +92,7 @@ def to_array(token_ids: Sequence[int]) -> U32:
 
 
 def why_not_text(value: Any) -> str | None:
-    """What keeps a value from being text that the wire and the tokenizer can take; None: it is text."""
+    """Return why a value is not text that the wire and the tokenizer can take, or None if it is."""
     if not isinstance(value, str):
         return f"{value!r:.80} is not text"
     try:
@@ -141,39 +110,50 @@ class _BadValue(Exception):
 
 
 def _is_unsupported(name: str, value: Any) -> bool:
-    if name in ("bad_words", "structured_outputs"):
+    spec = SAMPLING_FIELDS.get(name)
+    if spec is None:
+        return name in _UNSERVED_MESSAGES and bool(value)
+    if not spec.is_served:
         return bool(value)
-    is_count = name in ("logprobs", "prompt_logprobs") and type(value) is int
-    return is_count and value == -1  # the whole vocabulary
+    return type(value) is int and value in spec.unserved
 
 
 def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
-    if name in INTEGER_LIMITS:
-        return _integer(value, *INTEGER_LIMITS[name])
-    if name in FLOAT_LIMITS:
-        low, high = FLOAT_LIMITS[name]
-        return _float(value, low, high, is_low_refused=name == "top_p")
-    if name in _BOOLEANS:
-        if not isinstance(value, bool):
-            raise _BadValue(f"{value!r} is not true or false")
-        return value
-    if name == "stop":
-        return _stop_strings(value)
-    if name in ("stop_token_ids", "allowed_token_ids"):
-        return _token_ids(value, vocab_size, may_be_empty=name == "stop_token_ids")
-    if name == "logit_bias":
-        return _logit_bias(value, vocab_size)
-    raise _BadValue("no such sampling field")
+    if (spec := SAMPLING_FIELDS.get(name)) is None:
+        raise _BadValue("no such sampling field")
+    match spec.kind:
+        case FieldKind.INTEGER:
+            return _integer(value, spec)
+        case FieldKind.NUMBER:
+            return _number(value, spec)
+        case FieldKind.BOOLEAN:
+            return _boolean(value)
+        case FieldKind.STRINGS:
+            return _strings(value, spec)
+        case FieldKind.TOKEN_IDS:
+            return _token_ids(value, spec, vocab_size)
+        case FieldKind.BIASES:
+            return _biases(value, spec, vocab_size)
+        case FieldKind.OUTPUT_KIND:
+            raise _BadValue("no such sampling field")
 
 
-def _integer(value: Any, low: int, high: int) -> int:
+def _integer(value: Any, spec: SamplingField) -> int:
     if type(value) is not int:
         raise _BadValue(f"{value!r} is not an integer")
-    _check_range(value, low, high)
+    _check_range(value, spec)
     return value
 
 
-def _float(value: Any, low: float, high: float, *, is_low_refused: bool = False) -> float:
+def _number(value: Any, spec: SamplingField) -> float:
+    single = _float32(value)
+    _check_range(single, spec)
+    if spec.excludes_low and single == spec.low:
+        raise _BadValue(f"{value:g} must be above {spec.low:g}")
+    return single
+
+
+def _float32(value: Any) -> float:
     if type(value) not in (int, float):
         raise _BadValue(f"{value!r} is not a number")
     try:
@@ -182,43 +162,46 @@ def _float(value: Any, low: float, high: float, *, is_low_refused: bool = False)
         raise _BadValue(f"{value:g} is beyond the range of a 32-bit float") from None
     if not math.isfinite(single):
         raise _BadValue(f"{value} is not a finite number")
-    _check_range(single, low, high)
-    if is_low_refused and single == low:
-        raise _BadValue(f"{value:g} must be above {low:g}")
     return single
 
 
-def _check_range(value: float, low: float, high: float) -> None:
-    if value < low:
-        raise _BadValue(f"{_show(value)} is below the limit {_show(low)}")
-    if value > high:
-        raise _BadValue(f"{_show(value)} is above the limit {_show(high)}")
+def _check_range(value: float, spec: SamplingField) -> None:
+    if value < spec.low:
+        raise _BadValue(f"{_show(value)} is below the limit {_show(spec.low)}")
+    if value > spec.high:
+        raise _BadValue(f"{_show(value)} is above the limit {_show(spec.high)}")
 
 
 def _show(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _BadValue(f"{value!r} is not true or false")
+    return value
+
+
+def _strings(value: Any, spec: SamplingField) -> tuple[str, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
         raise _BadValue(f"{value!r} is not a list of strings")
     strings = tuple(value)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _BadValue(f"{len(strings)} strings are above the limit {MAX_STOP_STRINGS}")
+    if spec.max_items is not None and len(strings) > spec.max_items:
+        raise _BadValue(f"{len(strings)} strings are above the limit {spec.max_items}")
     for index, text in enumerate(strings):
         if (why := why_not_text(text)) is not None:
             raise _BadValue(why, f"[{index}]")
         if not text:
             raise _BadValue("the empty string would end every output at once; leave it out", f"[{index}]")
-        if len(text) > MAX_STOP_CHARS:
-            raise _BadValue(f"{len(text)} characters are above the limit {MAX_STOP_CHARS}", f"[{index}]")
+        if spec.max_chars is not None and len(text) > spec.max_chars:
+            raise _BadValue(f"{len(text)} characters are above the limit {spec.max_chars}", f"[{index}]")
     return tuple(dict.fromkeys(strings))
 
 
-def _token_ids(value: Any, vocab_size: int, *, may_be_empty: bool) -> tuple[int, ...]:
+def _token_ids(value: Any, spec: SamplingField, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise _BadValue(f"{value!r} is not a list of token ids")
-    if not value and not may_be_empty:
+    if len(value) < spec.min_items:
         raise _BadValue("the empty list leaves no token to choose; name at least 1, or leave the field out")
     bad = find_bad_token_id(value, vocab_size)
     if bad is not None:
@@ -226,8 +209,8 @@ def _token_ids(value: Any, vocab_size: int, *, may_be_empty: bool) -> tuple[int,
     return tuple(sorted(set(value)))
 
 
-def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Keys may be text: JSON knows no others."""
+def _biases(value: Any, spec: SamplingField, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Parse a map of token ids to numbers. Its keys may be text, since JSON knows no others."""
     if not isinstance(value, Mapping):
         raise _BadValue(f"{value!r} is not a map of token ids to biases")
     biases: dict[int, float] = {}
@@ -241,8 +224,8 @@ def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
         if bad is not None:
             raise _BadValue(bad[1], where)
         try:
-            bias = _float(raw_bias, -math.inf, math.inf)
+            bias = _float32(raw_bias)
         except _BadValue as error:
             raise _BadValue(error.description, where) from None
-        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
+        biases[token_id] = min(spec.high, max(spec.low, bias))
     return tuple(sorted(biases.items()))
