@@ -72,10 +72,10 @@ class SamplingField:
     """The largest number of entries in a list, or None without a limit."""
     max_chars: int | None = None
     """The largest number of characters in each string, or None without a limit."""
-    unserved: tuple[int, ...] = ()
-    """Values that the API knows and this version does not serve."""
-    is_served: bool = True
-    """Whether anything but the default is served."""
+    unsupported_values: tuple[int, ...] = ()
+    """Values that the API knows and this version does not support."""
+    is_supported: bool = True
+    """Whether this version supports anything but the default."""
     is_common: bool = True
     """Whether every HTTP endpoint that generates takes the field under this name. The schema of each endpoint declares
     the other fields that it takes."""
@@ -207,7 +207,7 @@ class SamplingParams:
         0,
         MAX_LOGPROBS,
         "Report the log-probability of each output token and of so many best alternatives. None: report none.",
-        unserved=(-1,),
+        unsupported_values=(-1,),
         is_common=False,
         trial=1,
     )
@@ -216,7 +216,7 @@ class SamplingParams:
         0,
         MAX_LOGPROBS,
         "The same for each token of the prompt but the first. None: report none.",
-        unserved=(-1,),
+        unsupported_values=(-1,),
         is_common=False,
         trial=1,
     )
@@ -235,7 +235,7 @@ class SamplingParams:
         FieldKind.STRINGS,
         (),
         "Texts that never appear in the output.",
-        is_served=False,
+        is_supported=False,
         is_common=False,
     )
     detokenize: bool = _boolean(True, "Turn tokens into text.", is_common=False)
@@ -251,6 +251,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def num_bytes(self) -> int:

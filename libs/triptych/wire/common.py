@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from triptych.errors import FeatureDisabled
 from triptych.types.outputs import Logprob, StageTimings, TokenLogprobs, Usage
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import FieldKind, SamplingParams, fields_of
 from triptych.v1 import common_pb2
 
 _DEFAULTS = SamplingParams()
-_TUPLES = ("stop", "stop_token_ids", "bad_words")
-_SPECIAL = (*_TUPLES, "logit_bias", "allowed_token_ids", "output_kind")
+_NULLABLE_LISTS = ("allowed_token_ids",)
+"""Lists whose message tells an empty list from an absent one."""
+_LISTS = tuple(
+    name for name in fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS) if name not in _NULLABLE_LISTS
+)
+_MAPS = fields_of(FieldKind.BIASES)
 _UNSERVED = ("structured_outputs",)
-_SCALARS = tuple(f.name for f in fields(SamplingParams) if f.name not in _SPECIAL)
+_SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
 _WITH_PRESENCE = tuple(
     name for name in _SCALARS if common_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
 )
@@ -28,12 +31,13 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         value = getattr(sampling, name)
         if value is not None and (value != getattr(_DEFAULTS, name) or name == "max_tokens"):
             setattr(message, name, value)
-    for name in _TUPLES:
+    for name in _LISTS:
         getattr(message, name).extend(getattr(sampling, name))
-    for token_id, bias in sampling.logit_bias:
-        message.logit_bias[token_id] = bias
-    if sampling.allowed_token_ids:
-        message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
+    for name in _NULLABLE_LISTS:
+        if values := getattr(sampling, name):
+            getattr(message, name).ids.extend(values)
+    for name in _MAPS:
+        getattr(message, name).update(getattr(sampling, name))
     return message
 
 
@@ -53,12 +57,10 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     }
     values.setdefault("max_tokens", None)
     values.update({name: getattr(message, name) for name in _WITHOUT_PRESENCE})
-    values.update({name: tuple(getattr(message, name)) for name in _TUPLES})
-    return SamplingParams(
-        **values,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        allowed_token_ids=tuple(message.allowed_token_ids.ids),
-    )
+    values.update({name: tuple(getattr(message, name)) for name in _LISTS})
+    values.update({name: tuple(getattr(message, name).ids) for name in _NULLABLE_LISTS})
+    values.update({name: tuple(sorted(getattr(message, name).items())) for name in _MAPS})
+    return SamplingParams(**values)
 
 
 def usage_to_proto(usage: Usage) -> common_pb2.Usage:

@@ -16,8 +16,8 @@ from triptych.types.step import U32
 
 # Long lists are looked at in parts: a thread lets the event loop run only between two calls into C.
 _CHUNK_TOKENS = 8192
-_UNSERVED_MESSAGES = ("structured_outputs",)
-"""Fields of the protocol that the table of sampling fields lacks, and that this version does not serve."""
+_UNSUPPORTED_MESSAGES = ("structured_outputs",)
+"""Fields of the protocol that the table of sampling fields lacks, and that this version does not support."""
 
 
 @dataclass(slots=True)
@@ -112,10 +112,10 @@ class _BadValue(Exception):
 def _is_unsupported(name: str, value: Any) -> bool:
     spec = SAMPLING_FIELDS.get(name)
     if spec is None:
-        return name in _UNSERVED_MESSAGES and bool(value)
-    if not spec.is_served:
+        return name in _UNSUPPORTED_MESSAGES and bool(value)
+    if not spec.is_supported:
         return bool(value)
-    return type(value) is int and value in spec.unserved
+    return type(value) is int and value in spec.unsupported_values
 
 
 def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
