@@ -17,8 +17,7 @@ from benchmarks.engine.requests import BLOCK_SIZE, submit_of, worker_facts
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from services.enginecore.engine import EngineCore
-from services.enginecore.kv import BlockManager
-from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv import BlockManager, BlockTable
 from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.sampling import SamplingParams
@@ -70,7 +69,7 @@ def prefix_s(submits: list[SubmitRequest], *, caching: bool) -> float:
     blocks = BlockManager(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, enable_prefix_caching=caching)
     started_s = time.perf_counter()
     for prompt in prompts:
-        table = BlockTable(extras={})
+        table = BlockTable()
         hits = blocks.get_computed_blocks(table, prompt) if caching else []
         blocks.allocate(table, len(prompt), hits)
         blocks.cache_full_blocks(table, prompt, len(prompt))

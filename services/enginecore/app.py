@@ -9,7 +9,6 @@ import time
 
 from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.loop import EngineLoop
-from services.enginecore.metrics import export_status
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from triptych.config.loader import ServiceArguments, shared_config
@@ -20,6 +19,7 @@ from triptych.observe.metrics import EngineMetrics, serve_metrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer, stop_event, write_ready_file
 from triptych.types.exit_codes import ExitCode
+from triptych.types.facts import EngineStatus
 from triptych.v1 import admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,32 @@ async def _follow_readiness(server: RpcServer, readiness: asyncio.Queue[bool]) -
 async def _export_metrics(loop: EngineLoop, metrics: EngineMetrics) -> None:
     last = None
     while True:
-        last = export_status(metrics, loop.status(), last)
+        last = _export_status(metrics, loop.status(), last)
         await asyncio.sleep(_METRICS_INTERVAL_S)
+
+
+def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> EngineStatus:
+    """Set the gauges, and advance the counters by what has happened since `last`.
+
+    Returns:
+        `status`, for the next call.
+    """
+    metrics.running.set(status.num_running)
+    metrics.waiting.set(status.num_waiting)
+    metrics.used_blocks.set(status.num_used_blocks)
+    metrics.blocks.set(status.num_blocks)
+    metrics.asleep.set(status.asleep)
+    for counter, name in (
+        (metrics.steps, "num_steps"),
+        (metrics.scheduled_tokens, "num_scheduled_tokens"),
+        (metrics.preemptions, "num_preemptions"),
+        (metrics.prefix_queries, "prefix_queries"),
+        (metrics.prefix_hits, "prefix_hits"),
+    ):
+        counter.inc(getattr(status, name) - (getattr(last, name) if last else 0))
+    for reason, count in status.num_finished.items():
+        metrics.finished.labels(reason).inc(count - (last.num_finished.get(reason, 0) if last else 0))
+    return status
 
 
 async def _drain(server: RpcServer, loop: EngineLoop, drain_s: float, loop_task: asyncio.Task[None]) -> None:

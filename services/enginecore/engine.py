@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from services.enginecore.frontends.outputs import SessionOutputs
-from services.enginecore.pause import Pause
 from services.enginecore.request import Request
-from services.enginecore.restrictions import CrashInquiry
+from services.enginecore.restrictions import Pause, Restrictions
 from services.enginecore.scheduler import Failed, Finished, Scheduler, check_config
 from triptych.config import EngineConfig
 from triptych.errors import (
@@ -46,10 +45,9 @@ class EngineCore:
         self._scheduler: Scheduler | None = None
         self._facts: WorkerFacts | None = None
         self._outputs = SessionOutputs()
-        self._crashes = CrashInquiry()
+        self._restrictions = Restrictions()
         self._interrupted: dict[Request, int] = {}
         """In flight when the worker was lost, with their positions, until the next one is there."""
-        self._pause: Pause | None = None
         self._last_result_at: float | None = None
         self._step_s = 0.0
 
@@ -90,11 +88,11 @@ class EngineCore:
         self._facts = facts
         if previous is not None:
             self._note_failed(self._scheduler.adopt(previous))
-        if after_crash and (suspect := self._crashes.note_crash(self._interrupted)) is not None:
+        if after_crash and (suspect := self._restrictions.crashes.note_crash(self._interrupted)) is not None:
             why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
             self._note_failed((self._scheduler.fail(suspect, EngineFailure(why)),))
         self._interrupted = {}
-        self._scheduler.admit_only(self._allowed())
+        self._scheduler.admit_only(self._restrictions.admissible)
 
     def worker_lost(self) -> None:
         """No result will come for what is in flight: what runs waits again, with prompt and emitted tokens."""
@@ -153,10 +151,10 @@ class EngineCore:
         """The next step, or None if there is nothing to compute now."""
         if self._scheduler is None:
             return None
-        if self._pause is not None and self._pause.is_frozen:
+        if not self._restrictions.may_compute:
             return None
-        if self._crashes.is_open:
-            self._crashes.review()
+        if self._restrictions.crashes.has_suspects:
+            self._restrictions.crashes.review()
             self._restrict()
         return self._scheduler.schedule()
 
@@ -187,22 +185,23 @@ class EngineCore:
         if mode is PauseMode.ABORT and scheduler is not None:
             self._note_finished(scheduler.abort_all())
         started = scheduler.started if scheduler is not None and mode is PauseMode.WAIT else ()
-        self._pause = Pause(started, is_frozen=mode is PauseMode.KEEP)
+        self._restrictions.pause = Pause(started, is_frozen=mode is PauseMode.KEEP)
         self._restrict()
 
     def resume(self) -> None:
         """Go on as if there had been no pause."""
-        self._pause = None
+        self._restrictions.pause = None
         self._restrict()
 
     @property
     def is_paused(self) -> bool:
-        return self._pause is not None
+        return self._restrictions.pause is not None
 
     @property
     def is_settling(self) -> bool:
         """A pause has been asked for, and something that it lets finish has not."""
-        return self._pause is not None and not self._pause.is_settled(self.num_in_flight)
+        pause = self._restrictions.pause
+        return pause is not None and not pause.is_settled(self.num_in_flight)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks lost their content.
@@ -249,20 +248,7 @@ class EngineCore:
 
     def _restrict(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.admit_only(self._allowed())
-
-    def _allowed(self) -> Sequence[Request] | None:
-        """Return the requests that trial and pause let into the worker; None if any may be admitted.
-
-        A trial whose group the pause keeps out waits for the end of the pause: what the pause lets finish goes on.
-        """
-        under_test = self._crashes.under_test
-        if self._pause is None:
-            return under_test
-        may_finish = self._pause.may_finish
-        if under_test is None:
-            return may_finish
-        return [request for request in under_test if request in may_finish] or may_finish
+            self._scheduler.admit_only(self._restrictions.admissible)
 
     def _note_finished(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:

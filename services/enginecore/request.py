@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv import PLAIN_ROOT_HASH, BlockTable, root_hash
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowContent
@@ -16,12 +16,12 @@ from triptych.types.submit import SubmitRequest
 class RequestState(Enum):
     """Where a request stands.
 
-    WAITING -> RUNNING -> ENDED; a preempted one goes back to WAITING, by way of PARKED while results
+    WAITING -> RUNNING -> ENDED; a preempted one goes back to WAITING, by way of DRAINING while results
     of steps sent before are still to come. It may end from anywhere.
     """
 
     WAITING = auto()
-    PARKED = auto()
+    DRAINING = auto()
     RUNNING = auto()
     ENDED = auto()
 
@@ -30,7 +30,7 @@ class RequestState(Enum):
 class Request:
     """Owned by the engine loop; the scheduler writes everything below `deadline`.
 
-    While it runs its counters stand in `RowColumns`, not here: a step that changes nothing but counters
+    While it runs its counters stand in `RunningRows`, not here: a step that changes nothing but counters
     touches no request.
     """
 
@@ -44,7 +44,7 @@ class Request:
     token_ids: array[int]
     """All known tokens, prompt first. Until its first admission it may be the array of all choices, which nobody
     writes to: `own_tokens` makes it this request's. While it runs, those of the open block may be missing: they
-    are in `RowColumns.open_block` until it is full."""
+    are in `RunningRows.open_block` until it is full."""
     seed: int
     priority: int = 0
     tenant: str = ""
@@ -55,15 +55,15 @@ class Request:
     state: RequestState = RequestState.WAITING
     arrival: int = 0
     """Place in the order of arrival."""
-    account: int = 0
-    """Its tenant's, in `FairShares`."""
+    tenant_index: int = 0
+    """Index of its tenant in `FairShares`."""
     limit: int = 0
     """Tokens it may grow to, prompt included: the smaller of max_tokens' and the model's."""
     slot: int = 0
-    """Its row in the worker, with `slot_version`: while RUNNING, and of its last run while PARKED."""
+    """Its row in the worker, with `slot_version`: while RUNNING, and of its last run while DRAINING."""
     slot_version: int = 0
     num_in_flight: int = 0
-    """Results still to come while PARKED."""
+    """Results still to come while DRAINING."""
     num_cached_tokens: int = 0
     """Prompt tokens that its first admission found in the cache; recomputing changes nothing here."""
     prompt_logprobs_start: int = 0
@@ -87,6 +87,7 @@ class Request:
         prompt.frombytes(submit.prompt_token_ids.tobytes())
         content = RowContent(submit.prompt_token_ids, submit.sampling)
         salt = submit.cache_salt.encode()
+        root = root_hash(salt) if salt else PLAIN_ROOT_HASH
         requests = [
             cls(
                 request_id=submit.request_id,
@@ -98,7 +99,7 @@ class Request:
                 priority=submit.priority,
                 tenant=submit.tenant,
                 deadline=deadline,
-                blocks=BlockTable(extras={0: (salt,)} if salt else {}),
+                blocks=BlockTable(root),
             )
             for number, seed in zip(submit.numbers.tolist(), submit.seeds.tolist(), strict=True)
         ]

@@ -6,9 +6,8 @@ from array import array
 
 import pytest
 
-from services.enginecore.kv import BlockManager, BlockTable
-from services.enginecore.kv.free_queue import FreeQueue
-from services.enginecore.kv.hashing import extend_hashes
+from services.enginecore.kv import BlockManager, BlockTable, root_hash
+from services.enginecore.kv.pool import BlockPool, FreeQueue
 
 SIZE = 4
 
@@ -33,7 +32,7 @@ def fill(
 
 
 def free_order(manager: BlockManager) -> list[int]:
-    return list(manager._pool._free)
+    return list(manager.snapshot().free)
 
 
 def test_the_free_queue_hands_out_the_least_recently_used_block_first() -> None:
@@ -57,55 +56,63 @@ def test_the_null_block_is_never_handed_out() -> None:
     assert manager.allocate(table, 3 * SIZE + 1) is None
 
 
-def test_a_hash_names_the_whole_prefix_and_the_extras() -> None:
-    def hashes(values: list[int], extras: dict[int, tuple[bytes, ...]] | None = None) -> list[bytes]:
-        found: list[bytes] = []
-        extend_hashes(found, tokens(*values), len(values) // SIZE, SIZE, extras or {})
-        return found
+def hashes_of(
+    values: list[int], extras: dict[int, tuple[bytes, ...]] | None = None, salt: bytes = b""
+) -> list[bytes]:
+    table = BlockTable(root_hash(salt), extras or {})
+    table.extend_hashes(tokens(*values), len(values) // SIZE, SIZE)
+    return table.hashes
 
-    one, other = hashes([1, 2, 3, 4, 5, 6, 7, 8]), hashes([9, 2, 3, 4, 5, 6, 7, 8])
+
+def test_a_hash_names_the_whole_prefix() -> None:
+    one, other = hashes_of([1, 2, 3, 4, 5, 6, 7, 8]), hashes_of([9, 2, 3, 4, 5, 6, 7, 8])
     assert len(one) == 2
     assert all(len(block_hash) == 16 for block_hash in one)
     assert one[0] != other[0]
     assert one[1] != other[1], "equal blocks after different prefixes"
-    assert hashes([1, 2, 3, 4, 5, 6, 7, 8, 9]) == one, "a partial block has no hash"
-    salted = hashes([1, 2, 3, 4, 5, 6, 7, 8], {0: (b"salt",)})
+    assert hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == one, "a partial block has no hash"
+
+
+def test_a_hash_depends_on_the_salt_and_on_extras() -> None:
+    one = hashes_of([1, 2, 3, 4, 5, 6, 7, 8])
+    assert hashes_of([1, 2, 3, 4, 5, 6, 7, 8], salt=b"") == one
+    salted = hashes_of([1, 2, 3, 4, 5, 6, 7, 8], salt=b"salt")
     assert salted[0] != one[0]
     assert salted[1] != one[1], "the salt reaches every block through the chain"
-    image = hashes([1, 2, 3, 4, 5, 6, 7, 8], {1: (b"image",)})
+    image = hashes_of([1, 2, 3, 4, 5, 6, 7, 8], {1: (b"image",)})
     assert (image[0], image[1] != one[1]) == (one[0], True)
-    kinds = [
-        hashes([1, 2, 3, 4], {0: parts}) for parts in ((b"a", b"bc"), (b"ab", b"c"), (b"abc",), (b"abc", b""))
-    ]
-    assert len({kind[0] for kind in kinds}) == 4, (
-        "where one extra ends and the next begins is part of the name"
-    )
+
+
+LISTS_OF_EXTRAS = [(), (b"",), (b"", b""), (b"a", b"bc"), (b"ab", b"c"), (b"abc",), (b"abc", b"")]
+
+
+def test_extras_do_not_run_into_each_other() -> None:
+    roots = {root_hash(*extras) for extras in LISTS_OF_EXTRAS}
+    firsts = {hashes_of([1, 2, 3, 4], {0: extras})[0] for extras in LISTS_OF_EXTRAS}
+    assert len(roots) == len(firsts) == len(LISTS_OF_EXTRAS)
 
 
 def test_choices_share_the_hashes_of_their_prompt_until_one_goes_on() -> None:
     manager = make_manager(30)
     prompt = tokens(*range(3 * SIZE + 2))
-    first, second = BlockTable(extras={0: (b"salt",)}), BlockTable(extras={0: (b"salt",)})
+    first, second = BlockTable(root_hash(b"salt")), BlockTable(root_hash(b"salt"))
     manager.hash_prompt([first, second], prompt, len(prompt))
     assert first.hashes is second.hashes
     longer = tokens(*prompt, 8, 9)
     assert manager.allocate(first, len(longer)) is not None
     manager.cache_full_blocks(first, longer, len(longer))
     assert (len(first.hashes), len(second.hashes)) == (4, 3)
-    alone: list[bytes] = []
-    extend_hashes(alone, longer, 4, SIZE, first.extras)
+    alone = hashes_of(longer.tolist(), salt=b"salt")
     assert first.hashes == alone
     assert second.hashes == alone[:3]
 
 
 def test_hashing_in_parts_is_hashing_at_once() -> None:
     ids = tokens(*range(4 * SIZE + 3))
-    at_once: list[bytes] = []
-    extend_hashes(at_once, ids, 4, SIZE, {})
-    in_parts: list[bytes] = []
+    in_parts = BlockTable()
     for num_blocks in (0, 1, 1, 3, 4):
-        extend_hashes(in_parts, ids, num_blocks, SIZE, {})
-    assert in_parts == at_once
+        in_parts.extend_hashes(ids, num_blocks, SIZE)
+    assert in_parts.hashes == hashes_of(ids.tolist())
 
 
 def test_a_requests_tail_is_evicted_before_its_head_and_blocks_without_content_first() -> None:
@@ -174,15 +181,13 @@ def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
     manager.free(fill(manager, ids))
     holder = BlockTable()
     manager.allocate(holder, SIZE)
-    pool = manager._pool
-    before = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
+    before = manager.snapshot()
     table = BlockTable()
     hits = manager.get_computed_blocks(table, ids)
     assert manager.allocate(table, num_tokens, hits) is None
     assert manager.num_lacking(num_tokens, hits) > 0
     assert (table.block_ids, table.num_hits, table.num_cached) == ([], 0, 0)
-    after = free_order(manager), list(pool._references), dict(pool._hash_to_block), manager.num_cached
-    assert after == before
+    assert manager.snapshot() == before
 
 
 def test_blocks_of_equal_content_have_one_name_between_them() -> None:
@@ -252,9 +257,13 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 def test_the_integrity_check_notices_a_lost_reference() -> None:
     manager = make_manager()
-    table = fill(manager, tokens(*range(SIZE)))
+    fill(manager, tokens(*range(SIZE)))
     with pytest.raises(AssertionError, match="block 1 has 1 references, 0 requests hold it"):
         manager.check_integrity([])
-    manager.free(table)
+
+
+def test_a_block_is_not_released_more_often_than_held() -> None:
+    pool = BlockPool(3)
+    pool.release(pool.take(1))
     with pytest.raises(AssertionError, match="released more often than held"):
-        manager._pool.release([1])
+        pool.release([1])

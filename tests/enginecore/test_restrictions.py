@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.request import Request, RequestState
-from services.enginecore.restrictions import CrashInquiry
+from services.enginecore.restrictions import CrashBisect
 from tests.helpers.scheduling import BLOCK_SIZE, make_request
 from tests.helpers.stack import make_config
 from triptych.errors import EngineFailure
@@ -34,137 +34,137 @@ def end(request: Request) -> None:
     request.state = RequestState.ENDED
 
 
-def crash(inquiry: CrashInquiry, in_flight: Sequence[Request]) -> Request | None:
-    return inquiry.note_crash({request: len(request.token_ids) for request in in_flight})
+def crash(bisect: CrashBisect, in_flight: Sequence[Request]) -> Request | None:
+    return bisect.note_crash({request: len(request.token_ids) for request in in_flight})
 
 
-def in_flight(inquiry: CrashInquiry, alive: Sequence[Request]) -> list[Request]:
+def in_flight(bisect: CrashBisect, alive: Sequence[Request]) -> list[Request]:
     """Everybody who may run does."""
-    inquiry.review()
-    under_test = inquiry.under_test
+    bisect.review()
+    under_test = bisect.under_test
     return [r for r in alive if r.state is not RequestState.ENDED and (under_test is None or r in under_test)]
 
 
-def survive(inquiry: CrashInquiry, group: Sequence[Request], num_tokens: int = PROBATION) -> None:
+def survive(bisect: CrashBisect, group: Sequence[Request], num_tokens: int = PROBATION) -> None:
     """Each of them goes so many tokens further."""
     for request in group:
         request.token_ids.extend([3] * num_tokens)
-    inquiry.review()
+    bisect.review()
 
 
 @given(count=st.integers(1, 70), suspect=st.integers(0, 69))
 def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails(count, suspect) -> None:
-    alive, inquiry = requests(count), CrashInquiry()
+    alive, bisect = requests(count), CrashBisect()
     poison = alive[suspect % count]
     for num_crashes in range(1, 100):
-        while poison not in (group := in_flight(inquiry, alive)):
+        while poison not in (group := in_flight(bisect, alive)):
             assert group, "nobody may run"
-            survive(inquiry, group)
-        convicted = crash(inquiry, group)
+            survive(bisect, group)
+        convicted = crash(bisect, group)
         if convicted is not None:
             assert convicted is poison
             assert num_crashes <= 2 + math.ceil(round(math.log(count, 3), 6))
-            assert inquiry.under_test is None
-            assert not inquiry.is_open
+            assert bisect.under_test is None
+            assert not bisect.has_suspects
             return
     raise AssertionError("never found")
 
 
 def test_a_single_crash_accuses_nobody() -> None:
-    alive, inquiry = requests(1), CrashInquiry()
+    alive, bisect = requests(1), CrashBisect()
     for _ in range(4):
-        assert crash(inquiry, alive) is None
-        assert inquiry.under_test is None
-        survive(inquiry, alive)
-        assert not inquiry.is_open
+        assert crash(bisect, alive) is None
+        assert bisect.under_test is None
+        survive(bisect, alive)
+        assert not bisect.has_suspects
 
 
 def test_a_request_alone_at_two_crashes_is_the_one() -> None:
-    alive, inquiry = requests(1), CrashInquiry()
-    assert crash(inquiry, alive) is None
-    survive(inquiry, alive, PROBATION - 1)
-    assert crash(inquiry, alive) is alive[0]
+    alive, bisect = requests(1), CrashBisect()
+    assert crash(bisect, alive) is None
+    survive(bisect, alive, PROBATION - 1)
+    assert crash(bisect, alive) is alive[0]
 
 
 def test_nobody_is_cleared_by_computing_what_it_had() -> None:
-    (request,), inquiry = requests(1), CrashInquiry()
-    assert inquiry.note_crash({request: 100}) is None
-    survive(inquiry, [request], 100 + PROBATION - 1 - len(request.token_ids))
-    assert inquiry.is_open
-    survive(inquiry, [request], 1)
-    assert not inquiry.is_open
+    (request,), bisect = requests(1), CrashBisect()
+    assert bisect.note_crash({request: 100}) is None
+    survive(bisect, [request], 100 + PROBATION - 1 - len(request.token_ids))
+    assert bisect.has_suspects
+    survive(bisect, [request], 1)
+    assert not bisect.has_suspects
 
 
 def test_a_suspect_that_waits_stays_suspect() -> None:
-    (first, second), inquiry = requests(2), CrashInquiry()
-    crash(inquiry, [first, second])
-    survive(inquiry, [first], 1000)
-    crash(inquiry, [first, second])
-    assert inquiry.under_test == [second]
+    (first, second), bisect = requests(2), CrashBisect()
+    crash(bisect, [first, second])
+    survive(bisect, [first], 1000)
+    crash(bisect, [first, second])
+    assert bisect.under_test == [second]
 
 
 def test_the_only_one_common_to_two_crashes_is_tried_alone_before_it_is_convicted() -> None:
-    (first, second, third), inquiry = requests(3), CrashInquiry()
-    assert crash(inquiry, [first, second]) is None
-    assert crash(inquiry, [second, third]) is None
-    assert inquiry.under_test == [second]
-    survive(inquiry, [second])
-    assert inquiry.under_test is None
-    assert inquiry.is_open, "the others have not gone on yet"
-    survive(inquiry, [first, third])
-    assert not inquiry.is_open
+    (first, second, third), bisect = requests(3), CrashBisect()
+    assert crash(bisect, [first, second]) is None
+    assert crash(bisect, [second, third]) is None
+    assert bisect.under_test == [second]
+    survive(bisect, [second])
+    assert bisect.under_test is None
+    assert bisect.has_suspects, "the others have not gone on yet"
+    survive(bisect, [first, third])
+    assert not bisect.has_suspects
 
 
 def test_crashes_of_different_requests_accuse_nobody() -> None:
-    alive, inquiry = requests(4), CrashInquiry()
-    assert crash(inquiry, alive[:2]) is None
-    assert crash(inquiry, alive[2:]) is None
-    assert inquiry.under_test is None
+    alive, bisect = requests(4), CrashBisect()
+    assert crash(bisect, alive[:2]) is None
+    assert crash(bisect, alive[2:]) is None
+    assert bisect.under_test is None
 
 
 def test_an_idle_workers_crash_changes_nothing() -> None:
-    alive, inquiry = requests(2), CrashInquiry()
-    assert crash(inquiry, []) is None
-    assert not inquiry.is_open
-    crash(inquiry, alive)
-    crash(inquiry, alive)
-    under_test = inquiry.under_test
-    assert crash(inquiry, []) is None
-    assert inquiry.under_test == under_test
+    alive, bisect = requests(2), CrashBisect()
+    assert crash(bisect, []) is None
+    assert not bisect.has_suspects
+    crash(bisect, alive)
+    crash(bisect, alive)
+    under_test = bisect.under_test
+    assert crash(bisect, []) is None
+    assert bisect.under_test == under_test
 
 
 def test_five_crashes_in_a_row_open_a_trial_whatever_came_between() -> None:
-    (suspect, *others), inquiry = requests(6), CrashInquiry()
+    (suspect, *others), bisect = requests(6), CrashBisect()
     for other in others[:4]:
-        assert crash(inquiry, [suspect, other]) is None
-        survive(inquiry, [suspect, other], 100)
-        assert inquiry.under_test is None
-    assert crash(inquiry, [suspect, others[4]]) is None
-    assert inquiry.under_test == [suspect]
-    survive(inquiry, [suspect], 100)
-    assert crash(inquiry, [suspect]) is suspect
+        assert crash(bisect, [suspect, other]) is None
+        survive(bisect, [suspect, other], 100)
+        assert bisect.under_test is None
+    assert crash(bisect, [suspect, others[4]]) is None
+    assert bisect.under_test == [suspect]
+    survive(bisect, [suspect], 100)
+    assert crash(bisect, [suspect]) is suspect
 
 
 def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
     """As happens while an operator's pause keeps the group from running."""
-    (first, second), inquiry = requests(2), CrashInquiry()
-    crash(inquiry, [first, second])
-    crash(inquiry, [first, second])
-    assert inquiry.under_test == [first]
-    assert crash(inquiry, [second]) is second
+    (first, second), bisect = requests(2), CrashBisect()
+    crash(bisect, [first, second])
+    crash(bisect, [first, second])
+    assert bisect.under_test == [first]
+    assert crash(bisect, [second]) is second
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_trial_whose_suspects_have_all_ended_is_over(count) -> None:
-    alive, inquiry = requests(count), CrashInquiry()
-    crash(inquiry, alive)
-    crash(inquiry, alive)
-    while inquiry.under_test:
-        for request in list(inquiry.under_test):
+    alive, bisect = requests(count), CrashBisect()
+    crash(bisect, alive)
+    crash(bisect, alive)
+    while bisect.under_test:
+        for request in list(bisect.under_test):
             end(request)
-        inquiry.review()
+        bisect.review()
     assert all(request.state is RequestState.ENDED for request in alive)
-    assert not inquiry.is_open
+    assert not bisect.has_suspects
 
 
 class DyingWorker:

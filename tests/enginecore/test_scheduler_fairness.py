@@ -16,7 +16,7 @@ def service_of(scheduler: Scheduler, tenant: str, priority: int = 0) -> int:
     """The counter of a tenant that is known."""
     scheduler._states.settle()
     shares = scheduler._states.shares
-    return int(shares.service[shares._levels[priority].accounts[tenant].index])
+    return int(shares.tokens_served[shares._levels[priority].accounts[tenant].index])
 
 
 def admission_order(engine: Engine) -> list[int]:
@@ -225,7 +225,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
     assert len(level.accounts) <= 3, "who has had no more than others is forgotten at once"
     for heap in (level.waiting, level.idle):
         assert len(heap._entries) < 100
-    assert len(shares.service) <= 8
+    assert len(shares.tokens_served) <= 8
 
 
 def test_no_more_debtors_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_without_requests_a_level_forgets_everything() -> None:
     shares = engine.scheduler._states.shares
     assert not shares._levels
     assert not shares.has_rivals
-    assert not shares.service.any()
+    assert not shares.tokens_served.any()
 
 
 def test_what_runs_is_charged_up_to_the_choice() -> None:

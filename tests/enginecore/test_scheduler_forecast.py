@@ -9,8 +9,7 @@ import pytest
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler import StepOutput
-from services.enginecore.scheduler.forecast import FirstTokenForecast
-from services.enginecore.scheduler.pace import EndingPace, StepPace
+from services.enginecore.scheduler.forecast import EndingPace, FirstTokenForecast, StepPace
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DeadlineUnreachable, QueueFull
 

@@ -50,7 +50,7 @@ SAMPLING = st.fixed_dictionaries(
 class NaiveOrder:
     """Who is admitted next, by the rules read aloud: counters in a dict, and a search through all."""
 
-    service: dict[tuple[int, str], int] = field(default_factory=dict)
+    tokens_served: dict[tuple[int, str], int] = field(default_factory=dict)
     last_waited: dict[int, str] = field(default_factory=dict)
     """Priority to the tenant whose waiting requests were the last to come to none."""
     alive: list[Request] = field(default_factory=list)
@@ -62,17 +62,17 @@ class NaiveOrder:
         if all(other.tenant != tenant for other in others):
             floor = 0
             if others:
-                floor = min(self.service[level, other.tenant] for other in others)
+                floor = min(self.tokens_served[level, other.tenant] for other in others)
             elif level in self.last_waited:
-                floor = self.service[level, self.last_waited[level]]
-            self.service[level, tenant] = max(floor, self.service.get((level, tenant), 0))
+                floor = self.tokens_served[level, self.last_waited[level]]
+            self.tokens_served[level, tenant] = max(floor, self.tokens_served.get((level, tenant), 0))
         self.alive.append(request)
 
     def place_of(self, request: Request) -> tuple[int, bool, int, int]:
         """Lower first; those that have run; the tenant served least; the first to come."""
         if request in self.admitted:
             return request.priority, False, 0, request.arrival
-        return request.priority, True, self.service[request.priority, request.tenant], request.arrival
+        return request.priority, True, self.tokens_served[request.priority, request.tenant], request.arrival
 
     def leavers_for(self, request: Request) -> list[Request | None]:
         """Who may make room in a full queue: of each tenant that waits most on the least urgent level the last one
@@ -96,7 +96,7 @@ class NaiveOrder:
             self._note_no_longer_waiting(request)
 
     def charge(self, request: Request, cost: int) -> None:
-        self.service[request.priority, request.tenant] += cost
+        self.tokens_served[request.priority, request.tenant] += cost
 
     def end(self, request: Request) -> None:
         self.alive.remove(request)
@@ -104,7 +104,9 @@ class NaiveOrder:
             self._note_no_longer_waiting(request)
         if all(other.priority != request.priority for other in self.alive):
             self.last_waited.pop(request.priority, None)
-            self.service = {key: cost for key, cost in self.service.items() if key[0] != request.priority}
+            self.tokens_served = {
+                key: cost for key, cost in self.tokens_served.items() if key[0] != request.priority
+            }
 
     def _note_no_longer_waiting(self, request: Request) -> None:
         mine = request.priority, request.tenant
@@ -368,7 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check_integrity()
         assert scheduler.num_in_flight == len(self.engine.plans)
         assert self.order.alive == list(scheduler._states)
-        in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.PARKED)]
+        in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.DRAINING)]
         assert scheduler.requests_in_flight().keys() == set(in_flight if self.engine.plans else [])
         assert scheduler.num_running + scheduler.num_waiting == len(self.expected) - len(self.engine.outcomes)
         for key, tokens in self.engine.tokens.items():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.planner import StepPlanner
-from services.enginecore.scheduler.running_rows import RowColumns, Slots
+from services.enginecore.scheduler.running_rows import RunningRows, Slots
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -372,9 +372,9 @@ def test_victims_preempted_together_are_those_of_one_at_a_time(
 def test_many_victims_are_chosen_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows cross into a new block at once, and none is free."""
     num_looks = 0
-    look = RowColumns.running_order
+    look = RunningRows.running_order
 
-    def counting(rows: RowColumns) -> Slots:
+    def counting(rows: RunningRows) -> Slots:
         nonlocal num_looks
         num_looks += 1
         return look(rows)
@@ -384,7 +384,7 @@ def test_many_victims_are_chosen_in_one_look(monkeypatch: pytest.MonkeyPatch) ->
         scheduler.add(make_request(number, make_prompt(15, number), max_tokens=40))
     scheduler.schedule()
     scheduler.schedule()
-    monkeypatch.setattr(RowColumns, "running_order", counting)
+    monkeypatch.setattr(RunningRows, "running_order", counting)
     scheduler.schedule()
     assert scheduler.counters.num_preemptions == 50
     assert num_looks == 2

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.scheduler.stopping import WatchedTokens
+from services.enginecore.scheduler.running_rows import WatchedTokens
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -362,10 +362,11 @@ def test_watched_tokens_are_those_of_the_living() -> None:
 
 def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
     engine = Engine(make_scheduler())
-    before = dict(engine.scheduler._watched._watchers)
+    watched = engine.scheduler._rows.watched
+    before = len(watched)
     engine.add(make_request(0, [1], stop_token_ids=(5, 6), max_tokens=3))
     engine.run()
-    assert engine.scheduler._watched._watchers == before
+    assert len(watched) == before
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])

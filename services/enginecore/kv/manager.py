@@ -1,4 +1,4 @@
-"""Which request holds which KV blocks, and what of a new one's prompt stands in blocks already."""
+"""Decides which KV blocks a request holds, and finds the cached blocks of a new request's prompt."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.hashing import extend_hashes
-from services.enginecore.kv.pool import BlockPool
+from services.enginecore.kv.pool import BlockPool, PoolSnapshot
 
 
 class BlockManager:
-    """Owned by the scheduler; decides nothing about who runs.
+    """Allocates and caches blocks. The scheduler owns it and decides which requests run.
 
-    Steps run strictly in order on the worker, so a block may be given to another request as soon as its
-    holder is done being planned, whatever is still in flight for it.
+    Steps run strictly in order on the worker. So a block may be given to another request as soon as no further step
+    of its holder will be planned, whatever is still in flight for the holder.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        """`num_blocks` counts the null block."""
+        """Start with all blocks free.
+
+        Args:
+            num_blocks: Number of KV blocks, including the null block.
+            block_size: Tokens per block.
+            enable_prefix_caching: Whether requests share blocks of equal content.
+        """
         self._pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -31,7 +36,7 @@ class BlockManager:
 
     @property
     def room(self) -> int:
-        """A number that grows by at least as much as what any one request lacks falls; see `num_lacking`."""
+        """A bound on change: whenever `num_lacking` of any request falls, this grows by at least as much."""
         return self._pool.num_free + self._pool.num_shareable_gained
 
     @property
@@ -40,7 +45,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content can still be hit."""
+        """Number of free blocks with content that can still be hit."""
         return self._pool.num_cached_free
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -49,49 +54,56 @@ class BlockManager:
     def hash_prompt(
         self, tables: Sequence[BlockTable], token_ids: array[int], num_prompt_tokens: int
     ) -> None:
-        """Name the full blocks of a prompt once, before anyone waits for it.
+        """Hash the full blocks of a prompt once, before it waits.
 
         Args:
-            tables: Of new requests with this prompt and the same extras.
+            tables: Tables of new requests with this prompt, equal roots and equal extras.
+            token_ids: The prompt, and possibly emitted tokens after it.
+            num_prompt_tokens: Length of the prompt.
         """
         if self.enable_prefix_caching:
             first = tables[0]
-            extend_hashes(
-                first.hashes, token_ids, num_prompt_tokens // self.block_size, self.block_size, first.extras
-            )
+            first.extend_hashes(token_ids, num_prompt_tokens // self.block_size, self.block_size)
             for table in tables:
                 table.hashes, table.shares_hashes = first.hashes, len(tables) > 1
 
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
-        """The longest run of cached blocks that holds a prefix of `token_ids`. Holds nothing yet."""
+        """Return the longest run of cached blocks that holds a prefix of `token_ids`. It does not hold them yet."""
         if not self.enable_prefix_caching:
             return []
         num_full = len(token_ids) // self.block_size
         hits: list[int] = []
         while len(hits) < num_full:
             if len(hits) == len(table.hashes):
-                self._extend_hashes(table, token_ids, min(num_full, 2 * len(hits) + 1))
+                table.extend_hashes(token_ids, min(num_full, 2 * len(hits) + 1), self.block_size)
             hits += self._pool.find_run(table.hashes[len(hits) : num_full])
             if len(hits) < len(table.hashes):
                 break
         return hits
 
     def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: int = 0) -> int:
-        """How many more blocks would have to be free, so that a request without blocks could be given all that
-        `num_tokens` need; 0 or less: there is room.
+        """Return how many more blocks must become free before a request without blocks fits; 0 or less: it fits.
 
-        A hit that nobody holds stands in the free queue, so it counts as capacity consumed.
+        A hit that no request holds is in the free queue, so it takes a free block.
 
         Args:
-            num_promised: Free blocks that others are to get.
+            num_tokens: Tokens that the request must have blocks for.
+            hits: Cached blocks that the request shares.
+            num_promised: Free blocks that other requests are to get.
         """
         num_shared = len(hits) - self._pool.num_free_among(hits)
         return self.blocks_for(num_tokens) - num_shared + num_promised - self._pool.num_free
 
     def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
-        """Grow `table` until it holds `num_tokens` tokens; returns the blocks added, hits first.
+        """Grow a table until it holds `num_tokens` tokens.
 
-        `hits` come first in an empty table. None if there are too few blocks: then nothing has changed.
+        Args:
+            table: The request's table; empty if there are hits.
+            num_tokens: Tokens that the table must hold.
+            hits: Cached blocks that the table begins with.
+
+        Returns:
+            The blocks added, hits first. None if there are too few free blocks; then nothing has changed.
         """
         assert not (hits and table.block_ids), "hits can only begin a table"
         num_new = self.blocks_for(num_tokens) - len(table.block_ids) - len(hits)
@@ -107,39 +119,39 @@ class BlockManager:
     def cache_full_blocks(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> None:
         """Let others find the blocks that the first `num_tokens` tokens fill.
 
-        The caller vouches that these tokens are known and that a planned step computes each of them:
-        whoever hits such a block is planned later, so it reads what was written.
+        These tokens must be known, and a planned step must compute each of them. A request that hits such a block is
+        planned later, so it reads what was written.
         """
         num_full = num_tokens // self.block_size
         if num_full <= table.num_cached or not self.enable_prefix_caching:
             return
-        self._extend_hashes(table, token_ids, num_full)
+        table.extend_hashes(token_ids, num_full, self.block_size)
         new = slice(table.num_cached, num_full)
-        self._newly_cached += self._pool.offer(table.block_ids[new], table.hashes[new])
+        self._newly_cached += self._pool.cache(table.block_ids[new], table.hashes[new])
         table.num_cached = num_full
 
     def take_newly_cached(self) -> list[int]:
-        """The blocks offered since the last call; the step now planned is the last that writes to them."""
-        offered, self._newly_cached = self._newly_cached, []
-        return offered
+        """Return the blocks cached since the last call. The step being planned is the last that writes to them."""
+        newly_cached, self._newly_cached = self._newly_cached, []
+        return newly_cached
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Take offers back, for a step that failed."""
+        """Remove blocks from the cache, for a step that failed."""
         for block in blocks:
             self._pool.uncache(block)
 
     def named_blocks(self, table: BlockTable) -> list[int]:
-        """Whatever blocks the cache holds of a table's content; its own may be given back."""
+        """Return the cached blocks with a table's content, which may be other blocks than its own."""
         return self._pool.find_all(table.hashes)
 
     def free(self, table: BlockTable) -> None:
-        """Give all of a request's blocks back, last first, so that its tail is evicted before its head."""
+        """Give back all of a request's blocks, last first, so that its tail is evicted before its head."""
         self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
         table.num_hits = table.num_cached = 0
 
     def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[int]:
-        """Yield, for each table in turn, how many more blocks would be free if it were given back, too."""
+        """Yield for each table in turn how many more blocks would be free if it were given back as well."""
         block_to_references: dict[int, int] = {}
         for table in tables:
             num_freed = 0
@@ -150,25 +162,29 @@ class BlockManager:
             yield num_freed
 
     def reset(self) -> bool:
-        """Forget all cached content; refused (False) while any block is in use."""
+        """Empty the prefix cache. Return False, changing nothing, while any block is in use."""
         if self._pool.num_held:
             return False
-        self._pool.forget_all()
+        self._pool.uncache_all()
         self._newly_cached.clear()
         return True
 
+    def snapshot(self) -> PoolSnapshot:
+        """Copy the state of all blocks."""
+        return self._pool.snapshot()
+
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """`tables`: those of all running requests. Raises AssertionError naming what is off."""
+        """Check every block.
+
+        Args:
+            tables: Tables of all running requests.
+
+        Raises:
+            AssertionError: Names what is wrong.
+        """
         references: Counter[int] = Counter()
         for table in tables:
             assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
-            assert table.num_hits <= table.num_cached <= len(table.block_ids), "more offered than held"
+            assert table.num_hits <= table.num_cached <= len(table.block_ids), "more cached than held"
             references.update(table.block_ids)
         self._pool.check_integrity(references)
-
-    def _extend_hashes(self, table: BlockTable, token_ids: array[int], num_blocks: int) -> None:
-        if num_blocks <= len(table.hashes):
-            return
-        if table.shares_hashes:
-            table.hashes, table.shares_hashes = table.hashes[:], False
-        extend_hashes(table.hashes, token_ids, num_blocks, self.block_size, table.extras)

@@ -1,20 +1,109 @@
-"""All KV blocks: references, content names, and the order in which content is given up."""
+"""All KV blocks: references, the hashes of their content, and the order in which content is evicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from services.enginecore.kv.block_table import NULL_BLOCK
-from services.enginecore.kv.free_queue import FreeQueue
+
+_ABSENT = -1
+
+
+class FreeQueue:
+    """The blocks that no request holds, least recently used first.
+
+    A doubly linked list of block ids in two arrays, with the null block, which is never free, as its sentinel. Every
+    operation on one block is O(1), also in the middle: a hit takes a cached block out of there.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Fill the queue with blocks 1 .. num_blocks - 1, in this order."""
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._size = num_blocks - 1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, block: int) -> bool:
+        return block != NULL_BLOCK and self._next[block] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            yield block
+            block = self._next[block]
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return the `count` least recently used blocks. There must be as many."""
+        assert count <= self._size, f"{count} blocks wanted, {self._size} free"
+        following, previous = self._next, self._previous
+        taken = []
+        block = following[NULL_BLOCK]
+        for _ in range(count):
+            taken.append(block)
+            after = following[block]
+            following[block] = previous[block] = _ABSENT
+            block = after
+        following[NULL_BLOCK] = block
+        previous[block] = NULL_BLOCK
+        self._size -= count
+        return taken
+
+    def remove(self, block: int) -> None:
+        """Take one block out of the queue."""
+        assert block in self, f"block {block} is not free"
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self._next[block] = self._previous[block] = _ABSENT
+        self._size -= 1
+
+    def append(self, block: int) -> None:
+        """Add a block that is taken last."""
+        self._insert(block, before=self._previous[NULL_BLOCK], after=NULL_BLOCK)
+
+    def prepend(self, block: int) -> None:
+        """Add a block that is taken next."""
+        self._insert(block, before=NULL_BLOCK, after=self._next[NULL_BLOCK])
+
+    def check_integrity(self, free: Iterable[int]) -> None:
+        """Check that the queue holds exactly `free`, and that both directions agree."""
+        forwards = list(self)
+        assert len(forwards) == len(set(forwards)) == self._size, "the free queue lost count"
+        assert set(forwards) == set(free), "the free queue is not the set of unreferenced blocks"
+        backwards = []
+        block = self._previous[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            backwards.append(block)
+            block = self._previous[block]
+        assert forwards == backwards[::-1], "the free queue reads differently backwards"
+
+    def _insert(self, block: int, *, before: int, after: int) -> None:
+        assert block not in self, f"block {block} is free already"
+        self._next[before] = self._previous[after] = block
+        self._previous[block], self._next[block] = before, after
+        self._size += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """A copy of the state of a pool, for tests and for debugging."""
+
+    free: tuple[int, ...]
+    """Free blocks, the next to be taken first."""
+    references: tuple[int, ...]
+    """[num_blocks] requests that hold each block."""
+    hash_to_block: dict[bytes, int]
+    """The prefix cache."""
 
 
 class BlockPool:
-    """Owned by a `BlockManager`.
+    """All blocks of the worker's KV cache. A `BlockManager` owns it.
 
-    A block is *held* (referenced) or *free*. A free block may still be *cached*: its content has a name
-    and can be had again until the block is taken for something else. Two blocks of equal content get one
-    name between them, the first one's.
+    A block is *held* (referenced) or *free*. A free block may still be *cached*: its content has a hash and can be
+    hit until the block is taken for something else. Of two blocks with equal content only the first is cached.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,16 +114,16 @@ class BlockPool:
         self._hash_to_block: dict[bytes, int] = {}
         self._num_cached_free = 0
         self.num_shareable_gained = 0
-        """How often, since the start, a block came to be both held and named: hits in it cost no free block."""
+        """Times since the start that a block came to be both held and cached. Hits in such a block cost no free one."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken, the cached ones included."""
+        """Number of blocks that can be taken, the cached ones included."""
         return len(self._free)
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks whose content can still be had."""
+        """Number of free blocks with content that can still be hit."""
         return self._num_cached_free
 
     @property
@@ -42,26 +131,26 @@ class BlockPool:
         return self._num_blocks - 1 - len(self._free)
 
     def find_run(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of these contents, up to the first that there is none of."""
+        """Return the blocks with these hashes, up to the first hash that is not cached."""
         return list(takewhile(bool, map(self._hash_to_block.get, block_hashes)))  # type: ignore[arg-type]
 
     def find_all(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of these contents, as many as there are."""
+        """Return the blocks with these hashes; hashes that are not cached are left out."""
         return list(filter(None, map(self._hash_to_block.get, block_hashes)))
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of them nobody holds."""
+        """Count the blocks that no request holds."""
         return list(map(self._references.__getitem__, blocks)).count(0)
 
     def num_references(self, block: int) -> int:
         return self._references[block]
 
     def take(self, count: int) -> list[int]:
-        """Hold the `count` least recently used free blocks; what was cached in them is forgotten."""
+        """Hold the `count` least recently used free blocks. Their cached content is evicted."""
         taken = self._free.take(count)
         for block in taken:
             if self._block_to_hash[block] is not None:
-                self._forget(block)
+                self._evict(block)
                 self._num_cached_free -= 1
             self._references[block] = 1
         return taken
@@ -76,9 +165,9 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each, in this order.
+        """Give up one reference to each block, in this order.
 
-        Cached ones queue behind all others; ones without content are taken next.
+        Cached blocks queue behind all other free blocks; blocks without content are taken next.
         """
         for block in blocks:
             references = self._references[block] = self._references[block] - 1
@@ -91,52 +180,66 @@ class BlockPool:
                 self._free.append(block)
                 self._num_cached_free += 1
 
-    def offer(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> list[int]:
-        """Name the contents of held blocks, so that others find them; returns those named: a content that has a name
-        already keeps it."""
-        named = []
+    def cache(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> list[int]:
+        """Let others find held blocks by the hashes of their content.
+
+        Returns:
+            The blocks that are cached now. A block is left out if another one with its hash is cached already.
+        """
+        cached = []
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert self._references[block], f"block {block} is offered but not held"
-            assert self._block_to_hash[block] is None, f"block {block} has a name already"
+            assert self._references[block], f"block {block} is to be cached but not held"
+            assert self._block_to_hash[block] is None, f"block {block} is cached already"
             if block_hash not in self._hash_to_block:
                 self._block_to_hash[block] = block_hash
                 self._hash_to_block[block_hash] = block
-                named.append(block)
-        self.num_shareable_gained += len(named)
-        return named
+                cached.append(block)
+        self.num_shareable_gained += len(cached)
+        return cached
 
     def uncache(self, block: int) -> None:
-        """Take a block's name back: nobody finds it any more. Its holders keep it."""
+        """Remove a block from the cache, so that no further request finds it. Its holders keep it."""
         if self._block_to_hash[block] is None:
             return
-        self._forget(block)
+        self._evict(block)
         if not self._references[block]:
             self._num_cached_free -= 1
             self._free.remove(block)
             self._free.prepend(block)
 
-    def forget_all(self) -> None:
-        """Drop every name, for a worker whose blocks are gone. No block may be held."""
+    def uncache_all(self) -> None:
+        """Empty the cache, for a worker that lost its blocks. No block may be held."""
         assert not self.num_held, f"{self.num_held} blocks are in use"
         self._block_to_hash = [None] * self._num_blocks
         self._hash_to_block.clear()
         self._num_cached_free = 0
 
+    def snapshot(self) -> PoolSnapshot:
+        """Copy everything. Takes time in proportion to the number of blocks."""
+        return PoolSnapshot(tuple(self._free), tuple(self._references), dict(self._hash_to_block))
+
     def check_integrity(self, references: dict[int, int]) -> None:
-        """`references`: block -> how many requests hold it, as counted by their owner."""
+        """Check every block.
+
+        Args:
+            references: Block to the number of requests that hold it, as counted by their owner.
+
+        Raises:
+            AssertionError: Names the block and what is wrong with it.
+        """
         blocks = range(1, self._num_blocks)
         assert self._references[NULL_BLOCK] == 0, "the null block is held"
-        assert self._block_to_hash[NULL_BLOCK] is None, "the null block has a name"
+        assert self._block_to_hash[NULL_BLOCK] is None, "the null block is cached"
         for block in blocks:
             counted, noted = references.get(block, 0), self._references[block]
             assert counted == noted, f"block {block} has {noted} references, {counted} requests hold it"
         self._free.check_integrity(block for block in blocks if not self._references[block])
-        names = {name: block for block, name in enumerate(self._block_to_hash) if name is not None}
-        assert names == self._hash_to_block, "names and blocks disagree"
-        cached_free = sum(block in self._free for block in names.values())
-        assert cached_free == self._num_cached_free, "the count of cached free blocks is off"
+        hashes = {name: block for block, name in enumerate(self._block_to_hash) if name is not None}
+        assert hashes == self._hash_to_block, "hashes and blocks disagree"
+        cached_free = sum(block in self._free for block in hashes.values())
+        assert cached_free == self._num_cached_free, "the count of cached free blocks is wrong"
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         block_hash = self._block_to_hash[block]
         assert block_hash is not None
         del self._hash_to_block[block_hash]

@@ -166,7 +166,7 @@ class Admission:
         )
 
     def _retry_after_s(self, states: RequestStates) -> float:
-        return self.forecast.endings.refuse(states.num_seats)
+        return self.forecast.endings.refuse(states.num_usable_rows)
 
     def _check_deadline(self, request: Request, states: RequestStates, remaining_s: float) -> None:
         """What has expired already is not refused here: it ends as expired."""

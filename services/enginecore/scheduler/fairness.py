@@ -13,7 +13,7 @@ import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.running_rows import Ints, RowColumns
+from services.enginecore.scheduler.running_rows import Ints, RunningRows
 
 OUTPUT_WEIGHT = 2  # of a prompt token's cost; the paper's, and the usual ratio of prices
 _MOST_IDLE = 1024  # tenants remembered per level after their last request, for what they have had
@@ -64,7 +64,7 @@ class FairShares:
     """
 
     def __init__(self) -> None:
-        self.service: Ints = np.zeros(8, np.int64)
+        self.tokens_served: Ints = np.zeros(8, np.int64)
         """[accounts] what each has had, in prompt tokens; a request has the index."""
         self._priority: Ints = np.zeros(8, np.int64)
         """[accounts]"""
@@ -72,7 +72,7 @@ class FairShares:
         """[accounts] requests alive that are not admitted yet; a preempted request does not wait for its share."""
         self._num_waiting_tokens: Ints = np.zeros(8, np.int64)
         """[accounts] theirs."""
-        self._free_indices = list(range(len(self.service)))
+        self._free_indices = list(range(len(self.tokens_served)))
         self._levels: dict[int, _Level] = {}
         self._accounts: dict[int, _Account] = {}
 
@@ -93,21 +93,23 @@ class FairShares:
         level.idle.discard(account)
         account.num_alive += 1
         level.num_alive += 1
-        request.account = account.index
+        request.tenant_index = account.index
 
     def enqueue(self, request: Request) -> None:
         """A request waits for its first admission. A tenant that had none waiting is lifted to the least
         served that has: idling saves nothing up. The counters must be settled."""
-        account = self._accounts[request.account]
+        account = self._accounts[request.tenant_index]
         if not self._num_waiting[account.index]:
-            self.service[account.index] = max(self._floor(account.level), self.service[account.index])
+            self.tokens_served[account.index] = max(
+                self._floor(account.level), self.tokens_served[account.index]
+            )
             account.level.waiting.push(account)
         self._num_waiting[account.index] += 1
         self._num_waiting_tokens[account.index] += len(request.token_ids)
 
     def dequeue(self, request: Request) -> None:
         """It has been admitted for the first time, or ends before that."""
-        account = self._accounts[request.account]
+        account = self._accounts[request.tenant_index]
         self._num_waiting[account.index] -= 1
         self._num_waiting_tokens[account.index] -= len(request.token_ids)
         if not self._num_waiting[account.index]:
@@ -116,7 +118,7 @@ class FairShares:
 
     def close(self, request: Request) -> None:
         """A request has ended, and does not wait any more. A level without requests forgets everything."""
-        account = self._accounts[request.account]
+        account = self._accounts[request.tenant_index]
         level = account.level
         account.num_alive -= 1
         level.num_alive -= 1
@@ -129,7 +131,7 @@ class FairShares:
             return
         floor = self._floor(level)
         while (least := level.idle.peek()) is not None:
-            if self.service[least.index] > floor and len(level.idle) <= _MOST_IDLE:
+            if self.tokens_served[least.index] > floor and len(level.idle) <= _MOST_IDLE:
                 break
             self._forget(least)
 
@@ -149,12 +151,14 @@ class FairShares:
         return WaitingTenant(level.priority, account.index, int(self._num_waiting[account.index]))
 
     def charge(self, request: Request, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        self.service[request.account] += num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
+        self.tokens_served[request.tenant_index] += num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
 
-    def settle(self, rows: RowColumns) -> None:
+    def settle(self, rows: RunningRows) -> None:
         """Charge what the running rows have put out since the last time; before counters are compared."""
         slots = rows.running_order()
-        np.add.at(self.service, rows.account[slots], OUTPUT_WEIGHT * rows.take_tokens_to_charge(slots))
+        np.add.at(
+            self.tokens_served, rows.tenant_index[slots], OUTPUT_WEIGHT * rows.take_tokens_to_charge(slots)
+        )
 
     def ahead_of(self, priority: int, tenant: str) -> tuple[int, int]:
         """Requests that have never run and would be admitted before one more of this tenant, and their tokens.
@@ -167,7 +171,7 @@ class FairShares:
         sizes = self._num_waiting_tokens[waiting] / counts
         level = self._levels.get(priority)
         if level is not None:
-            gaps = self._place_behind_own(level, tenant) - self.service[waiting]
+            gaps = self._place_behind_own(level, tenant) - self.tokens_served[waiting]
             before = np.where(gaps >= 0, gaps // sizes + 1, 0).astype(np.int64)
             is_rival = self._priority[waiting] == priority
             if (own := level.accounts.get(tenant)) is not None:
@@ -179,21 +183,21 @@ class FairShares:
         """`requests`: all alive. Raises AssertionError naming what is off."""
         used = set(self._accounts)
         assert not used & set(self._free_indices), "an account is free and in use"
-        assert len(used) + len(self._free_indices) == len(self.service), "an account is lost"
+        assert len(used) + len(self._free_indices) == len(self.tokens_served), "an account is lost"
         assert sum(len(level.accounts) for level in self._levels.values()) == len(used), (
             "an account has no level"
         )
         waiting: dict[int, list[int]] = {index: [] for index in used}
         num_alive = dict.fromkeys(used, 0)
         for request in requests:
-            account = self._accounts[request.account]
+            account = self._accounts[request.tenant_index]
             mine = account.level.priority, account.tenant
             assert mine == (request.priority, request.tenant), (
                 f"request {request.request_id} has another's account"
             )
-            num_alive[request.account] += 1
+            num_alive[request.tenant_index] += 1
             if not request.was_admitted:
-                waiting[request.account].append(len(request.token_ids))
+                waiting[request.tenant_index].append(len(request.token_ids))
         for index, account in self._accounts.items():
             name, lengths = f"tenant {account.tenant!r}", waiting[index]
             counted = num_alive[index], len(lengths), sum(lengths)
@@ -203,26 +207,33 @@ class FairShares:
             assert (account in account.level.waiting) == bool(lengths), f"{name} waits wrongly"
 
     def _place(self, account: _Account) -> Key:
-        return int(self.service[account.index]), account.index
+        return int(self.tokens_served[account.index]), account.index
 
     def _place_behind_own(self, level: _Level, tenant: str) -> int:
         """The counter at which one more request of this tenant is its first."""
         account, floor = level.accounts.get(tenant), self._floor(level)
         if account is None:
             return floor
-        return max(floor, int(self.service[account.index])) + int(self._num_waiting_tokens[account.index])
+        return max(floor, int(self.tokens_served[account.index])) + int(
+            self._num_waiting_tokens[account.index]
+        )
 
     def _floor(self, level: _Level) -> int:
         """The least service of those that wait; of the last that did where nobody waits. Never falls."""
         account = level.waiting.peek() or level.last_waited
-        return level.last_floor if account is None else int(self.service[account.index])
+        return level.last_floor if account is None else int(self.tokens_served[account.index])
 
     def _create(self, level: _Level, tenant: str) -> _Account:
         if not self._free_indices:
-            size = len(self.service)
-            self.service, self._priority, self._num_waiting, self._num_waiting_tokens = (
+            size = len(self.tokens_served)
+            self.tokens_served, self._priority, self._num_waiting, self._num_waiting_tokens = (
                 np.concatenate([column, np.zeros(size, np.int64)])
-                for column in (self.service, self._priority, self._num_waiting, self._num_waiting_tokens)
+                for column in (
+                    self.tokens_served,
+                    self._priority,
+                    self._num_waiting,
+                    self._num_waiting_tokens,
+                )
             )
             self._free_indices.extend(range(size, 2 * size))
         account = _Account(tenant, self._free_indices.pop(), level)
@@ -234,11 +245,11 @@ class FairShares:
         level = account.level
         level.idle.discard(account)
         if level.last_waited is account:
-            level.last_waited, level.last_floor = None, int(self.service[account.index])
+            level.last_waited, level.last_floor = None, int(self.tokens_served[account.index])
         del level.accounts[account.tenant]
         self._free(account)
 
     def _free(self, account: _Account) -> None:
         del self._accounts[account.index]
-        self.service[account.index] = 0
+        self.tokens_served[account.index] = 0
         self._free_indices.append(account.index)

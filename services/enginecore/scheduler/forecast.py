@@ -1,44 +1,127 @@
-"""When a request that came now would have its first token."""
+"""Predicts when a request that came now would have its first token, from what the engine has measured."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from services.enginecore.request import Request
-from services.enginecore.scheduler.pace import EndingPace, StepPace
+from services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
 from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.step_builder import LONG_SHARE, most_short
 from triptych.config import SchedulerConfig
 
-_LEAST_STEPS = 16  # measured before anything is predicted
-_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold
+_MIN_STEPS = 16  # measured before anything is predicted
+_ADMISSION_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold
+_RUN_WEIGHT = 0.1  # of the latest run in the moving average: it forgets half within 7 endings
+_STEP_WEIGHT = 0.1  # of the latest step among those of its size
+_UNMEASURED_S = 1.0  # between two endings, before any request has ended
+_MIN_RETRY_S, _MAX_RETRY_S = 0.05, 30.0  # that a client refused for a full queue is asked to wait
+
+
+class EndingPace:
+    """How often a row becomes free. n rows whose requests run for t seconds free n / t rows a second (Little's law).
+
+    So an hour without requests changes nothing, and the first burst after it is judged by what ran before.
+    """
+
+    def __init__(self) -> None:
+        self._run_s: float | None = None
+        self._num_refused = 0
+
+    def note_ending(self, ran_s: float | None) -> None:
+        """Take in that a request has ended.
+
+        Args:
+            ran_s: Seconds since its first admission; None if it never ran.
+        """
+        self._num_refused = 0
+        if ran_s is not None:
+            average = ran_s if self._run_s is None else self._run_s
+            self._run_s = average + _RUN_WEIGHT * (ran_s - average)
+
+    def interval_s(self, num_rows: int) -> float | None:
+        """Return the seconds from one ending to the next while so many rows run; None before any request has ended."""
+        return None if self._run_s is None else self._run_s / num_rows
+
+    def refuse(self, num_rows: int) -> float:
+        """Return the seconds after which one more refused client may find a place.
+
+        The k-th client refused since the last ending is asked to come back after k intervals, so that they do not all
+        return at once.
+        """
+        self._num_refused += 1
+        interval = self.interval_s(num_rows)
+        retry_after_s = self._num_refused * (_UNMEASURED_S if interval is None else interval)
+        return min(max(retry_after_s, _MIN_RETRY_S), _MAX_RETRY_S)
+
+
+class StepPace:
+    """How long a step of so many tokens takes: averages by size, in classes of doubling width, with straight lines
+    between them. Common sizes do not push out the measurements of rare ones."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._classes: dict[int, tuple[float, float]] = {}
+        """bit length of the size -> average size, average seconds"""
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Take in the duration of one step."""
+        self.num_steps += 1
+        key = num_tokens.bit_length()
+        size, average = self._classes.get(key, (num_tokens, seconds))
+        self._classes[key] = (
+            size + _STEP_WEIGHT * (num_tokens - size),
+            average + _STEP_WEIGHT * (seconds - average),
+        )
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the expected seconds of a step of so many tokens. At least one step must have been measured.
+
+        Above the largest size measured, the line from the smallest to the largest size is continued. Where only one
+        size is known, every size takes as long.
+        """
+        points = sorted(self._classes.values())
+        above = bisect_left(points, (num_tokens, 0.0))
+        if above == 0:
+            return points[0][1]
+        (low, low_s), (high, high_s) = (
+            (points[0], points[-1]) if above == len(points) else (points[above - 1], points[above])
+        )
+        slope = (high_s - low_s) / (high - low) if high > low else 0.0
+        return low_s + max(slope, 0.0) * (num_tokens - low)
 
 
 class FirstTokenForecast:
-    """Owned by the admission; nobody moves because of it.
+    """Predicts the wait for a first token. The admission owns it; it moves no request.
 
-    It leans towards hope: requests still to come and preemptions cost nothing, and rows and budget are waited
-    for side by side. How long requests will run is taken from those that ended lately.
+    It is optimistic: requests still to come and preemptions cost nothing, and the waits for a row and for the token
+    budget overlap. How long requests will run is taken from those that ended lately.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.steps = StepPace()
         self.endings = EndingPace()
         self._budget = config.max_num_batched_tokens
-        self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        self._most_short = most_short(config)
+        self._max_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._max_short = max_short_tokens(config)
         self._computed_share = 1.0
 
     def note_admitted(self, num_tokens: int, num_computed_tokens: int) -> None:
-        """A request was admitted for the first time; the cache held `num_computed_tokens` of its tokens."""
+        """Take in that a request was admitted for the first time.
+
+        Args:
+            num_tokens: Tokens of the request.
+            num_computed_tokens: Tokens among them that the cache held.
+        """
         share = 1.0 - num_computed_tokens / num_tokens
-        self._computed_share += _WEIGHT * (share - self._computed_share)
+        self._computed_share += _ADMISSION_WEIGHT * (share - self._computed_share)
 
     def wait_s(self, request: Request, states: RequestStates) -> float | None:
-        """Seconds to the first token of a request that is not in the roster yet.
+        """Return the seconds to the first token of a request that has not been added yet.
 
-        None where nothing can be said: too few steps are measured, or the engine is idle. It tries whatever
-        comes first then, and so a measurement that was wrong mends itself.
+        None where nothing can be said: too few steps are measured, or the engine is idle. Then the request is tried in
+        any case, so a wrong measurement corrects itself.
         """
-        if self.steps.num_steps < _LEAST_STEPS or not len(states):
+        if self.steps.num_steps < _MIN_STEPS or not len(states):
             return None
         num_ahead, num_tokens_ahead = self._ahead_of(request, states)
         num_running = len(states.rows.slot_to_request)
@@ -46,16 +129,16 @@ class FirstTokenForecast:
         num_hits = len(states.cached_blocks(request)) * states.blocks.block_size
         num_own = max(len(request.token_ids) - num_hits, 1)
         for_budget = self._prefill_s(num_short + num_long + num_tokens_ahead + num_own, num_running)
-        if num_long and num_own <= self._most_short:
+        if num_long and num_own <= self._max_short:
             for_budget = min(
                 for_budget, self._beside_long_s(num_tokens_ahead + num_own, num_running + num_short)
             )
-        num_endings = max(num_running + num_ahead + 1 - states.num_seats, 0)
-        for_seat = num_endings * (self.endings.interval_s(states.num_seats) or 0.0)
-        return max(for_budget, for_seat + self._chunks_s(num_own, num_running))
+        num_endings = max(num_running + num_ahead + 1 - states.num_usable_rows, 0)
+        for_row = num_endings * (self.endings.interval_s(states.num_usable_rows) or 0.0)
+        return max(for_budget, for_row + self._chunks_s(num_own, num_running))
 
     def _ahead_of(self, request: Request, states: RequestStates) -> tuple[int, int]:
-        """Requests that come before it, and how many of their tokens must be computed."""
+        """Return the requests that are admitted before this one, and how many of their tokens must be computed."""
         states.settle()
         num_requests, num_tokens = states.shares.ahead_of(request.priority, request.tenant)
         num_returning, num_returning_tokens = states.waiting.returning_ahead(request.priority)
@@ -68,10 +151,14 @@ class FirstTokenForecast:
         return num_requests, num_tokens
 
     def _prefilling(self, request: Request, states: RequestStates) -> tuple[int, int]:
-        """Prompt tokens that short prompts which run still want, and that long ones do which come before it."""
+        """Return the prompt tokens that running requests still want.
+
+        Returns:
+            Tokens of short prompts, and tokens of the long prompts that are as urgent as this request at least.
+        """
         slots = states.rows.running_order()
         wanted = states.rows.wanted(slots)
-        is_long = wanted > self._most_short
+        is_long = wanted > self._max_short
         num_long = 0
         for slot, count in zip(slots[is_long].tolist(), wanted[is_long].tolist(), strict=True):
             if states.rows.slot_to_request[slot].priority <= request.priority:
@@ -79,20 +166,20 @@ class FirstTokenForecast:
         return int(wanted[(wanted > 1) & ~is_long].sum()), num_long
 
     def _beside_long_s(self, num_tokens: int, num_others: int) -> float:
-        """Seconds to compute so many tokens in what long prompts leave."""
+        """Return the seconds to compute so many tokens in the part of each step that long prompts leave."""
         room = max((self._budget - num_others) // LONG_SHARE, 1)
         return -(-num_tokens // room) * self.steps.seconds(self._budget)
 
     def _prefill_s(self, num_tokens: int, num_decoding: int) -> float:
-        """Seconds to compute so many prompt tokens beside rows that decode."""
+        """Return the seconds to compute so many prompt tokens beside rows that decode."""
         room = max(self._budget - num_decoding, 1)
         num_full, rest = divmod(num_tokens, room)
         last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0
         return num_full * self.steps.seconds(self._budget) + last_s
 
     def _chunks_s(self, num_tokens: int, num_decoding: int) -> float:
-        """The same for one request alone, which may take only so much of a step."""
-        chunk = min(max(self._budget - num_decoding, 1), self._most_per_request)
+        """Return the seconds to compute so many tokens of one request, which may take only a part of each step."""
+        chunk = min(max(self._budget - num_decoding, 1), self._max_per_request)
         num_full, rest = divmod(num_tokens, chunk)
         last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0
         return num_full * self.steps.seconds(num_decoding + chunk) + last_s

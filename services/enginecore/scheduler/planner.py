@@ -13,6 +13,8 @@ Where more is wanted than the budget of a step:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -20,17 +22,111 @@ import numpy as np
 from services.enginecore.request import Request
 from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Ints, Slots
-from services.enginecore.scheduler.step_builder import LONG_SHARE, StepBuilder, most_short, share_budget
 from triptych.config import SchedulerConfig
+from triptych.types.step import U32, NewRow, StepPlan, empty_u32
 
-_MOST_LOOKED_UP = 8192
+LONG_SHARE = 4
+"""A prompt that wants more than this part of a step is long, and leaves this part of its tokens to those that wait."""
+
+
+_MAX_LOOKED_UP = 8192
 """Cached blocks that the requests admitted in one step find, the last of them apart: a quarter of a microsecond each.
 Counted, not timed, so that a journal can be replayed."""
 
 
-_MOST_NEW_BYTES = 8 << 20
+_MAX_NEW_BYTES = 8 << 20
 """Of the new rows of one step, the last of them apart, which takes `MAX_SUBMIT_BYTES` and its block ids at most. So a
 step stays far below the 64 MiB of a message, whatever clients send."""
+
+
+def max_short_tokens(config: SchedulerConfig) -> int:
+    """The most tokens that a row may want of one step and not be long."""
+    return max(config.max_num_batched_tokens // LONG_SHARE, 1)
+
+
+def share_budget(wanted: Ints, budget: int) -> Ints:
+    """What each row gets of `budget` tokens, first come, first served: [len(wanted)]."""
+    if wanted.sum() <= budget:
+        return wanted
+    wanted_before = wanted.cumsum() - wanted
+    return np.clip(budget - wanted_before, 0, wanted)
+
+
+@dataclass(slots=True, eq=False)
+class StepBuilder:
+    """Owned by one call of `Scheduler.schedule`."""
+
+    slots: Slots
+    """[r] rows that were running before this step, in running order."""
+    wanted: Ints
+    """[r] tokens that each could compute."""
+    counts: Ints
+    """[r] tokens that each computes; 0 skips it."""
+    ends: Ints
+    """[r] where that leaves its computed count."""
+    budget: int
+    """Tokens left."""
+    num_preempted: int
+    """Requests that had to make room."""
+    num_reserved: int
+    """Tokens of `budget` that long prompts leave to those that wait."""
+    block_slots: list[int] = field(default_factory=list)
+    """[b] the running rows that grow, once per block."""
+    block_ids: list[int] = field(default_factory=list)
+    """[b] the blocks that they grow by."""
+    admitted: list[Request] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    """Parallel to `admitted`."""
+    new_counts: list[int] = field(default_factory=list)
+    num_new_bytes: int = 0
+    """What the new rows and their contents take in a message, at most."""
+    _content_ids: set[int] = field(default_factory=set)
+    """id() of each content that is counted."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.new_rows and not self.counts.any()
+
+    def add_row(self, request: Request, row: NewRow, count: int) -> None:
+        """A request that enters and computes `count` tokens at once."""
+        self.admitted.append(request)
+        self.new_rows.append(row)
+        self.new_counts.append(count)
+        self.budget -= count
+        self.num_new_bytes += row.num_bytes
+        if id(row.content) not in self._content_ids:
+            self._content_ids.add(id(row.content))
+            self.num_new_bytes += row.content.num_bytes
+
+    def close(self) -> None:
+        """Let the new rows stand in the columns beside the others."""
+        if self.new_rows:
+            starts = [row.num_computed_tokens for row in self.new_rows]
+            counts = np.array(self.new_counts, np.int64)
+            self.slots = np.concatenate([self.slots, np.array([row.slot for row in self.new_rows], np.intp)])
+            self.counts = np.concatenate([self.counts, counts])
+            self.ends = np.concatenate([self.ends, counts + np.array(starts, np.int64)])
+
+    def to_plan(self, step_id: int, last_result_seen: int, removed_slots: Sequence[int]) -> StepPlan:
+        """The closed draft as the worker takes it: only what is not one token per row is spelled out."""
+        chunk_slots = chunk_lengths = skipped_slots = empty_u32()
+        if (self.counts != 1).any():
+            is_chunk, is_skipped = self.counts > 1, self.counts == 0
+            chunk_slots = _column(self.slots[is_chunk])
+            chunk_lengths = _column(self.counts[is_chunk])
+            skipped_slots = _column(self.slots[is_skipped])
+        return StepPlan(
+            step_id=step_id,
+            last_result_seen=last_result_seen,
+            removed_slots=_column(removed_slots),
+            new_rows=tuple(self.new_rows),
+            chunk_slots=chunk_slots,
+            chunk_lengths=chunk_lengths,
+            skipped_slots=skipped_slots,
+            block_slots=_column(self.block_slots),
+            block_ids=_column(self.block_ids),
+            num_tokens=int(self.counts.sum()),
+        )
 
 
 class StepPlanner:
@@ -42,8 +138,8 @@ class StepPlanner:
         self._states = states
         self._block_size = block_size
         # A request takes at most this much of a step; the budget alone limits where no threshold is set.
-        self._most_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        self._most_short = most_short(config)
+        self._max_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._max_short = max_short_tokens(config)
         self._blocked: tuple[int, int] = (-1, 0)
         """Arrival of the last request that blocks were too few for, and the room in which it may fit."""
 
@@ -78,7 +174,7 @@ class StepPlanner:
         num_preempted = 0
         while True:
             slots = rows.running_order()  # [r], like all that follows
-            wanted = np.minimum(rows.wanted(slots), self._most_per_request)
+            wanted = np.minimum(rows.wanted(slots), self._max_per_request)
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends = rows.computed[slots] + counts
             lacking = ends - rows.capacity[slots]
@@ -103,7 +199,7 @@ class StepPlanner:
         budget = self._config.max_num_batched_tokens
         if wanted.sum() < budget:
             return wanted, 0
-        is_long = wanted > self._most_short
+        is_long = wanted > self._max_short
         if not is_long.any():
             return share_budget(wanted, budget), 0
         counts = share_budget(np.where(is_long, 0, wanted), budget)
@@ -179,7 +275,7 @@ class StepPlanner:
         num_promised = states.rows.num_promised_blocks()
         num_looked_up = 0
         while build.budget and states.rows.num_free:
-            if num_looked_up >= _MOST_LOOKED_UP or build.num_new_bytes >= _MOST_NEW_BYTES:
+            if num_looked_up >= _MAX_LOOKED_UP or build.num_new_bytes >= _MAX_NEW_BYTES:
                 break
             request = states.waiting.peek(pass_over_long=num_long_left <= 0)
             if request is None:
@@ -193,7 +289,7 @@ class StepPlanner:
             num_known = len(request.token_ids)
             # A sequence that is cached whole still needs its last token computed, for the logits.
             num_computed = min(len(hits) * self._block_size, num_known - 1)
-            count = min(num_known - num_computed, self._most_per_request)
+            count = min(num_known - num_computed, self._max_per_request)
             if count > build.budget and not self._config.enable_chunked_prefill:
                 break
             # All of it must fit before its first chunk runs, beside the later chunks of those that run, or long prompts
@@ -204,7 +300,7 @@ class StepPlanner:
                 states.is_short_of_blocks = True
                 break
             count = min(count, build.budget)
-            num_long_left -= num_known - num_computed > self._most_per_request
+            num_long_left -= num_known - num_computed > self._max_per_request
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
             num_promised += blocks.blocks_for(num_known) - len(request.blocks.block_ids)
 
@@ -213,8 +309,17 @@ class StepPlanner:
         if not (most := self._config.max_long_partial_prefills):
             return inf
         wanted = self._states.rows.wanted(build.slots)
-        return most - int(np.count_nonzero(wanted > self._most_per_request))
+        return most - int(np.count_nonzero(wanted > self._max_per_request))
 
 
 def _by_urgency(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
+
+
+def _column(values: Sequence[int] | Ints | Slots) -> U32:
+    """A read-only copy as u32."""
+    if not len(values):
+        return empty_u32()
+    column = np.array(values, np.uint32)
+    column.flags.writeable = False
+    return column

@@ -10,8 +10,7 @@ import numpy as np
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.fairness import FairShares
-from services.enginecore.scheduler.running_rows import Ints, RowColumns, Slots
-from services.enginecore.scheduler.stopping import WatchedTokens
+from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
 from services.enginecore.scheduler.waiting_queue import WaitingQueue
 from triptych.types.step import NewRow, empty_u32
 
@@ -24,21 +23,19 @@ class RequestStates:
               |<---- requeue ------|
               |                    | preempt
               '----- parked <------'
-            unpark    while its results are in flight
+            finish_draining    while its results are in flight
     """
 
     def __init__(
         self,
         *,
-        rows: RowColumns,
+        rows: RunningRows,
         blocks: BlockManager,
-        watched: WatchedTokens,
         long_prompt_tokens: int | None = None,
     ) -> None:
         """Prompts of more than `long_prompt_tokens` may be passed over by shorter ones; None: none may."""
         self.rows = rows
         self.blocks = blocks
-        self.watched = watched
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares, long_prompt_tokens)
         self.draining: dict[tuple[int, int], Request] = {}
@@ -66,7 +63,7 @@ class RequestStates:
         return list(self.rows.slot_to_request.values())
 
     @property
-    def num_seats(self) -> int:
+    def num_usable_rows(self) -> int:
         """Requests that can run at once: one for each row, or as many as run now while blocks are short."""
         return max(len(self.rows.slot_to_request), 1) if self.is_short_of_blocks else len(self.rows.known)
 
@@ -135,7 +132,6 @@ class RequestStates:
         assert allocated is not None, "admitted without room"
         self.blocks.cache_full_blocks(table, request.token_ids, num_tokens)
         self.rows.place(request, num_computed_tokens)
-        self.watched.add(request.sampling.stop_token_ids)
         emitted = request.token_ids[request.num_prompt_tokens :]
         emitted_token_ids = np.array(emitted, np.uint32) if emitted else empty_u32()
         block_ids = np.array(table.block_ids, np.uint32)
@@ -186,12 +182,12 @@ class RequestStates:
         they end it."""
         self._take_off(request)
         if request.num_in_flight:
-            request.state = RequestState.PARKED
+            request.state = RequestState.DRAINING
             self.draining[request.slot, request.slot_version] = request
         else:
             self._wait(request)
 
-    def unpark(self, request: Request) -> None:
+    def finish_draining(self, request: Request) -> None:
         """Let a parked request wait for admission; what is still in flight for it is nobody's."""
         del self.draining[request.slot, request.slot_version]
         self._wait(request)
@@ -212,7 +208,7 @@ class RequestStates:
         """A request leaves, wherever it stands. `is_trusted`: its blocks hold what was planned."""
         if request.state is RequestState.RUNNING:
             self._take_off(request, is_trusted=is_trusted)
-        elif request.state is RequestState.PARKED:
+        elif request.state is RequestState.DRAINING:
             del self.draining[request.slot, request.slot_version]
         else:
             self.waiting.remove(request)
@@ -243,7 +239,7 @@ class RequestStates:
                 assert self.rows.slot_to_request.get(request.slot) is request, f"{name} has no row"
                 continue
             assert not request.blocks.block_ids, f"{name} holds blocks and does not run"
-            if request.state is RequestState.PARKED:
+            if request.state is RequestState.DRAINING:
                 assert self.draining.get((request.slot, request.slot_version)) is request, (
                     f"{name} is not parked"
                 )
@@ -261,7 +257,6 @@ class RequestStates:
             num_filled = min(num_computed_tokens, len(request.token_ids))
             self.blocks.cache_full_blocks(request.blocks, request.token_ids, num_filled)
         self.blocks.free(request.blocks)
-        self.watched.discard(request.sampling.stop_token_ids)
         self.removed_slots.append(request.slot)
 
     def _wait(self, request: Request) -> None:

@@ -1,7 +1,9 @@
-"""The counters of the running requests: numpy columns, one entry per slot."""
+"""The counters of the running requests, as numpy columns with one entry per slot."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -14,48 +16,58 @@ Ints = NDArray[np.int64]
 Slots = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
+_NO_TOKEN = 0xFFFFFFFF  # outside of every vocabulary; keeps the table of watched tokens from being empty
 
-class RowColumns:
-    """Owned by the scheduler. A decode step reads and writes these columns and touches no `Request`.
+
+class RunningRows:
+    """Columns of counters, one entry per slot of the worker. The scheduler owns them.
+
+    A decode step reads and writes these columns and touches no `Request`.
 
     One request that decodes with two steps in flight (p = prompt, o = output, ? = placeholder):
 
         position   0  1  2  3  4  5  6  7  8  9
         token      p  p  p  p  o  o  ?  ?
                                      |     |  |
-                           known = 6 ┘     |  └ last = 9, where the last token that it may have stands
-                               horizon = 8 ┘
-        computed = 7: steps that are sent compute the KV of every position below
+                           known = 6 ┘     |  └ last = 9, the position of the last token that it may have
+                          num_expected = 8 ┘
+        computed = 7: the steps sent so far compute the KV of every lower position
 
-    A step computes min(horizon, last) - computed tokens of it. The last token's KV is never needed, so a
-    request whose remaining output is all in flight wants 0.
+    A step computes min(num_expected, last) - computed of its tokens. The KV of the last token is never needed,
+    so a request wants 0 tokens once all of its remaining output is in flight.
     """
 
-    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, block_size: int, eos_token_ids: Iterable[int]) -> None:
         self.computed: Ints = np.zeros(max_num_seqs, np.int64)
-        """Positions whose KV stands in blocks, or will once the steps sent are done."""
+        """[max_num_seqs] positions that have KV in blocks, or will have once the steps sent are done."""
         self.known: Ints = np.zeros(max_num_seqs, np.int64)
-        """Tokens that the engine has seen."""
+        """[max_num_seqs] tokens that the engine has seen."""
         self.num_expected: Ints = np.zeros(max_num_seqs, np.int64)
-        """Those and the ones in flight."""
+        """[max_num_seqs] known tokens plus tokens in flight."""
         self.last: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] position of the last token that the request may have."""
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
-        """Positions that its blocks hold."""
+        """[max_num_seqs] positions that its blocks hold."""
         self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
-        """Of the row in the slot, or of the next one if it is empty."""
+        """[max_num_seqs] version of the row in the slot, or of the next row if the slot is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] frontend session of the request."""
         self.number: U32 = np.zeros(max_num_seqs, np.uint32)
-        self.account: Ints = np.zeros(max_num_seqs, np.int64)
-        """Of the request's tenant, in `FairShares`."""
+        """[max_num_seqs] number of the request in its session."""
+        self.tenant_index: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] index of the request's tenant in `FairShares`."""
         self.awaits_first_token: Flags = np.zeros(max_num_seqs, np.bool_)
+        """[max_num_seqs] whether the request has had no token yet."""
         self.open_block: U32 = np.zeros((max_num_seqs, block_size), np.uint32)
-        """[max_num_seqs, block_size] tokens of each row's last, unfilled block, at position % block_size;
-        the table stays small enough for the nearest cache, whatever the length of the sequences."""
+        """[max_num_seqs, block_size] tokens of each row's last, unfilled block, at position % block_size.
+        The table stays small enough for the nearest cache, however long the sequences are."""
         self.slot_to_request: dict[int, Request] = {}
-        """In running order: first admitted, first planned."""
+        """Running requests, in the order of their admission. A step plans them in this order."""
+        self.watched = WatchedTokens(eos_token_ids)
+        """Token ids that may end one of the running requests."""
         self._block_size = block_size
         self._charged: Ints = np.zeros(max_num_seqs, np.int64)
-        """Known tokens that `take_tokens_to_charge` has told of, or that came with the row."""
+        """[max_num_seqs] known tokens that came with the row or that `take_tokens_to_charge` has returned."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
 
@@ -64,14 +76,14 @@ class RowColumns:
         return len(self._free_slots)
 
     def running_order(self) -> Slots:
-        """[num_running] slots, first admitted first. Not to be written to."""
+        """Return the [num_running] slots in the order of admission. Callers must not write to the array."""
         if self._running_order is None:
             slots = self.slot_to_request
             self._running_order = np.fromiter(slots, np.intp, len(slots))
         return self._running_order
 
     def place(self, request: Request, num_computed_tokens: int) -> None:
-        """Give a request the lowest free slot; its blocks and tokens are in place."""
+        """Give a request the lowest free slot. It must have its blocks and tokens already."""
         slot = heappop(self._free_slots)
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
@@ -80,43 +92,49 @@ class RowColumns:
         self.capacity[slot] = len(request.blocks.block_ids) * self._block_size
         self.session[slot] = request.session
         self.number[slot] = request.number
-        self.account[slot] = request.account
+        self.tenant_index[slot] = request.tenant_index
         self.awaits_first_token[slot] = request.first_token_at is None
         request.slot, request.slot_version = slot, int(self.slot_version[slot])
         request.state = RequestState.RUNNING
         self.slot_to_request[slot] = request
+        self.watched.add(request.sampling.stop_token_ids)
         self._running_order = None
 
     def remove(self, request: Request) -> None:
-        """Bring a request's tokens up to date and empty its slot: results for it match no row any more."""
+        """Bring a request's tokens up to date and empty its slot. Later results for the row match no row."""
         self.close_block(request)
         slot = request.slot
         request.num_in_flight = int(self.num_expected[slot] - self.known[slot])
         self.slot_version[slot] += 1
         del self.slot_to_request[slot]
         heappush(self._free_slots, slot)
+        self.watched.discard(request.sampling.stop_token_ids)
         self._running_order = None
 
     def wanted(self, slots: Slots) -> Ints:
-        """[len(slots)] tokens that each could compute now."""
+        """Return how many tokens each row could compute now, [len(slots)]."""
         return np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
 
     def num_promised_blocks(self) -> int:
-        """Blocks that the running rows still need for tokens that are known: those of prompts computed in chunks."""
+        """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""
         slots = self.running_order()
         lacking = np.maximum(self.known[slots] - self.capacity[slots], 0)
         return int((-(-lacking // self._block_size)).sum())
 
     def take_tokens_to_charge(self, slots: Slots) -> Ints:
-        """[len(slots)] tokens that each has put out since this was last asked."""
+        """Return how many tokens each row has put out since the last call, [len(slots)]."""
         known = self.known[slots]
         tokens_to_charge = known - self._charged[slots]
         self._charged[slots] = known
         return tokens_to_charge
 
     def append(self, slots: Slots, token_ids: U32) -> tuple[Flags, Flags]:
-        """One more known token for each slot: [len(slots)] whether it filled the open block, and whether it is
-        the last that the request may have."""
+        """Add one known token to each row.
+
+        Returns:
+            Whether the token filled the row's open block, [len(slots)], and whether it is the last token that the
+            request may have, [len(slots)].
+        """
         offset = self.known[slots] % self._block_size
         self.open_block[slots, offset] = token_ids
         known = self.known[slots] + 1
@@ -124,7 +142,7 @@ class RowColumns:
         return offset == self._block_size - 1, known > self.last[slots]
 
     def close_block(self, request: Request) -> None:
-        """Move the tokens of the open block to the request."""
+        """Move the tokens of the row's open block to its request."""
         slot, start = request.slot, len(request.token_ids)
         count = int(self.known[slot]) - start
         if count:
@@ -132,26 +150,73 @@ class RowColumns:
             request.token_ids.frombytes(self.open_block[slot, offset : offset + count].tobytes())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming the request and what is off."""
+        """Check every row.
+
+        Raises:
+            AssertionError: A counter is wrong; names the request and the values.
+        """
         for slot, request in self.slot_to_request.items():
             name = f"request {request.request_id} in slot {slot}"
             known, num_expected = int(self.known[slot]), int(self.num_expected[slot])
             computed, capacity = int(self.computed[slot]), int(self.capacity[slot])
             assert request.state is RequestState.RUNNING, f"{name} is {request.state}"
-            assert (request.slot, request.slot_version) == (slot, self.slot_version[slot]), (
-                f"{name} is elsewhere"
-            )
-            assert computed < num_expected, f"{name}: computed {computed} has passed horizon {num_expected}"
+            row = request.slot, request.slot_version
+            assert row == (slot, self.slot_version[slot]), f"{name} believes to be in row {row}"
+            assert computed < num_expected, f"{name}: computed {computed} of {num_expected} expected tokens"
             assert known <= num_expected <= self.last[slot] + 1, (
-                f"{name}: {known}, {num_expected}, {self.last[slot]}"
+                f"{name}: known {known}, expected {num_expected}, last {self.last[slot]}"
             )
             assert computed <= capacity, f"{name}: computed {computed} of capacity {capacity}"
             assert capacity == len(request.blocks.block_ids) * self._block_size, f"{name}: wrong capacity"
-            offered = request.blocks.num_cached * self._block_size
-            assert offered <= min(known, computed + 1), f"{name}: offers unknown or uncomputed tokens"
-            assert known - len(request.token_ids) < self._block_size, f"{name}: open block overflows"
+            num_cached_tokens = request.blocks.num_cached * self._block_size
+            assert num_cached_tokens <= min(known, computed + 1), (
+                f"{name}: caches tokens that are not computed"
+            )
+            assert known - len(request.token_ids) < self._block_size, f"{name}: the open block overflows"
         in_use = set(self.slot_to_request)
         free = set(self._free_slots)
         assert len(free) == len(self._free_slots), "a slot is free twice"
         assert not in_use & free, "a slot is free and in use"
         assert len(in_use) + len(free) == len(self.known), "a slot is lost"
+
+
+class WatchedTokens:
+    """Every token id that may end some running request, so that one look finds the few tokens to check.
+
+    It changes when requests with stop ids of their own come and go. A step costs one binary search per token,
+    however many ids are watched.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+        self._watchers = Counter(eos_token_ids)
+        self._watchers[_NO_TOKEN] = 1
+        self._sort()
+
+    def __len__(self) -> int:
+        """Return the number of different ids."""
+        return len(self._watchers) - 1
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Watch a request's own stop ids."""
+        before = len(self._watchers)
+        self._watchers.update(token_ids)
+        if len(self._watchers) != before:
+            self._sort()
+
+    def discard(self, token_ids: Iterable[int]) -> None:
+        """Stop watching ids for a request that ran with them."""
+        before = len(self._watchers)
+        for token_id in token_ids:
+            self._watchers[token_id] -= 1
+            if not self._watchers[token_id]:
+                del self._watchers[token_id]
+        if len(self._watchers) != before:
+            self._sort()
+
+    def among(self, token_ids: U32) -> Flags:
+        """Return which of the tokens are watched, [len(token_ids)]."""
+        places = self._sorted.searchsorted(token_ids)
+        return self._sorted.take(places, mode="clip") == token_ids
+
+    def _sort(self) -> None:
+        self._sorted: U32 = np.sort(np.fromiter(self._watchers, np.uint32, len(self._watchers)))

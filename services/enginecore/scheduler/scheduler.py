@@ -10,17 +10,22 @@ import numpy as np
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.admission import Admission, check_facts
-from services.enginecore.scheduler.counters import SchedulerCounters
 from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.in_flight import InFlightStep, StepsInFlight
-from services.enginecore.scheduler.planner import StepPlanner
-from services.enginecore.scheduler.prompt_logprobs import prompt_logprobs_of
+from services.enginecore.scheduler.planner import StepBuilder, StepPlanner
 from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.row_failures import SuspectBlocks, error_of
-from services.enginecore.scheduler.running_rows import Flags, RowColumns, Slots
-from services.enginecore.scheduler.step_builder import StepBuilder
-from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
-from services.enginecore.scheduler.stopping import WatchedTokens, stop_of
+from services.enginecore.scheduler.running_rows import Flags, RunningRows, Slots
+from services.enginecore.scheduler.step_results import (
+    Failed,
+    Finished,
+    InFlightStep,
+    SchedulerCounters,
+    StepOutput,
+    StepsInFlight,
+    SuspectBlocks,
+    find_stop,
+    match_prompt_logprobs,
+    to_client_error,
+)
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
 from triptych.types.outputs import FinishReason
@@ -56,15 +61,13 @@ class Scheduler:
         self._num_blocks = num_blocks
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._rows = RowColumns(config.max_num_seqs, block_size)
+        self._rows = RunningRows(config.max_num_seqs, block_size, eos_token_ids)
         self._blocks = BlockManager(
             num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
-        self._watched = WatchedTokens(eos_token_ids)
         self._states = RequestStates(
             rows=self._rows,
             blocks=self._blocks,
-            watched=self._watched,
             long_prompt_tokens=(
                 config.long_prefill_token_threshold if config.max_long_partial_prefills else None
             ),
@@ -177,7 +180,7 @@ class Scheduler:
         tokens; what is in flight never comes; step ids start at 1 again."""
         self._in_flight.forget()
         for request in list(self._states.draining.values()):
-            self._states.unpark(request)
+            self._states.finish_draining(request)
         for request in self._states.running:
             self._states.requeue(request)
         self._states.removed_slots.clear()
@@ -244,7 +247,7 @@ class Scheduler:
                 num_tokens=plan.num_tokens,
                 planned_at=self._clock(),
                 sampling_slots=sampling_slots,
-                generations=rows.slot_version[sampling_slots],
+                slot_versions=rows.slot_version[sampling_slots],
                 newly_cached_blocks=self._blocks.take_newly_cached(),
             )
         )
@@ -261,14 +264,14 @@ class Scheduler:
         Raises:
             ProtocolViolation: this is not that step's result; nothing has changed.
         """
-        reported = prompt_logprobs_of(result, self._states) if result.prompt_logprobs else ()
+        reported = match_prompt_logprobs(result, self._states) if result.prompt_logprobs else ()
         step = self._in_flight.pop(result)
         for request, logprobs in reported:
             request.prompt_logprobs_start = logprobs.end
         self._measure(step)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         rows = self._rows
-        is_live = rows.slot_version[step.sampling_slots] == step.generations
+        is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
         places = np.flatnonzero(is_live)  # [t] in the result
         slots, token_ids = step.sampling_slots[places], result.token_ids[places]
         sessions, numbers = rows.session[slots], rows.number[slots]
@@ -286,7 +289,7 @@ class Scheduler:
         self._states.check_integrity()
         num_in_flight: Counter[tuple[int, int]] = Counter()
         for step in self._in_flight:
-            num_in_flight.update(zip(step.sampling_slots.tolist(), step.generations.tolist(), strict=True))
+            num_in_flight.update(zip(step.sampling_slots.tolist(), step.slot_versions.tolist(), strict=True))
         for request in self._states:
             name, noted = f"request {request.request_id}", request.num_in_flight
             if request.state is RequestState.RUNNING:
@@ -328,10 +331,10 @@ class Scheduler:
     def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
         """End the running requests that these new tokens end; only the suspicious few are asked."""
         finished = []
-        for index in np.flatnonzero(is_at_limit | self._watched.among(token_ids)).tolist():
+        for index in np.flatnonzero(is_at_limit | self._rows.watched.among(token_ids)).tolist():
             slot, token_id = int(slots[index]), int(token_ids[index])
             request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
-            stop = stop_of(request, token_id, num_known, self._eos_token_ids)
+            stop = find_stop(request, token_id, num_known, self._eos_token_ids)
             if stop is not None:
                 finished.append(self._finish(request, *stop))
         return finished
@@ -346,8 +349,8 @@ class Scheduler:
         """
         late: list[tuple[Request, int, int]] = []  # request, token, place in the result
         finished = list(output.finished)
-        slots, generations = step.sampling_slots[places].tolist(), step.generations[places].tolist()
-        for place, slot, slot_version in zip(places.tolist(), slots, generations, strict=True):
+        slots, slot_versions = step.sampling_slots[places].tolist(), step.slot_versions[places].tolist()
+        for place, slot, slot_version in zip(places.tolist(), slots, slot_versions, strict=True):
             request = self._states.draining.get((slot, slot_version))
             if request is None:
                 continue
@@ -356,11 +359,11 @@ class Scheduler:
             self._states.append_late(request, token_id)
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
-            stop = stop_of(request, token_id, len(request.token_ids), self._eos_token_ids)
+            stop = find_stop(request, token_id, len(request.token_ids), self._eos_token_ids)
             if stop is not None:
                 finished.append(self._finish(request, *stop))
             elif not request.num_in_flight:
-                self._states.unpark(request)
+                self._states.finish_draining(request)
         return output.with_tokens(late, tuple(finished))
 
     def _fail_rows(self, step: InFlightStep, errors: Sequence[RowError]) -> list[Failed]:
@@ -371,8 +374,10 @@ class Scheduler:
             if request is None:
                 continue
             if not error.kv_is_valid:
-                suspect_blocks |= self._suspect_blocks.of(request)
-            failed.append(self._fail(request, error_of(step.step_id, error), is_trusted=error.kv_is_valid))
+                suspect_blocks |= self._suspect_blocks.find(request)
+            failed.append(
+                self._fail(request, to_client_error(step.step_id, error), is_trusted=error.kv_is_valid)
+            )
         if not all(error.kv_is_valid for error in errors):
             self._suspect_blocks.uncache(step, suspect_blocks)
         return failed

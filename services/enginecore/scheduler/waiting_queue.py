@@ -52,7 +52,7 @@ class WaitingQueue:
         else:
             self._shares.enqueue(request)
             if not request.has_emitted:
-                self._displaceable.setdefault(request.account, {})[request] = None
+                self._displaceable.setdefault(request.tenant_index, {})[request] = None
         self._line_up(request)
 
     def remove(self, request: Request) -> None:
@@ -63,10 +63,10 @@ class WaitingQueue:
         else:
             self._shares.dequeue(request)
             if not request.has_emitted:
-                displaceable = self._displaceable[request.account]
+                displaceable = self._displaceable[request.tenant_index]
                 del displaceable[request]
                 if not displaceable:
-                    del self._displaceable[request.account]
+                    del self._displaceable[request.tenant_index]
         if self._may_run(request):
             self._queue_of(request).remove(request)
 
@@ -89,7 +89,7 @@ class WaitingQueue:
         """What the first of a tenant sorts by among the first of all."""
         if request.was_admitted:
             return request.priority, False, 0, request.arrival
-        return request.priority, True, int(self._shares.service[request.account]), request.arrival
+        return request.priority, True, int(self._shares.tokens_served[request.tenant_index]), request.arrival
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Hold back all others, those still to come included; None lifts it. Holding back costs no share."""
@@ -194,22 +194,22 @@ class _Level:
     def add(self, request: Request) -> None:
         if request.was_admitted:
             self._returning.push(request)
-        elif (lane := self._lanes.get(request.account)) is not None:
+        elif (lane := self._lanes.get(request.tenant_index)) is not None:
             lane.push(request)
         else:
-            self._lanes[request.account] = lane = LazyHeap(_by_arrival)
+            self._lanes[request.tenant_index] = lane = LazyHeap(_by_arrival)
             lane.push(request)
-            self._accounts.push(request.account)
+            self._accounts.push(request.tenant_index)
 
     def remove(self, request: Request) -> None:
         if request.was_admitted:
             self._returning.discard(request)
             return
-        lane = self._lanes[request.account]
+        lane = self._lanes[request.tenant_index]
         lane.discard(request)
         if not lane:
-            self._accounts.discard(request.account)
-            del self._lanes[request.account]
+            self._accounts.discard(request.tenant_index)
+            del self._lanes[request.tenant_index]
 
     def peek(self) -> Request | None:
         first = self._returning.peek()
@@ -220,7 +220,7 @@ class _Level:
     def _place_of_lane(self, account: int) -> Key:
         first = self._lanes[account].peek()
         assert first is not None, "an empty lane queues"
-        return int(self._shares.service[account]), first.arrival
+        return int(self._shares.tokens_served[account]), first.arrival
 
 
 def _by_arrival(request: Request) -> Key:
