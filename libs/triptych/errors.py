@@ -63,12 +63,6 @@ class ModelNotFound(TriptychError):
     code = "MODEL_NOT_FOUND"
 
 
-class RequestNotFound(TriptychError):
-    """No such request is alive here."""
-
-    code = "REQUEST_NOT_FOUND"
-
-
 class FeatureDisabled(TriptychError):
     """The protocol knows this field, but this build or configuration does not serve it."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from services.frontend.accounting import RequestRecord
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
-from services.frontend.identity import choice_seed, draw_seed, new_request_id
+from services.frontend.identity import choice_seed, draw_seed
 from services.frontend.logprobs import PromptReport
 from services.frontend.outputs import RequestOutputs
 from services.frontend.requests.parse import (
@@ -37,6 +37,7 @@ from triptych.errors import (
     QueueFull,
 )
 from triptych.observe.metrics import FrontendMetrics
+from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import Usage
 from triptych.types.sampling import OutputKind, SamplingParams

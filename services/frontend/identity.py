@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import time
-import uuid
 
 _MASK_64 = (1 << 64) - 1
 _MAX_LABEL_CHARS = 100  # of a request id's 128; the rest is for what is appended
-
-
-def new_request_id() -> str:
-    """A UUIDv7: sorts by time of birth (RFC 9562, section 5.7)."""
-    unix_ms = time.time_ns() // 1_000_000
-    random_bits = int.from_bytes(os.urandom(10), "big")
-    number = (unix_ms & ((1 << 48) - 1)) << 80 | random_bits
-    number = number & ~(0xF << 76) | 0x7 << 76  # version
-    number = number & ~(0x3 << 62) | 0x2 << 62  # variant
-    return str(uuid.UUID(int=number))
 
 
 def unique_request_id(label: str) -> str:

@@ -10,13 +10,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from triptych import LLM, SamplingParams
 from triptych.config.loader import load_config
 from triptych.launcher.local_cluster import LocalCluster
-from triptych.rpc.channel import NO_PROXY
+from triptych.rpc.channel import open_blocking_channel
 from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 READY_S = 60.0
@@ -56,7 +55,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wait_until_running(address: str) -> None:
     """Until every row is taken."""
     deadline = time.monotonic() + READY_S
-    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+    with open_blocking_channel(address) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         while admin.GetStatus(admin_pb2.GetStatusRequest()).status.num_running < MAX_NUM_SEQS:
             assert time.monotonic() < deadline, "nothing runs"

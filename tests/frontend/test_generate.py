@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from services.frontend import generate as generate_module
-from services.frontend.identity import new_request_id, splitmix64
+from services.frontend.identity import splitmix64
 from services.frontend.requests.parse import RawChat
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, TIMINGS, FakeEngine, Reply, eventually
@@ -27,6 +27,7 @@ from triptych.errors import (
     ModelNotFound,
     QueueFull,
 )
+from triptych.rpc.interceptors import new_request_id
 from triptych.text.chat_template import ChatTemplate, Message
 from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage

@@ -115,6 +115,18 @@ async def test_generate_streams_admitted_deltas_finished() -> None:
         assert finished.timings.tokenize_ns > 0
 
 
+async def test_request_id_of_the_metadata_names_the_request() -> None:
+    async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
+        metadata = (("x-request-id", "trace-1"),)
+        ids = []
+        for _ in range(2):
+            call = servicer.generation.Generate(GenerateRequest(text="Hello"), metadata=metadata)
+            ids.append((await call.read()).admitted.request_id)
+            assert (await call.initial_metadata()).get("x-request-id") == "trace-1"
+        assert all(request_id.startswith("trace-1-") for request_id in ids)
+        assert ids[0] != ids[1]  # proxies give one id to several calls
+
+
 async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,6 @@ TABLE = [
     (errors.InvalidRequest(VIOLATIONS), "INVALID_ARGUMENT", 400),
     (errors.ContextLengthExceeded("prompt", "64 tokens are too many"), "INVALID_ARGUMENT", 400),
     (errors.ModelNotFound("no such model: x"), "NOT_FOUND", 404),
-    (errors.RequestNotFound("no such request: x"), "NOT_FOUND", 404),
     (errors.FeatureDisabled("chat.tools_json", "is not served yet"), "FAILED_PRECONDITION", 400),
     (errors.DuplicateRequest("request x is alive"), "ALREADY_EXISTS", 409),
     (errors.QueueFull("64 requests wait, the limit is 64", 2.5), "RESOURCE_EXHAUSTED", 429),

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from triptych.cli.streaming import add_address_argument
-from triptych.rpc.channel import NO_PROXY
+from triptych.rpc.channel import open_blocking_channel
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import PauseMode, SleepLevel
 from triptych.v1 import admin_pb2, admin_pb2_grpc
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises what the engine answers, typed."""
-    with grpc.insecure_channel(arguments.address, options=NO_PROXY) as channel:
+    with open_blocking_channel(arguments.address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:
             print(_ACTIONS[arguments.action](stub, arguments))

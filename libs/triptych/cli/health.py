@@ -14,7 +14,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from triptych.rpc.channel import NO_PROXY
+from triptych.rpc.channel import open_blocking_channel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = health_pb2.HealthCheckRequest(service=arguments.service)
-    with grpc.insecure_channel(arguments.address, options=NO_PROXY) as channel:
+    with open_blocking_channel(arguments.address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout_s)
         except grpc.RpcError as error:

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
-from triptych.rpc.channel import NO_PROXY
+from triptych.rpc.channel import open_blocking_channel
 from triptych.rpc.health import GENERATION_SERVICE
 from triptych.types.facts import Phase
 
@@ -35,13 +35,8 @@ class ReadinessProbe:
     """Asks a frontend and its worker for their state. Synchronous, for threads without an event loop."""
 
     def __init__(self, frontend_address: str, worker_address: str) -> None:
-        options = (
-            *NO_PROXY,
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-        )
-        self._frontend = grpc.insecure_channel(frontend_address, options=options)
-        self._worker = grpc.insecure_channel(worker_address, options=options)
+        self._frontend = open_blocking_channel(frontend_address)
+        self._worker = open_blocking_channel(worker_address)
         self._health = health_pb2_grpc.HealthStub(self._frontend)
         self._info = worker_pb2_grpc.WorkerServiceStub(self._worker)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import grpc
 import grpc.aio
+
+from triptych.rpc.interceptors import CLIENT_INTERCEPTORS
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
@@ -20,28 +23,36 @@ KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
-# gRPC would send even loopback traffic through $http_proxy; an address of ours is meant as it stands.
-NO_PROXY = (("grpc.enable_http_proxy", 0),)
-
-
-def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
-    """The options that bound one message in both directions."""
-    return (("grpc.max_receive_message_length", limit_bytes), ("grpc.max_send_message_length", limit_bytes))
-
 
 def open_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to host:port. Connects lazily; callers bring their own deadlines and redialling.
+    """Return a channel to host:port for an event loop. It connects lazily; callers set deadlines and dial again.
 
     Each channel has its own connection (no sharing of subchannels), so that closing one never disturbs
     another, and redials within a second.
     """
-    options = (
+    return grpc.aio.insecure_channel(
+        address, options=_channel_options(limit_bytes), interceptors=CLIENT_INTERCEPTORS
+    )
+
+
+def open_blocking_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> grpc.Channel:
+    """Return a channel as `open_channel` does, for a thread without an event loop."""
+    return grpc.insecure_channel(address, options=_channel_options(limit_bytes))
+
+
+def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Return the options that bound one message in both directions."""
+    return (("grpc.max_receive_message_length", limit_bytes), ("grpc.max_send_message_length", limit_bytes))
+
+
+def _channel_options(limit_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
         *message_limits(limit_bytes),
         *KEEPALIVE,
-        *NO_PROXY,
+        # gRPC would send even loopback traffic through $http_proxy, but an address of ours is meant literally.
+        ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
-    return grpc.aio.insecure_channel(address, options=options)

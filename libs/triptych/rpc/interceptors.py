@@ -1,10 +1,16 @@
-"""Server interceptors: every handler's errors go through the one table; UNKNOWN never leaves a server."""
+"""Interceptors: what every call passes through, at either end of a channel.
+
+`SERVER_INTERCEPTORS` and `CLIENT_INTERCEPTORS` list them. Every server and every channel takes all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,16 +22,46 @@ from triptych.rpc.status import internal_status, to_status
 
 log = logging.getLogger(__name__)
 
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata of a call, both ways: the name of its request in the logs."""
+_MAX_REQUEST_ID_CHARS = 128
+
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
+def new_request_id() -> str:
+    """Return a UUIDv7, which sorts by the time of its birth (RFC 9562, section 5.7)."""
+    unix_ms = time.time_ns() // 1_000_000
+    random_bits = int.from_bytes(os.urandom(10), "big")
+    number = (unix_ms & ((1 << 48) - 1)) << 80 | random_bits
+    number = number & ~(0xF << 76) | 0x7 << 76  # version
+    number = number & ~(0x3 << 62) | 0x2 << 62  # variant
+    return str(uuid.UUID(int=number))
+
+
 def set_request_id(request_id: str) -> None:
-    """Name the request of the call that runs now, for the log line and the status of its error."""
+    """Name the request of the call that runs now, for its answer, and for the log line and status of its error."""
     _request_id.set(request_id)  # each call runs in a task of its own, and so in a context of its own
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status with details.
+def current_request_id() -> str:
+    """Return the name of the request of the call that runs now. Empty: none does."""
+    return _request_id.get()
+
+
+def sent_request_id(metadata: Sequence[tuple[str, Any]] | None) -> str:
+    """Return the name that a client has given its request, cut to 128 characters. Empty: it has given none."""
+    return next(
+        (str(value)[:_MAX_REQUEST_ID_CHARS] for key, value in metadata or () if key == REQUEST_ID_KEY), ""
+    )
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Names each call by a request id, and turns what its handler raises into a status with details.
+
+    The id is the client's, or a new one that the handler may replace by `set_request_id`. It is answered in the initial
+    metadata, or with the error in the trailing metadata, and is in the log line of an INTERNAL error. Naming and errors
+    are one interceptor because each interceptor costs every message of a stream some time.
 
     Handlers of streams must be async generators: gRPC's context.write leaves no place to catch in.
     """
@@ -39,6 +75,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):  # health and reflection speak for themselves
             return handler
+        sent_id = sent_request_id(handler_call_details.invocation_metadata)
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
@@ -47,43 +84,82 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
-            return wrap(_guard_stream(inner, method), *codecs)
+            return wrap(_guard_stream(inner, method, sent_id), *codecs)
         if handler.request_streaming:
             raise TypeError(f"{method}: client-streaming methods are not used in Triptych")
-        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), *codecs)
+        return grpc.unary_unary_rpc_method_handler(
+            _guard_unary(handler.unary_unary, method, sent_id), *codecs
+        )
 
 
-def _guard_unary(inner: Any, method: str) -> Any:
+class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
+    """Passes the request id of the call that runs now on to the server that it calls in turn."""
+
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        if (request_id := current_request_id()) != "":
+            metadata = client_call_details.metadata or grpc.aio.Metadata()
+            metadata.add(REQUEST_ID_KEY, request_id)
+            client_call_details = client_call_details._replace(metadata=metadata)
+        return await continuation(client_call_details, request)
+
+
+SERVER_INTERCEPTORS: tuple[grpc.aio.ServerInterceptor, ...] = (CallInterceptor(),)
+"""Of every server, outermost first. Authentication and tracing belong in front."""
+CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdInterceptor(),)
+"""Of every asyncio channel. gRPC applies each to one kind of call; none is for the two long-lived streams."""
+
+
+def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        set_request_id(sent_id or new_request_id())
         try:
-            return await inner(request, context)
+            response = await inner(request, context)
+            await context.send_initial_metadata(_answer(sent_id))
+            return response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort(context, error, method, sent_id)
 
     return guarded
 
 
-def _guard_stream(inner: Any, method: str) -> Any:
+def _guard_stream(inner: Any, method: str, sent_id: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        set_request_id(sent_id or new_request_id())
         try:
-            async for response in inner(request, context):
+            responses = inner(request, context)
+            # Initial metadata goes out with the first message and no earlier: clients retry only a call without any.
+            async for response in responses:
+                await context.send_initial_metadata(_answer(sent_id))
+                yield response
+                break
+            async for response in responses:
                 yield response
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort(context, error, method, sent_id)
 
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
+def _answer(sent_id: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that names the call to its client: by the client's own id, or by that of the request."""
+    return ((REQUEST_ID_KEY, sent_id or current_request_id()),)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str, sent_id: str) -> None:
     if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
-        # The generated base class answers for a method that a door does not have.
+        # The generated base class answers for a method that a servicer does not have.
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
     request_id = _request_id.get()
-    what = f"{method} (request {request_id})" if request_id else method
+    what = f"{method} (request {request_id})"
     if isinstance(error, TriptychError):
         status = to_status(error, request_id)
         if status.code is grpc.StatusCode.INTERNAL:
@@ -91,4 +167,5 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: st
     else:
         log.error("%s failed by a bug: %r", what, error, exc_info=error)
         status = internal_status(request_id)
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    metadata = (*status.trailing_metadata, *_answer(sent_id))
+    await context.abort(status.code, status.details, metadata)

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from triptych.errors import ConfigError
 from triptych.rpc.channel import KEEPALIVE, message_limits
 from triptych.rpc.health import NOT_SERVING, SERVING, Health
-from triptych.rpc.interceptors import ErrorInterceptor
+from triptych.rpc.interceptors import SERVER_INTERCEPTORS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RpcServer:
         """
         age = (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
         self.grpc = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),),
+            interceptors=SERVER_INTERCEPTORS,
             options=(
                 *message_limits(limit_bytes),
                 *KEEPALIVE,

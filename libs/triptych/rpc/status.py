@@ -42,7 +42,6 @@ _TABLE = (
     ErrorRow(errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ModelNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
-    ErrorRow(errors.RequestNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     ErrorRow(errors.FeatureDisabled, grpc.StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
     ErrorRow(errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, 409, "invalid_request_error"),
     ErrorRow(errors.QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),

@@ -12,11 +12,11 @@ from typing import Any
 import grpc.aio
 
 from services.frontend.generate import Generator
-from services.frontend.identity import new_request_id
+from services.frontend.identity import unique_request_id
 from services.frontend.requests.parse import RawChat, RawRequest, why_too_many_messages
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.rpc.interceptors import set_request_id
+from triptych.rpc.interceptors import current_request_id, sent_request_id, set_request_id
 from triptych.rpc.status import to_status
 from triptych.types.sampling import OutputKind
 from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -51,7 +51,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        request.request_id = request.request_id or new_request_id()
+        label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
+        own_id = unique_request_id(label) if label else current_request_id()
+        request.request_id = request.request_id or own_id
         set_request_id(request.request_id)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:

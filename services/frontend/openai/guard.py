@@ -6,9 +6,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.frontend.identity import new_request_id
 from services.frontend.openai.convert import REQUEST_ID_HEADER
 from services.frontend.openai.errors import error_response
+from triptych.rpc.interceptors import new_request_id
 
 MAX_BODY_BYTES = 10 << 20
 
