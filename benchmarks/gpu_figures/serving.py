@@ -156,7 +156,8 @@ def serve(runner: Runner, num_requests: int, input_len: int, output_len: int, *,
 def checked(result: StepResult) -> StepResult:
     """Raises ValueError if a row failed: its figure would count tokens that nobody got."""
     if result.row_errors:
-        raise ValueError(f"{len(result.row_errors)} rows failed: {result.row_errors[0].message}")
+        error = next(iter(result.row_errors.values()))
+        raise ValueError(f"{len(result.row_errors)} rows failed: {error.message}")
     return result
 
 

@@ -74,5 +74,6 @@ def checked(result: StepResult) -> StepResult:
         ValueError: A row failed: the figure would count tokens that were not computed.
     """
     if result.row_errors:
-        raise ValueError(f"{len(result.row_errors)} rows failed: {result.row_errors[0].message}")
+        error = next(iter(result.row_errors.values()))
+        raise ValueError(f"{len(result.row_errors)} rows failed: {error.message}")
     return result

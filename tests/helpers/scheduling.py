@@ -23,8 +23,7 @@ from triptych.types.step import (
     NewRow,
     PromptLogprobs,
     RowError,
-    RowFault,
-    RowPromptLogprobs,
+    RowKey,
     StepPlan,
     StepResult,
 )
@@ -185,21 +184,20 @@ class NaiveWorker:
             self._write(self.rows[slot], span, is_garbage=slot in garbage_slots)
         misled = self._spread_garbage(spans)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
-        token_ids, errors = [], []
-        scored = [
-            scores
+        token_ids, errors = [], dict[RowKey, RowError]()
+        scored = {
+            self.rows[slot].new.key: scores
             for slot in sorted(spans)
             if slot not in (*failing_slots, *refused_slots)
             and (scores := self._score(self.rows[slot], spans[slot])) is not None
-        ]
+        }
         for slot in sorted(spans):
             row, span = self.rows[slot], spans[slot]
             row.num_computed += len(span)
             if slot in failing_slots and span:
-                errors.append(RowError(slot, row.new.slot_version, "told to fail"))
+                errors[row.new.key] = RowError("told to fail")
             elif slot in refused_slots and span:
-                fault = RowFault.of_client("sampling: told to be refused")
-                errors.append(fault.at(slot, row.new.slot_version))
+                errors[row.new.key] = RowError.of_client("sampling: told to be refused")
             if span and row.num_computed == len(row.tokens):
                 fingerprint = prefix_fingerprints(row.tokens)[-1]
                 token_id = sample(row.new.seed, len(row.tokens), fingerprint)
@@ -208,11 +206,11 @@ class NaiveWorker:
         return StepResult(
             plan.step_id,
             np.array(token_ids, np.uint32),
-            row_errors=tuple(errors),
-            prompt_logprobs=tuple(scored),
+            row_errors=errors,
+            prompt_logprobs=scored,
         )
 
-    def _score(self, row: WorkerRow, span: range) -> RowPromptLogprobs | None:
+    def _score(self, row: WorkerRow, span: range) -> PromptLogprobs | None:
         """What a row reports of its prompt: each token, with its position as the log-probability."""
         if row.new.sampling.prompt_logprobs is None:
             return None
@@ -220,13 +218,12 @@ class NaiveWorker:
         positions = np.arange(start, min(span.stop + 1, row.new.num_prompt_tokens))
         if not span or not len(positions):
             return None
-        part = PromptLogprobs(
+        return PromptLogprobs(
             start,
             np.array(row.tokens, np.uint32)[positions, None],
             -positions[:, None].astype(np.float32),
             np.ones(len(positions), np.uint32),
         )
-        return RowPromptLogprobs(row.new.slot, row.new.slot_version, part)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for slot in plan.removed_slots.tolist():

@@ -16,7 +16,7 @@ from tests.helpers.stack import NaiveRunner, WorkerStack, make_config
 from tools.replay.worker import Replay, replay
 from triptych.errors import ConfigError, EngineUnavailable, HandshakeMismatch
 from triptych.types.journal import JournalEvent, ResultTaken
-from triptych.types.step import RowError
+from triptych.types.step import RowError, RowKey
 from triptych.wire.journal import JournalReader
 
 SCHEDULER = {"max_num_seqs": 4, "max_num_batched_tokens": 48}
@@ -97,7 +97,7 @@ async def test_an_error_of_a_row_that_is_not_there_any_more_is_told(tmp_path: Pa
     record(tmp_path)
 
     def change(what: ResultTaken) -> ResultTaken:
-        return ResultTaken(replace(what.result, row_errors=(RowError(0, 0, "told to fail"),)))
+        return ResultTaken(replace(what.result, row_errors={RowKey(0, 0): RowError("told to fail")}))
 
     doctor(tmp_path, lambda events: nth_result(events, change))
     async with worker() as stack:

@@ -262,7 +262,13 @@ async def test_a_prompt_is_reported_once_though_its_worker_fails_in_the_middle(i
             if not is_reported_wrongly:
                 raise RuntimeError("told to fail")
             result = honest(plan)
-            return replace(result, prompt_logprobs=result.prompt_logprobs * 2)
+            return replace(
+                result,
+                prompt_logprobs={
+                    row: replace(part, first_position=part.first_position + 1)
+                    for row, part in result.prompt_logprobs.items()
+                },
+            )
 
         worker.runner.execute = execute
         await frontend.submit(1, prompt, sampling={"prompt_logprobs": 0}, whole_output=True)

@@ -30,7 +30,7 @@ from triptych.types.step import (
     RowContent,
     RowError,
     RowErrorCode,
-    RowPromptLogprobs,
+    RowKey,
     StepPlan,
     StepResult,
     StepTimings,
@@ -178,25 +178,18 @@ def plans(draw: Any) -> StepPlan:
     )
 
 
+row_keys = st.builds(RowKey, u32, u32)
 results = build(
     StepResult,
     step_id=u64,
     token_ids=u32_column(),
     logprobs=st.none() | logprob_columns(),
-    prompt_logprobs=st.lists(
-        build(RowPromptLogprobs, slot=u32, slot_version=u32, logprobs=prompt_logprobs()), max_size=2
-    ).map(tuple),
-    row_errors=st.lists(
-        build(
-            RowError,
-            slot=u32,
-            slot_version=u32,
-            message=words,
-            code=st.sampled_from(RowErrorCode),
-            kv_is_valid=st.booleans(),
-        ),
+    prompt_logprobs=st.dictionaries(row_keys, prompt_logprobs(), max_size=2),
+    row_errors=st.dictionaries(
+        row_keys,
+        build(RowError, message=words, code=st.sampled_from(RowErrorCode), kv_is_valid=st.booleans()),
         max_size=2,
-    ).map(tuple),
+    ),
     timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64),
 )
 

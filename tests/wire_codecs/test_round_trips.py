@@ -52,6 +52,10 @@ def assert_same(left: Any, right: Any) -> None:
     elif isinstance(left, np.ndarray):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert left.tobytes() == right.tobytes()
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same(value, right[key])
     elif isinstance(left, (tuple, list)):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
@@ -241,6 +245,17 @@ def test_ragged_prompt_logprobs_are_refused(change):
     result.prompt_logprobs_from_proto(step_pb2.PromptLogprobs(num_candidates=1))  # of no position
     with pytest.raises(ProtocolViolation, match=r"prompt_logprobs: \d+ token_ids"):
         result.prompt_logprobs_from_proto(message)
+
+
+@pytest.mark.parametrize("table", ["row_errors", "prompt_logprobs"])
+def test_a_row_twice_in_a_table_is_refused(table):
+    message = step_pb2.Result(step_id=1)
+    for slot in (1, 2, 1):
+        entry = getattr(message, table).add(row=step_pb2.RowKey(slot=slot, slot_version=3))
+        if table == "prompt_logprobs":
+            entry.logprobs.num_candidates = 1
+    with pytest.raises(ProtocolViolation, match=f"{table}: slot 1 with version 3 comes twice"):
+        result.result_from_proto(message)
 
 
 def test_ragged_finished_columns_are_refused():

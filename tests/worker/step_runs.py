@@ -67,9 +67,9 @@ def assert_same(one: StepResult, other: StepResult) -> None:
     assert one.token_ids.dtype == np.uint32
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.row_errors == other.row_errors
-    for one_prompt, other_prompt in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
-        assert (one_prompt.slot, one_prompt.slot_version) == (other_prompt.slot, other_prompt.slot_version)
-        first, second = one_prompt.logprobs, other_prompt.logprobs
+    assert one.prompt_logprobs.keys() == other.prompt_logprobs.keys()
+    for row, first in one.prompt_logprobs.items():
+        second = other.prompt_logprobs[row]
         assert first.first_position == second.first_position
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         np.testing.assert_array_equal(first.ranks, second.ranks)

@@ -102,7 +102,7 @@ def test_a_step_with_nothing_to_compute_has_an_empty_result():
     runner = echo_runner()
     runner.execute(step_plan(1, new=[new_row(0, [1], [1])]))
     result = runner.execute(step_plan(2, skipped=[0]))
-    assert (result.step_id, result.token_ids.size, result.logprobs, result.row_errors) == (2, 0, None, ())
+    assert (result.step_id, result.token_ids.size, result.logprobs, result.row_errors) == (2, 0, None, {})
     assert runner.execute(step_plan(3, removed=[0])).token_ids.size == 0
 
 
@@ -113,8 +113,8 @@ def test_a_row_whose_logits_are_nan_fails_alone():
     result = runner.execute(step_plan(1, new=rows, chunks={0: 2, 1: 2, 3: 2}))
     first, third = continuation([1, 2], 2), continuation([4, 5], 2)
     assert result.token_ids.tolist() == [first[0], 0, third[0]]
-    (error,) = result.row_errors
-    assert (error.slot, error.slot_version) == (1, 7)
+    ((row, error),) = result.row_errors.items()
+    assert row == (1, 7)
     assert "NaN" in error.message
     result = runner.execute(step_plan(2, removed=[1]))
     assert result.token_ids.tolist() == [first[1], third[1]]
@@ -130,7 +130,7 @@ def test_an_unserved_request_is_an_error_beside_its_neighbours_tokens():
     runner = echo_runner()
     rows = [new_row(0, [1], [1], sampling=SamplingParams(bad_words=("x",))), new_row(1, [2], [2])]
     result = runner.execute(step_plan(1, new=rows))
-    assert [error.slot for error in result.row_errors] == [0]
+    assert [row.slot for row in result.row_errors] == [0]
     assert result.token_ids[1] == next_token([2], VOCAB)
 
 

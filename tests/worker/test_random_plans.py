@@ -187,4 +187,4 @@ def test_random_plans_say_and_write_what_single_requests_would(random, block_siz
         tokens, written = engine.expect()
         assert result.token_ids.tolist() == tokens
         assert model.written_slots == written
-        assert result.row_errors == ()
+        assert result.row_errors == {}

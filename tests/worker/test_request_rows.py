@@ -196,8 +196,8 @@ def test_a_request_for_what_is_not_built_is_an_error_of_its_own():
         step_plan(1, new=[new_row(0, [1], [1]), new_row(2, [2], [2], sampling=asking, slot_version=8)])
     )
     assert step.slots.tolist() == [0, 2]
-    (error,) = step.row_errors
-    assert (error.slot, error.slot_version) == (2, 8)
+    ((row, error),) = step.row_errors.items()
+    assert row == (2, 8)
     assert "sampling.bad_words" in error.message
 
 
@@ -205,7 +205,7 @@ def test_a_request_for_what_is_not_built_is_an_error_of_its_own():
 def test_sampling_ids_outside_the_vocabulary_are_an_error_of_their_row(field):
     rows = make_rows()
     step = rows.apply(step_plan(1, new=[new_row(0, [1], [1], sampling=SamplingParams(**{field: (5, 100)}))]))
-    assert f"sampling.{field}: token id 100" in step.row_errors[0].message
+    assert f"sampling.{field}: token id 100" in step.row_errors[0, 1].message
 
 
 ALIVE = [new_row(0, [1, 2, 3], [1])]  # slot 0 is live with three known tokens and room for four

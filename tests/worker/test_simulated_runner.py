@@ -141,7 +141,7 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
         new_row(2, [5], [3]),
     ]
     result = runner.execute(step_plan(1, new=rows))
-    assert result.row_errors == (NOTHING_ALLOWED.at(1, 7),)
+    assert result.row_errors == {(1, 7): NOTHING_ALLOWED}
     assert result.token_ids[1] == 0
     assert result.token_ids[0] == result.token_ids[2] != 0
 
@@ -158,10 +158,10 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
 def test_what_cannot_be_simulated_is_refused_by_name_once(sampling, message):
     runner = simulated_runner()
     result = runner.execute(step_plan(1, new=[new_row(3, [5], [1], sampling=sampling, slot_version=2)]))
-    (error,) = result.row_errors
-    assert (error.slot, error.slot_version) == (3, 2)
+    ((row, error),) = result.row_errors.items()
+    assert row == (3, 2)
     assert message in error.message
-    assert runner.execute(step_plan(2)).row_errors == ()
+    assert runner.execute(step_plan(2)).row_errors == {}
 
 
 def test_log_probabilities_fall_from_the_chosen_token_on_and_stay_below_one():

@@ -23,7 +23,7 @@ _COLUMN_TO_SLOTS = {
 """A column of a plan -> the one that says which slot each of its entries is about."""
 _ROW_FIELDS = (
     "slot",
-    "generation",
+    "slot_version",
     "token_ids",
     "num_prompt_tokens",
     "num_computed_tokens",

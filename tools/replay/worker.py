@@ -213,4 +213,4 @@ class _Replayer:
 
 
 def _slot_to_error(result: StepResult) -> dict[int, str]:
-    return {error.slot: f"an error: {error.message}" for error in result.row_errors}
+    return {row.slot: f"an error: {error.message}" for row, error in result.row_errors.items()}

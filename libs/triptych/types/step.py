@@ -13,8 +13,10 @@ computes one token", so a plan lists exceptions alone and decode inputs are neve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,13 @@ _EMPTY_U32.flags.writeable = False
 _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
 _ROW_BYTES = 64  # of a new row's scalar fields, with their tags
+
+
+class RowKey(NamedTuple):
+    """The name of a row in a session: never two rows of one session have the same."""
+
+    slot: int
+    slot_version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +84,10 @@ class NewRow:
     prompt_logprobs_start: int = 0
     """With `sampling.prompt_logprobs`: positions of the prompt below this have been reported, before a preemption or a
     crash. 0: none."""
+
+    @property
+    def key(self) -> RowKey:
+        return RowKey(self.slot, self.slot_version)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -180,52 +193,29 @@ class PromptLogprobs:
         return self.first_position + len(self.ranks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowPromptLogprobs:
-    """What one row of a step reports of its prompt."""
-
-    slot: int
-    slot_version: int
-    logprobs: PromptLogprobs
-
-
 class RowErrorCode(Enum):
-    """Who can mend a row's failure."""
+    """The party that can correct a row's failure."""
 
     ENGINE_FAILURE = auto()
     """The operator."""
     INVALID_REQUEST = auto()
-    """The client, with other parameters; the message begins with the field, and a colon."""
+    """The client, with other parameters. The message begins with the field and a colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """One request's failure inside a step; data, not an exception: its neighbours go on."""
-
-    slot: int
-    slot_version: int
-    message: str
-    code: RowErrorCode = RowErrorCode.ENGINE_FAILURE
-    kv_is_valid: bool = False
-    """Whether its blocks hold the KV of all that it computed. If not, nothing may be read that it wrote, in this step
-    or in any before."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowFault:
-    """A row's failure, of whichever row."""
+    """One row's failure inside a step. It is data, not an exception: the other rows go on."""
 
     message: str
     code: RowErrorCode = RowErrorCode.ENGINE_FAILURE
     kv_is_valid: bool = False
+    """Whether the row's blocks hold the KV of all that it computed. If not, nothing that it wrote may be read, in this
+    step or in any before."""
 
     @classmethod
-    def of_client(cls, message: str) -> RowFault:
-        """No token can be chosen as the client asked; what the row computed is right."""
+    def of_client(cls, message: str) -> RowError:
+        """Return the failure of a row for which no token can be chosen as its client asked; its KV is valid."""
         return cls(message, RowErrorCode.INVALID_REQUEST, kv_is_valid=True)
-
-    def at(self, slot: int, slot_version: int) -> RowError:
-        return RowError(slot, slot_version, self.message, self.code, self.kv_is_valid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +235,18 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step produced."""
+    """The worker's answer to one step.
+
+    Tokens belong to the step's sampling rows by their order. Every other section is a table: a row's key, and what the
+    row reports there. A row may stand in any of them, or in none.
+    """
 
     step_id: int
     token_ids: U32
     """[s] one per sampling slot, in ascending slot order; a failed row's entry is 0."""
     logprobs: LogprobColumns | None = None
     """Rows are indices into `token_ids`; only for the slots that asked."""
-    row_errors: tuple[RowError, ...] = ()
+    row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     timings: StepTimings = StepTimings()
-    prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
+    prompt_logprobs: Mapping[RowKey, PromptLogprobs] = field(default_factory=dict)
     """Of the rows that asked and computed tokens of their prompt; a row that failed is not among them."""

@@ -38,7 +38,7 @@ from triptych.wire.result import result_from_proto, result_to_proto
 from triptych.wire.step import plan_from_proto, plan_to_proto
 from triptych.wire.worker import worker_facts_from_proto, worker_facts_to_proto
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 JOURNAL_SUFFIX = ".journal"
 _MAGIC = "triptych-journal"
 _MAX_RECORD_BYTES = 1 << 30  # a length beyond this is no length

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import (
@@ -9,7 +12,7 @@ from triptych.types.step import (
     PromptLogprobs,
     RowError,
     RowErrorCode,
-    RowPromptLogprobs,
+    RowKey,
     StepResult,
     StepTimings,
 )
@@ -21,6 +24,9 @@ from triptych.wire.columns import (
     u32_from_bytes,
     u32_to_bytes,
 )
+
+_Entry = TypeVar("_Entry", step_pb2.RowError, step_pb2.RowPromptLogprobs)
+_T = TypeVar("_T")
 
 _CODE_TO_PROTO = {
     RowErrorCode.ENGINE_FAILURE: step_pb2.ROW_ERROR_CODE_ENGINE_FAILURE,
@@ -37,13 +43,12 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
         logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
         row_errors=[
             step_pb2.RowError(
-                slot=error.slot,
-                slot_version=error.slot_version,
+                row=_key_to_proto(key),
                 message=error.message,
                 code=_CODE_TO_PROTO[error.code],
                 kv_is_valid=error.kv_is_valid,
             )
-            for error in result.row_errors
+            for key, error in result.row_errors.items()
         ],
         prepare_ns=timings.prepare_ns,
         forward_ns=timings.forward_ns,
@@ -51,10 +56,8 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
         idle_ns=timings.idle_ns,
         gap_ns=timings.gap_ns,
         prompt_logprobs=[
-            step_pb2.RowPromptLogprobs(
-                slot=row.slot, slot_version=row.slot_version, logprobs=prompt_logprobs_to_proto(row.logprobs)
-            )
-            for row in result.prompt_logprobs
+            step_pb2.RowPromptLogprobs(row=_key_to_proto(key), logprobs=prompt_logprobs_to_proto(entries))
+            for key, entries in result.prompt_logprobs.items()
         ],
     )
 
@@ -67,22 +70,14 @@ def result_from_proto(message: step_pb2.Result) -> StepResult:
         step_id=message.step_id,
         token_ids=u32_from_bytes(message.token_ids),
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
-        row_errors=tuple(
-            RowError(
-                error.slot,
-                error.slot_version,
-                error.message,
-                _PROTO_TO_CODE.get(error.code, RowErrorCode.ENGINE_FAILURE),
-                error.kv_is_valid,
-            )
-            for error in message.row_errors
-        ),
+        row_errors=_table_from_proto("row_errors", message.row_errors, _row_error_from_proto),
         timings=StepTimings(
             message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
         ),
-        prompt_logprobs=tuple(
-            RowPromptLogprobs(row.slot, row.slot_version, prompt_logprobs_from_proto(row.logprobs))
-            for row in message.prompt_logprobs
+        prompt_logprobs=_table_from_proto(
+            "prompt_logprobs",
+            message.prompt_logprobs,
+            lambda entry: prompt_logprobs_from_proto(entry.logprobs),
         ),
     )
 
@@ -132,3 +127,26 @@ def prompt_logprobs_from_proto(message: step_pb2.PromptLogprobs) -> PromptLogpro
             f"for each of {shape[0]} positions"
         )
     return PromptLogprobs(message.first_position, token_ids.reshape(shape), logprobs.reshape(shape), ranks)
+
+
+def _key_to_proto(key: RowKey) -> step_pb2.RowKey:
+    return step_pb2.RowKey(slot=key.slot, slot_version=key.slot_version)
+
+
+def _table_from_proto(
+    name: str, entries: Iterable[_Entry], decode: Callable[[_Entry], _T]
+) -> dict[RowKey, _T]:
+    """Return what each row reports. Raises ProtocolViolation for a row that stands in the table twice."""
+    table: dict[RowKey, _T] = {}
+    for entry in entries:
+        key = RowKey(entry.row.slot, entry.row.slot_version)
+        if key in table:
+            raise ProtocolViolation(f"{name}: slot {key.slot} with version {key.slot_version} comes twice")
+        table[key] = decode(entry)
+    return table
+
+
+def _row_error_from_proto(entry: step_pb2.RowError) -> RowError:
+    return RowError(
+        entry.message, _PROTO_TO_CODE.get(entry.code, RowErrorCode.ENGINE_FAILURE), entry.kv_is_valid
+    )

@@ -12,7 +12,7 @@ from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
 from services.enginecore.scheduler.waiting_queue import WaitingQueue
-from triptych.types.step import NewRow, empty_u32
+from triptych.types.step import NewRow, RowKey, empty_u32
 
 
 class RequestStates:
@@ -77,12 +77,12 @@ class RequestStates:
     def by_number(self, session: int, number: int) -> Request | None:
         return self._alive.get((session, number))
 
-    def by_row(self, slot: int, slot_version: int) -> Request | None:
-        """The request that results for this row belong to, running or parked."""
-        request = self.rows.slot_to_request.get(slot)
-        if request is not None and request.slot_version == slot_version:
+    def by_row(self, row: RowKey) -> Request | None:
+        """Return the request that a row's results belong to, running or draining; None: no request that is alive."""
+        request = self.rows.slot_to_request.get(row.slot)
+        if request is not None and request.slot_version == row.slot_version:
             return request
-        return self.draining.get((slot, slot_version))
+        return self.draining.get(row)
 
     def reads_cache(self, request: Request) -> bool:
         """Logprobs of a prompt are not in the cache: who waits for them computes all of it."""

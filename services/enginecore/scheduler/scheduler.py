@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from services.enginecore.scheduler.step_results import (
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
 from triptych.types.outputs import FinishReason
-from triptych.types.step import U32, RowError, StepPlan, StepResult
+from triptych.types.step import U32, RowError, RowKey, StepPlan, StepResult
 
 
 class Scheduler:
@@ -366,11 +366,11 @@ class Scheduler:
                 self._states.finish_draining(request)
         return output.with_tokens(late, tuple(finished))
 
-    def _fail_rows(self, step: InFlightStep, errors: Sequence[RowError]) -> list[Failed]:
+    def _fail_rows(self, step: InFlightStep, errors: Mapping[RowKey, RowError]) -> list[Failed]:
         """End the requests that failed in this step, and start over whoever relied on a block that they spoiled."""
         failed, suspect_blocks = [], set[int]()
-        for error in errors:
-            request = self._states.by_row(error.slot, error.slot_version)
+        for key, error in errors.items():
+            request = self._states.by_row(key)
             if request is None:
                 continue
             if not error.kv_is_valid:
@@ -378,7 +378,7 @@ class Scheduler:
             failed.append(
                 self._fail(request, to_client_error(step.step_id, error), is_trusted=error.kv_is_valid)
             )
-        if not all(error.kv_is_valid for error in errors):
+        if not all(error.kv_is_valid for error in errors.values()):
             self._suspect_blocks.uncache(step, suspect_blocks)
         return failed
 

@@ -196,22 +196,19 @@ def match_prompt_logprobs(
     twice: a late report of its former row matches no row, and the next row computes it again.
 
     Raises:
-        ProtocolViolation: A part does not follow the one before it.
+        ProtocolViolation: A part does not begin at the position that is due.
     """
     reported = []
-    row_to_end: dict[tuple[int, int], int] = {}
-    for entry in result.prompt_logprobs:
-        row, part = (entry.slot, entry.slot_version), entry.logprobs
-        request = states.by_row(*row)
+    for row, part in result.prompt_logprobs.items():
+        request = states.by_row(row)
         if request is None:
             continue
-        due = row_to_end.get(row, max(request.prompt_logprobs_start, 1))
+        due = max(request.prompt_logprobs_start, 1)
         if part.first_position != due or not due < part.end <= request.num_prompt_tokens:
             raise ProtocolViolation(
-                f"result of step {result.step_id}: slot {entry.slot} reports positions {part.first_position} to "
+                f"result of step {result.step_id}: slot {row.slot} reports positions {part.first_position} to "
                 f"{part.end - 1} of a prompt of {request.num_prompt_tokens} tokens; position {due} is due"
             )
-        row_to_end[row] = part.end
         reported.append((request, part))
     return tuple(reported)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from services.worker.runner.prompt_targets import PromptTargets, take_prompt_tar
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.sampling.batch import to_device
 from services.worker.sampling.sampler import NOT_FINITE
-from triptych.types.step import PromptLogprobs, RowError, RowPromptLogprobs
+from triptych.types.step import PromptLogprobs, RowError, RowKey
 from triptych_kernels import ops
 
 MAX_SCORED_AT_ONCE = 256
@@ -27,8 +27,8 @@ with the head no faster."""
 class ScoredPrompts:
     """What came of a step's targets."""
 
-    reported: tuple[RowPromptLogprobs, ...]
-    failures: tuple[RowError, ...]
+    reported: Mapping[RowKey, PromptLogprobs]
+    failures: Mapping[RowKey, RowError]
     """Of the rows whose logits hold NaN or infinity; they report nothing."""
 
 
@@ -72,23 +72,23 @@ class PromptScorer:
     def read(self, targets: PromptTargets, values: Sequence[NDArray[np.generic]]) -> ScoredPrompts:
         """Report the values of the tensors that `launch` returned."""
         logprobs, ranks, top_ids, top_logprobs = values
-        reported, failures = [], []
+        reported: dict[RowKey, PromptLogprobs] = {}
+        failures: dict[RowKey, RowError] = {}
         start = 0
         for row in targets.rows:
             part = slice(start, start + row.num_positions)
             start = part.stop
             if np.isnan(logprobs[part]).any():
-                failures.append(NOT_FINITE.at(row.slot, row.slot_version))
+                failures[row.key] = NOT_FINITE
                 continue
             token_ids = _side_by_side(targets.token_ids[part], top_ids[part, : row.num_top])
-            entries = PromptLogprobs(
+            reported[row.key] = PromptLogprobs(
                 first_position=row.first_position,
                 token_ids=token_ids.astype(np.uint32),
                 logprobs=_side_by_side(logprobs[part], top_logprobs[part, : row.num_top]).astype(np.float32),
                 ranks=ranks[part].astype(np.uint32),
             )
-            reported.append(RowPromptLogprobs(row.slot, row.slot_version, entries))
-        return ScoredPrompts(tuple(reported), tuple(failures))
+        return ScoredPrompts(reported, failures)
 
 
 def _side_by_side(first: NDArray[np.generic], rest: NDArray[np.generic]) -> NDArray[np.generic]:

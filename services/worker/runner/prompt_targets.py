@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.runner.request_rows import RequestRows, StepRows
+from triptych.types.step import RowKey
 
 I64 = NDArray[np.int64]
 
@@ -16,8 +17,7 @@ I64 = NDArray[np.int64]
 class ScoredRow:
     """The consecutive prompt tokens of one row that a step scores."""
 
-    slot: int
-    slot_version: int
+    key: RowKey
     first_position: int
     num_positions: int
     num_top: int
@@ -62,7 +62,7 @@ def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | No
             del rows.slot_to_prompt_top[slot]
         if first >= end:
             continue
-        scored.append(ScoredRow(slot, int(rows.slot_version[slot]), first, end - first, num_top))
+        scored.append(ScoredRow(rows.key_of(slot), first, end - first, num_top))
         tokens.append(np.arange(first, end) + (int(first_tokens[row]) - start - 1))
         token_ids.append(rows.token_ids[slot, first:end])
     if not scored:

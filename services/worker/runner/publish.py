@@ -1,4 +1,4 @@
-"""From what the rows of a step sampled to its result."""
+"""The result of a step, from what its rows sampled and scored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from services.worker.runner.prompt_logprobs import ScoredPrompts
 from services.worker.runner.request_rows import StepRows
 from services.worker.sampling.sampler import SampledTokens
-from triptych.types.step import U32, StepResult, StepTimings
+from triptych.types.step import U32, RowKey, StepResult, StepTimings
 
 
 def publish(
@@ -18,23 +18,28 @@ def publish(
     timings: StepTimings,
     scored: ScoredPrompts | None = None,
 ) -> StepResult:
-    """
+    """Return the result of a step.
+
     Args:
-        generation: of every slot, when the step was launched.
-        scored: None: no row asked for log-probabilities of its prompt.
+        slot_version: [max_num_seqs] when the step was launched.
+        scored: None if no row asked for log-probabilities of its prompt.
     """
-    slots = step.sampling_slots
-    failures = tuple(
-        fault.at(int(slots[row]), int(slot_version[slots[row]])) for row, fault in sampled.failures
-    )
-    if scored is not None:
-        failed = {failure.slot for failure in failures}  # one error for each row
-        failures += tuple(failure for failure in scored.failures if failure.slot not in failed)
+    row_errors = step.row_errors
+    if sampled.failures or scored is not None:
+        slots = step.sampling_slots
+        row_errors = {  # a row that fails in several ways is reported with the first of them
+            **({} if scored is None else scored.failures),
+            **{
+                RowKey(int(slots[row]), int(slot_version[slots[row]])): error
+                for row, error in sampled.failures
+            },
+            **row_errors,
+        }
     return StepResult(
         step_id,
         sampled.token_ids.astype(np.uint32),
         logprobs=sampled.logprobs,
-        prompt_logprobs=() if scored is None else scored.reported,
-        row_errors=step.row_errors + failures,
+        prompt_logprobs={} if scored is None else scored.reported,
+        row_errors=row_errors,
         timings=timings,
     )

@@ -11,14 +11,15 @@ row that thereby reaches `num_known` samples the token of the next position. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.sampling.params import SamplingColumns, TokenHistory
 from triptych.errors import ProtocolViolation
-from triptych.types.step import U32, NewRow, RowError, StepPlan
+from triptych.types.step import U32, NewRow, RowError, RowKey, StepPlan
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
@@ -37,8 +38,8 @@ class StepRows:
     """[num_rows] position of its first one."""
     samples: Flags
     """[num_rows] whether it reaches the end of what is known, and so samples."""
-    row_errors: tuple[RowError, ...] = ()
-    """Rows that entered in this step and cannot be served; they compute like any other until removed."""
+    row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
+    """Rows that entered in this step and cannot be served. They compute like any other until they are removed."""
 
     @property
     def sampling_slots(self) -> I64:
@@ -107,7 +108,9 @@ class RequestRows:
         """
         if plan.removed_slots.size:
             self._remove(plan.removed_slots)
-        errors = [error for row in plan.new_rows if (error := self._enter(row, plan.step_id)) is not None]
+        errors = {
+            row.key: error for row in plan.new_rows if (error := self._enter(row, plan.step_id)) is not None
+        }
         if plan.block_slots.size or plan.block_ids.size:
             self._append_blocks(plan.block_slots, plan.block_ids)
         slots, query_lens = self._select(plan)
@@ -116,7 +119,7 @@ class RequestRows:
         known = self.num_known[slots]
         samples = ends == known
         self._check_reach(slots, query_lens, ends, known, samples)
-        return StepRows(slots, query_lens, starts, samples, tuple(errors))
+        return StepRows(slots, query_lens, starts, samples, errors)
 
     def advance(self, step: StepRows) -> None:
         """Count the step as computed and one more token as known in each sampling row.
@@ -181,6 +184,10 @@ class RequestRows:
         self._remove(np.flatnonzero(self.live))
         self._last_recorded = 0
 
+    def key_of(self, slot: int) -> RowKey:
+        """Return the key of the row that is in a slot."""
+        return RowKey(slot, int(self.slot_version[slot]))
+
     def _remove(self, slots: NDArray[np.integer]) -> None:
         self._require_live(slots, "removed_slots")
         self.live[slots] = False
@@ -208,7 +215,7 @@ class RequestRows:
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
-        return refusal.at(slot, row.slot_version) if refusal else None
+        return refusal
 
     def _check_new(self, row: NewRow, token_ids: U32) -> None:
         name = f"new_rows: slot {row.slot}"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from services.worker.sampling.token_counts import TokenCounts
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowFault
+from triptych.types.step import RowError
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
@@ -76,7 +76,7 @@ class SamplingColumns:
         self.slot_to_bias: dict[int, LogitBias] = {}
         self.slot_to_allowed_ids: dict[int, I64] = {}
 
-    def enter(self, slot: int, params: SamplingParams, seed: int) -> RowFault | None:
+    def enter(self, slot: int, params: SamplingParams, seed: int) -> RowError | None:
         """Store one request's parameters, trusted as the frontend validated them.
 
         Returns:
@@ -122,10 +122,10 @@ class SamplingColumns:
         self.slot_to_bias.pop(slot, None)
         self.slot_to_allowed_ids.pop(slot, None)
 
-    def _refusal(self, params: SamplingParams) -> RowFault | None:
+    def _refusal(self, params: SamplingParams) -> RowError | None:
         """What the frontend refuses too; here so that no caller of the engine finds a field ignored."""
         if params.bad_words:
-            return RowFault.of_client("sampling.bad_words: this worker does not filter words; leave it out")
+            return RowError.of_client("sampling.bad_words: this worker does not filter words; leave it out")
         for field, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids),
@@ -133,7 +133,7 @@ class SamplingColumns:
         ):
             outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
             if outside:
-                return RowFault.of_client(
+                return RowError.of_client(
                     f"sampling.{field}: token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
                 )
         return None

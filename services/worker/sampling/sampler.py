@@ -12,17 +12,17 @@ from torch import Tensor
 from services.worker.sampling.batch import gather_sampling, to_device
 from services.worker.sampling.logits_processing import LogitChanges, gather_changes
 from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
-from triptych.types.step import LogprobColumns, RowFault
+from triptych.types.step import LogprobColumns, RowError
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-NOT_FINITE = RowFault("the model's logits hold NaN or infinity")
-NOTHING_ALLOWED = RowFault.of_client(
+NOT_FINITE = RowError("the model's logits hold NaN or infinity")
+NOTHING_ALLOWED = RowError.of_client(
     "sampling: min_tokens masks every token that allowed_token_ids names; allow another token, or lower it"
 )
-PENALTY_OVERFLOWS = RowFault.of_client(
+PENALTY_OVERFLOWS = RowError.of_client(
     "sampling.repetition_penalty: it makes logits infinite; set it nearer to 1, where it changes nothing"
 )
 
@@ -35,7 +35,7 @@ class SampledTokens:
     """[num_rows]; 0 where the row failed."""
     logprobs: LogprobColumns | None
     """Of the rows that asked and did not fail."""
-    failures: tuple[tuple[int, RowFault], ...]
+    failures: tuple[tuple[int, RowError], ...]
     """(row, why), ascending."""
 
 

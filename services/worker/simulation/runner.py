@@ -8,12 +8,12 @@ from services.worker.runner.base import CompletedStep
 from services.worker.runner.prompt_targets import take_prompt_targets
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
+from services.worker.simulation.sampler import SimulatedSampler
 from services.worker.simulation.vocabulary import I64
 from triptych.config.step_times import StepWork
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import SleepLevel, WorkerFacts
-from triptych.types.step import RowError, StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
 
 
 class SimulatedRunner:
@@ -80,18 +80,21 @@ class SimulatedRunner:
             )
         arrived = self._clock()
         step = self._rows.apply(plan)
-        row_errors = step.row_errors + self._enter(plan, step)
+        row_errors = {**self._enter(plan), **step.row_errors}
         self._last_step_id = plan.step_id
         prepared = self._clock()
         if not step.slots.size:
             timings = StepTimings(prepare_ns=prepared - arrived)
             return StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
         targets = take_prompt_targets(self._rows, step)
-        scored = () if targets is None else tuple(map(self._sampler.score_prompt, targets.rows))
+        rows = () if targets is None else targets.rows
+        scored = {row.key: self._sampler.score_prompt(row) for row in rows}
         drawn = self._sampler.sample(step.sampling_slots)
         self._rows.advance(step)  # ids are not recorded: what the next ones need of them is in the hash
         token_ids = drawn.token_ids.astype(np.uint32)
-        row_errors += self._failures(step, drawn)
+        slots = step.sampling_slots
+        for row, error in drawn.failures:
+            row_errors.setdefault(self._rows.key_of(int(slots[row])), error)
         sampled = self._clock()
         done = self._device.wait(self._work_of(step), arrived)
         timings = StepTimings(
@@ -99,16 +102,15 @@ class SimulatedRunner:
         )
         return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings, scored)
 
-    def _enter(self, plan: StepPlan, step: StepRows) -> tuple[RowError, ...]:
-        """The new rows' prefixes, and the errors of those that cannot be served and have none yet."""
-        refused = {error.slot for error in step.row_errors}
-        errors = []
+    def _enter(self, plan: StepPlan) -> dict[RowKey, RowError]:
+        """Hash the new rows' prefixes, and return the errors of those that cannot be simulated."""
+        errors = {}
         for row in plan.new_rows:
             self._num_entered_with[row.slot] = row.num_known_tokens
-            refusal = self._sampler.enter(row.slot, row.token_ids, row.sampling)
-            if refusal is not None and row.slot not in refused:
-                errors.append(refusal.at(row.slot, row.slot_version))
-        return tuple(errors)
+            error = self._sampler.enter(row.slot, row.token_ids, row.sampling)
+            if error is not None:
+                errors[row.key] = error
+        return errors
 
     def _work_of(self, step: StepRows) -> StepWork:
         is_prefill = step.starts < self._num_entered_with[step.slots]
@@ -116,12 +118,4 @@ class SimulatedRunner:
             num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
             num_decode_rows=int(np.count_nonzero(~is_prefill)),
             num_context_tokens=int(step.starts.sum() + step.query_lens.sum()),
-        )
-
-    def _failures(self, step: StepRows, drawn: DrawnTokens) -> tuple[RowError, ...]:
-        if not drawn.failures:
-            return ()
-        slots, slot_version = step.sampling_slots, self._rows.slot_version
-        return tuple(
-            fault.at(int(slots[row]), int(slot_version[slots[row]])) for row, fault in drawn.failures
         )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.worker.runner.prompt_targets import ScoredRow
 from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowFault, RowPromptLogprobs
+from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowError
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -28,8 +28,8 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  #
 _LOW_BITS = np.uint64(0xFFFFFFFF)
 _NO_IDS: I64 = np.empty(0, np.int64)
 
-NO_LOGITS = RowFault.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
-NOTHING_ALLOWED = RowFault.of_client(
+NO_LOGITS = RowError.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
+NOTHING_ALLOWED = RowError.of_client(
     "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
 )
 
@@ -42,7 +42,7 @@ class DrawnTokens:
     """[num_rows]; 0 where the row failed."""
     logprobs: LogprobColumns | None
     """Of the rows that asked and did not fail."""
-    failures: tuple[tuple[int, RowFault], ...]
+    failures: tuple[tuple[int, RowError], ...]
     """(row, why), ascending."""
 
 
@@ -85,7 +85,7 @@ class SimulatedSampler:
         self._powers[0] = 1
         np.multiply.accumulate(self._powers, out=self._powers)
 
-    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> RowFault | None:
+    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> RowError | None:
         """Hash a new row's tokens, [num_known >= 1]; its columns are filled already.
 
         Returns:
@@ -113,25 +113,23 @@ class SimulatedSampler:
         self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
         return DrawnTokens(token_ids, self._gather_logprobs(token_ids, slots, bits, failures), failures)
 
-    def score_prompt(self, row: ScoredRow) -> RowPromptLogprobs:
+    def score_prompt(self, row: ScoredRow) -> PromptLogprobs:
         """Log-probabilities of some of a prompt's tokens, drawn from each token, the one before it and its position:
         every token is the likeliest at its place, and the words after it follow, as in the output."""
         first, end = row.first_position, row.first_position + row.num_positions
         before, own = (
-            self._history.token_ids[row.slot, start : start + row.num_positions].astype(np.uint64)
+            self._history.token_ids[row.key.slot, start : start + row.num_positions].astype(np.uint64)
             for start in (first - 1, first)
         )
         bits = _mix(_mix(before * _BASE + own) + np.arange(first, end).astype(np.uint64) * _GOLDEN)
         num_top = min(row.num_top, self._word_ids.size)
         token_ids, logprobs = self._candidates(own.view(np.int64), bits, num_top)
         ranks = np.ones(row.num_positions, np.uint32)
-        return RowPromptLogprobs(
-            row.slot, row.slot_version, PromptLogprobs(first, token_ids, logprobs, ranks)
-        )
+        return PromptLogprobs(first, token_ids, logprobs, ranks)
 
     def _choose_among_allowed(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
-    ) -> tuple[tuple[int, RowFault], ...]:
+    ) -> tuple[tuple[int, RowError], ...]:
         """Choose anew, in place, where the draw is not among the allowed ids, or a stop id below min_tokens."""
         columns, failures = self._columns, []
         may_differ = columns.restricts[slots] | (below_min_tokens & self._masks_words[slots])
@@ -150,7 +148,7 @@ class SimulatedSampler:
         return tuple(failures)
 
     def _gather_logprobs(
-        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, RowFault], ...]
+        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, RowError], ...]
     ) -> LogprobColumns | None:
         """Of the rows that asked: the chosen token is the likeliest, the words after it follow as (1 - q) q^rank."""
         num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_rows]

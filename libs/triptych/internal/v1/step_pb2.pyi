@@ -101,15 +101,21 @@ class Result(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPromptLogprobs]
     def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ...) -> None: ...
 
-class RowPromptLogprobs(_message.Message):
-    __slots__ = ("slot", "slot_version", "logprobs")
+class RowKey(_message.Message):
+    __slots__ = ("slot", "slot_version")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     slot_version: int
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ...) -> None: ...
+
+class RowPromptLogprobs(_message.Message):
+    __slots__ = ("row", "logprobs")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    row: RowKey
     logprobs: PromptLogprobs
-    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, row: _Optional[_Union[RowKey, _Mapping]] = ..., logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("first_position", "num_candidates", "token_ids", "logprobs", "ranks")
@@ -140,15 +146,13 @@ class LogprobColumns(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
 
 class RowError(_message.Message):
-    __slots__ = ("slot", "slot_version", "message", "code", "kv_is_valid")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("row", "message", "code", "kv_is_valid")
+    ROW_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     KV_IS_VALID_FIELD_NUMBER: _ClassVar[int]
-    slot: int
-    slot_version: int
+    row: RowKey
     message: str
     code: RowErrorCode
     kv_is_valid: bool
-    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...
+    def __init__(self, row: _Optional[_Union[RowKey, _Mapping]] = ..., message: _Optional[str] = ..., code: _Optional[_Union[RowErrorCode, str]] = ..., kv_is_valid: bool = ...) -> None: ...

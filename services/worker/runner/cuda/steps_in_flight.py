@@ -151,16 +151,11 @@ class DeviceSteps:
             result: of its rows that were `computed`, [num_rows].
             failed: the others.
         """
-        refused = {failure.slot for failure in step.row_errors}
         message = (
             f"the device has no memory for a step of {sizes.num_tokens} tokens of {sizes.num_rows} requests; lower "
             "scheduler.max_num_batched_tokens or cache.memory_fraction"
         )
-        failures = tuple(
-            RowError(slot, int(self._rows.slot_version[slot]), message)
-            for slot in failed.slots.tolist()
-            if slot not in refused
-        )
+        failures = {self._rows.key_of(slot): RowError(message) for slot in failed.slots.tolist()}
         places = np.flatnonzero(computed[step.samples])  # among the step's samples
         token_ids = np.zeros(step.sampling_slots.size, np.uint32)
         token_ids[places] = result.token_ids
@@ -168,7 +163,7 @@ class DeviceSteps:
         if logprobs is not None:
             logprobs = replace(logprobs, rows=places[logprobs.rows].astype(np.uint32))
         return replace(
-            result, token_ids=token_ids, logprobs=logprobs, row_errors=result.row_errors + failures
+            result, token_ids=token_ids, logprobs=logprobs, row_errors={**failures, **result.row_errors}
         )
 
     def settle(self) -> None:
