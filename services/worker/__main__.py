@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
-import uvloop
-
-from services.worker.app import run
-from triptych.config.loader import parse_service_arguments
-from triptych.errors import ConfigError
-from triptych.types.exit_codes import ExitCode
-
-
-def main() -> int:
-    arguments = parse_service_arguments("worker", __doc__ or "", sys.argv[1:])
-    try:
-        return uvloop.run(run(arguments))
-    except ConfigError as error:
-        print(f"services.worker: {error}", file=sys.stderr)
-        return ExitCode.MISCONFIGURED
-
+from services.worker.app import WorkerApp
+from triptych.rpc.service_main import main
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a runner thread that still loads torch must not keep a stopped process alive
+    main("worker", __doc__, WorkerApp)

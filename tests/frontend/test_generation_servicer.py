@@ -59,12 +59,10 @@ class Server:
 async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Server]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
     async with frontend_core(*engines, waits=waits) as core:
-        server = app_module._create_server(config, core.generator, core.router)
+        server = app_module.create_server(config, core.generator, core.router)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
-        following = asyncio.create_task(
-            app_module._follow_readiness(server, core.generator, core.router, 0.0)
-        )
+        following = asyncio.create_task(app_module.follow_readiness(server, core.generator, core.router, 0.0))
         try:
             async with open_channel(f"127.0.0.1:{port}") as channel:
                 yield Server(

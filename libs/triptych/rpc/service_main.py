@@ -1,0 +1,133 @@
+"""A service's process, from its command line to its exit code; the same for all three services.
+
+arguments ─► create, bind ─► start ─► ready file ─► serving ── SIGTERM ──► drain ─► stop ─► exit code 0
+                                                       └── a background task dies ─► stop ─► its exit code
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from triptych.config import EngineConfig
+from triptych.config.loader import ServiceArguments, parse_service_arguments
+from triptych.errors import ConfigError
+from triptych.observe import logging as observe_logging
+from triptych.observe.logging import with_fields
+from triptych.observe.metrics import serve_metrics
+from triptych.rpc.server import RpcServer, stop_event, write_ready_file
+from triptych.types.exit_codes import ExitCode
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+"""For last messages on their way. Calls that watch something are cut off then."""
+
+
+class ServiceApp(ABC):
+    """One service's process: what it serves, what runs in the background, and how it drains."""
+
+    section: ClassVar[str]
+    """The section of the config that has its host, port and metrics_port; also its name in the log."""
+    exit_codes: ClassVar[Sequence[tuple[type[Exception], ExitCode]]] = ()
+    """Errors that end a background task, and their exit codes; the first that fits. All others: FAILED."""
+    server: RpcServer
+    """Set by the subclass, which adds its servicers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Wire up the service, bound to nothing yet. Called on the event loop."""
+        self.config = config
+        self.background: dict[str, asyncio.Future[Any]] = {}
+        """Name -> what runs as long as the process. One that ends before that has died."""
+
+    @abstractmethod
+    async def start(self) -> Mapping[str, int]:
+        """Start to serve and fill `background`. Return further ports by name, for the ready file."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Leave the load balancer, and let what is alive finish for as long as the config says."""
+
+    async def stop(self) -> None:
+        """End what is left."""
+        await self.server.stop(STOP_GRACE_S)
+
+    def start_background(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as long as the process."""
+        self.background[name] = asyncio.create_task(work, name=name)
+
+
+def main(service: str, description: str | None, create: type[ServiceApp]) -> NoReturn:
+    """Run a service from `sys.argv` to the end of the process. `service`: name of its package under `services`."""
+    import uvloop  # of the services' images only
+
+    arguments = parse_service_arguments(service, description or "", sys.argv[1:])
+    try:
+        code = uvloop.run(run(arguments, create))
+    except ConfigError as error:
+        print(f"services.{service}: {error}", file=sys.stderr)
+        code = ExitCode.MISCONFIGURED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that still loads something must not keep a stopped process alive
+
+
+async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
+    """Serve until SIGTERM, or until a background task dies. Return the exit code.
+
+    Raises:
+        ConfigError: A port is taken, or an address cannot be used; names it.
+    """
+    config = arguments.config
+    observe_logging.configure(config.log, create.section)
+    stop = stop_event()
+    app = create(config)
+    section = getattr(config, app.section)
+    ports = {
+        "port": app.server.bind(section.host, section.port, option=f"{app.section}.port"),
+        "metrics_port": serve_metrics(
+            section.host, section.metrics_port, option=f"{app.section}.metrics_port"
+        ),
+    }
+    await app.server.start()
+    ports |= await app.start()
+    write_ready_file(arguments.ready_file, ports)
+    log.info("listening on %s", section.host, extra=with_fields(**ports))
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait((stopping, *app.background.values()), return_when=asyncio.FIRST_COMPLETED)
+    code = ExitCode.OK
+    if not (dead := _ended(app)):
+        await app.drain()
+        dead = [name for name in _ended(app) if app.background[name].exception() is not None]
+    if dead:
+        code = _report(app, dead[0])
+        await app.server.set_dead()
+    await app.stop()
+    tasks = (stopping, *app.background.values())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    log.info("stopped")
+    return code
+
+
+def _ended(app: ServiceApp) -> Sequence[str]:
+    return [name for name, task in app.background.items() if task.done()]
+
+
+def _report(app: ServiceApp, name: str) -> ExitCode:
+    error = app.background[name].exception()
+    for kind, code in app.exit_codes:
+        if isinstance(error, kind):
+            log.error("%s: %s", _CODE_TO_WORDS.get(code, "cannot serve"), error)
+            return code
+    log.error("%s died: %r", name, error, exc_info=error)
+    return ExitCode.FAILED
+
+
+_CODE_TO_WORDS = {ExitCode.FENCED: "fenced", ExitCode.HUNG: "hung"}

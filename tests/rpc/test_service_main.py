@@ -1,0 +1,137 @@
+"""A service's process: how it starts, drains and ends, and what its exit code says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.config import EngineConfig
+from triptych.config.loader import ServiceArguments
+from triptych.errors import ConfigError, EngineFailure, StaleEpoch
+from triptych.rpc.server import RpcServer
+from triptych.rpc.service_main import ServiceApp, run
+from triptych.types.exit_codes import ExitCode
+
+DEADLINE_S = 10.0
+
+
+class App(ServiceApp):
+    """An app that notes what is done to it; tests set what runs in its background."""
+
+    section = "worker"
+    exit_codes = ((StaleEpoch, ExitCode.FENCED), (ConfigError, ExitCode.MISCONFIGURED))
+    work: Coroutine[Any, Any, None] | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.server = RpcServer(services=(), limit_bytes=1000)
+        self.calls: list[str] = []
+        type(self).last = self
+
+    async def start(self) -> Mapping[str, int]:
+        self.calls.append("start")
+        if self.work is not None:
+            self.start_background("the work", self.work)
+        return {"extra_port": 7}
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+        await super().stop()
+
+
+async def die(error: Exception) -> None:
+    raise error
+
+
+async def code_of(arguments: ServiceArguments, work: Coroutine[Any, Any, None] | None = None) -> tuple[int, App]:
+    """Run an app with this work in its background. Return its exit code, and the app."""
+    app = type("OneApp", (App,), {"work": work})
+    async with asyncio.timeout(DEADLINE_S):
+        code = await run(arguments, app)
+    return code, app.last
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> ServiceArguments:
+    config = EngineConfig()
+    worker = replace(config.worker, port=0, metrics_port=0)
+    return ServiceArguments(replace(config, worker=worker), tmp_path / "ready.json")
+
+
+async def stop_when_ready(arguments: ServiceArguments) -> dict[str, int]:
+    """Send SIGTERM as soon as the ready file is there; return what is in it."""
+    assert arguments.ready_file is not None
+    async with asyncio.timeout(DEADLINE_S):
+        while not arguments.ready_file.exists():
+            await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return json.loads(arguments.ready_file.read_text())
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Any:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+async def test_sigterm_drains_and_stops(arguments: ServiceArguments) -> None:
+    stopping = asyncio.create_task(stop_when_ready(arguments))
+    code, app = await code_of(arguments, asyncio.Event().wait())
+    ports = await stopping
+    assert (code, app.calls) == (ExitCode.OK, ["start", "drain", "stop"])
+    assert set(ports) == {"pid", "port", "metrics_port", "extra_port"}
+    assert app.background["the work"].cancelled()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StaleEpoch("a later one"), ExitCode.FENCED),
+        (ConfigError("worker.port: no"), ExitCode.MISCONFIGURED),
+        (EngineFailure("not in the table"), ExitCode.FAILED),
+        (ZeroDivisionError(), ExitCode.FAILED),
+    ],
+)
+async def test_death_of_background_work_decides_the_exit_code(arguments, error, code) -> None:
+    found, app = await code_of(arguments, die(error))
+    assert (found, app.calls) == (code, ["start", "stop"])
+
+
+async def test_background_work_that_ends_without_error_has_died(arguments) -> None:
+    found, app = await code_of(arguments, asyncio.sleep(0))
+    assert (found, app.calls) == (ExitCode.FAILED, ["start", "stop"])
+
+
+async def test_death_while_draining_is_reported(arguments) -> None:
+    class Dies(App):
+        async def drain(self) -> None:
+            self.background["late"] = asyncio.create_task(die(StaleEpoch("now")))
+            await asyncio.sleep(0.01)
+
+    stopping = asyncio.create_task(stop_when_ready(arguments))
+    async with asyncio.timeout(DEADLINE_S):
+        assert await run(arguments, Dies) == ExitCode.FENCED
+    await stopping
+
+
+async def test_a_port_that_is_taken_is_a_config_error(arguments) -> None:
+    taken = RpcServer(services=(), limit_bytes=1000)
+    port = taken.bind("127.0.0.1", 0, option="x")
+    worker = replace(arguments.config.worker, port=port)
+    with pytest.raises(ConfigError, match=r"worker\.port: cannot bind"):
+        await code_of(replace(arguments, config=replace(arguments.config, worker=worker)))
+    await taken.stop(0)
