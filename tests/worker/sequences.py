@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.attention.paged import PagedAttention
+from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from triptych.checkpoint.architecture import ModelArchitecture
 
@@ -61,7 +62,7 @@ class Sequences:
         token_ids = torch.cat(
             [self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)]
         )
-        hidden = self.model(token_ids, torch.cat(positions), self.kv_caches, batch)
+        hidden = self.model(token_ids, torch.cat(positions), StepContext(batch, self.kv_caches))
         for row, count in row_to_count.items():
             self.num_computed[row] += count
         return dict(zip(rows, self.model.compute_logits(hidden).split(query_lens), strict=True))

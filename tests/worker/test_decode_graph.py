@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.layers.step_context import StepContext
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.runner.cuda.decode_graph import CudaGraphBackend, graph_buckets
@@ -59,9 +59,8 @@ class LengthsFromTensors(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        batch = context.attention
         seq_lens = tuple(batch.seq_lens.tolist())
         query_lens = tuple(batch.query_starts.diff().tolist())
         assert all(own <= bound for own, bound in zip(seq_lens, batch.seq_lens_list, strict=True))
@@ -69,7 +68,7 @@ class LengthsFromTensors(nn.Module):
         num_padding = int((batch.block_tables[:, 0] == 0).sum())
         assert not token_ids[len(token_ids) - num_padding :].any()
         exact = replace(batch, seq_lens_list=seq_lens, query_lens_list=query_lens, max_seq_len=max(seq_lens))
-        hidden: Tensor = self.model(token_ids, positions, kv_caches, exact)
+        hidden: Tensor = self.model(token_ids, positions, replace(context, attention=exact))
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.runner.startup import create
 from tests.worker.tiny import tiny_architecture
 from triptych.config import EngineConfig

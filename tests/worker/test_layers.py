@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
 from services.worker.layers.weights import find_weight_targets, load_weights
 from tests.worker.tiny import dense, tiny_config
 from triptych.errors import ConfigError, ModelError
-from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import forced_isa, isa
 
 
@@ -29,10 +29,9 @@ def form(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def rank_config(rank: int = 0, size: int = 1, dtype: str = "float32") -> ResolvedConfig:
-    return replace(
-        tiny_config(), rank=RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size), dtype=dtype
-    )
+def rank_context(rank: int = 0, size: int = 1, dtype: str = "float32") -> ModelContext:
+    place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
+    return ModelContext(replace(tiny_config(), rank=place, dtype=dtype))
 
 
 def whole(*shape: int) -> Tensor:
@@ -54,7 +53,7 @@ QKV = {
 
 
 def test_qkv_computes_its_three_pieces_in_one_product() -> None:
-    layer = QKVLinear(5, 6, 3, 2, bias=True, config=rank_config(), prefix="a")
+    layer = QKVLinear(5, 6, 3, 2, bias=True, context=rank_context(), prefix="a")
     fill(layer, QKV)
     x = whole(4, 5)
     for out, name in zip(layer.split_heads(layer(x)), ("q_proj", "k_proj", "v_proj"), strict=True):
@@ -78,7 +77,7 @@ def test_qkv_ranks_hold_a_key_head_with_its_query_heads(
         name: tensor[: num_kv_heads * 2] if ".q_" not in name else tensor for name, tensor in QKV.items()
     }
     for rank, kv_heads in enumerate(kv_heads_of_rank):
-        layer = QKVLinear(5, 6, num_kv_heads, 2, bias=True, config=rank_config(rank, size), prefix="a")
+        layer = QKVLinear(5, 6, num_kv_heads, 2, bias=True, context=rank_context(rank, size), prefix="a")
         fill(layer, tensors)
         heads_per_rank = 6 // size
         query, key, value = layer.split_heads(dense(layer.weight).T.contiguous())
@@ -94,8 +93,8 @@ def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
     down = {"d.weight": whole(5, 8)}
     x, partial_sums = whole(3, 5), []  # nobody adds them up: the ranks are not connected
     for rank in range(4):
-        gate_up = GatedLinear(5, 8, activation="silu", bias=False, config=rank_config(rank, 4), prefix="m")
-        row = RowLinear(8, 5, bias=False, config=rank_config(rank, 4), prefix="d")
+        gate_up = GatedLinear(5, 8, activation="silu", bias=False, context=rank_context(rank, 4), prefix="m")
+        row = RowLinear(8, 5, bias=False, context=rank_context(rank, 4), prefix="d")
         fill(gate_up, tensors)
         fill(row, down)
         assert tuple(gate_up.weight.shape) == (4, 5)
@@ -110,7 +109,7 @@ def test_the_first_rank_alone_adds_the_bias() -> None:
     tensors = {"d.weight": whole(5, 8), "d.bias": whole(5)}
     x, partial_sums = whole(3, 8), []
     for rank in range(2):
-        row = RowLinear(8, 5, bias=True, config=rank_config(rank, 2), prefix="d")
+        row = RowLinear(8, 5, bias=True, context=rank_context(rank, 2), prefix="d")
         fill(row, tensors)
         partial_sums.append(row(x[:, rank * 4 : rank * 4 + 4]))
         with pytest.raises(ModelError, match=r"d.bias: the checkpoint holds \[4\], the model needs \[5\]"):
@@ -121,7 +120,7 @@ def test_the_first_rank_alone_adds_the_bias() -> None:
 def test_ranks_share_out_the_vocabulary() -> None:
     table = whole(6, 4)
     for rank in range(3):
-        embedding = VocabEmbedding(6, 4, config=rank_config(rank, 3), prefix="e")
+        embedding = VocabEmbedding(6, 4, context=rank_context(rank, 3), prefix="e")
         fill(embedding, {"e.weight": table})
         assert torch.equal(dense(embedding.weight), table[rank * 2 : rank * 2 + 2])
 
@@ -130,7 +129,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_shared_out_in_aligned_pieces()
     table = whole(70, 4)
     shares = []
     for rank in range(4):
-        head = LogitsHead(70, 4, tied_to=None, config=rank_config(rank, 4), prefix="h")
+        head = LogitsHead(70, 4, tied_to=None, context=rank_context(rank, 4), prefix="h")
         fill(head, {"h.weight": table})
         shares.append(dense(head.weight))
     assert [len(share) for share in shares] == [16, 16, 16, 22]
@@ -138,9 +137,9 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_shared_out_in_aligned_pieces()
 
 
 def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> None:
-    config = rank_config(dtype="bfloat16")
-    embedding = VocabEmbedding(6, 4, config=config, prefix="e")
-    head = LogitsHead(6, 4, tied_to=embedding, config=config, prefix="h")
+    context = rank_context(dtype="bfloat16")
+    embedding = VocabEmbedding(6, 4, context=context, prefix="e")
+    head = LogitsHead(6, 4, tied_to=embedding, context=context, prefix="h")
     assert head.weight is embedding.weight
     assert head.weight_targets() == {}
     fill(embedding, {"e.weight": whole(6, 4)})
@@ -150,21 +149,21 @@ def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> No
 @pytest.mark.parametrize(
     "build",
     [
-        lambda config: QKVLinear(4, 5, 5, 2, bias=False, config=config, prefix="a"),
-        lambda config: QKVLinear(4, 6, 4, 2, bias=False, config=config, prefix="a"),
-        lambda config: GatedLinear(4, 7, activation="silu", bias=False, config=config, prefix="a"),
-        lambda config: RowLinear(7, 4, bias=False, config=config, prefix="a"),
-        lambda config: VocabEmbedding(32, 4, config=config, prefix="a"),
+        lambda context: QKVLinear(4, 5, 5, 2, bias=False, context=context, prefix="a"),
+        lambda context: QKVLinear(4, 6, 4, 2, bias=False, context=context, prefix="a"),
+        lambda context: GatedLinear(4, 7, activation="silu", bias=False, context=context, prefix="a"),
+        lambda context: RowLinear(7, 4, bias=False, context=context, prefix="a"),
+        lambda context: VocabEmbedding(32, 4, context=context, prefix="a"),
     ],
     ids=["query heads", "key heads", "gate", "row", "vocabulary"],
 )
-def test_uneven_shares_are_refused(build: Callable[[ResolvedConfig], nn.Module]) -> None:
+def test_uneven_shares_are_refused(build: Callable[[ModelContext], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor_parallel_size: 3 does not divide \w+"):
-        build(rank_config(0, 3))
+        build(rank_context(0, 3))
 
 
 def test_parameters_are_created_in_the_resolved_dtype_and_need_no_gradient() -> None:
-    norm = RMSNorm(4, 1e-5, config=rank_config(dtype="bfloat16"), prefix="n")
+    norm = RMSNorm(4, 1e-5, context=rank_context(dtype="bfloat16"), prefix="n")
     fill(norm, {"n.weight": whole(4)})  # float32 in the checkpoint: rounded on the way in
     assert norm.weight.dtype == torch.bfloat16
     assert not norm.weight.requires_grad
@@ -172,7 +171,7 @@ def test_parameters_are_created_in_the_resolved_dtype_and_need_no_gradient() -> 
 
 
 def test_every_complaint_about_a_checkpoint_is_made_at_once() -> None:
-    layer = RowLinear(3, 2, bias=True, config=rank_config(), prefix="r")
+    layer = RowLinear(3, 2, bias=True, context=rank_context(), prefix="r")
     with pytest.raises(
         ModelError, match=r"1 tensors are missing: r.bias; 2 tensors are unexpected: s.weight, t"
     ):
@@ -180,31 +179,31 @@ def test_every_complaint_about_a_checkpoint_is_made_at_once() -> None:
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
-    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    layer = RowLinear(3, 2, bias=False, context=rank_context(), prefix="r")
     with pytest.raises(
         ModelError, match=r"r.weight: the checkpoint holds \[3, 2\], the model needs \[2, 3\]"
     ):
         fill(layer, {"r.weight": whole(3, 2)})
-    sharded = RowLinear(4, 2, bias=False, config=rank_config(1, 2), prefix="r")
+    sharded = RowLinear(4, 2, bias=False, context=rank_context(1, 2), prefix="r")
     with pytest.raises(ModelError, match=r"holds \[2, 2\], the model needs \[2, 4\]"):
         fill(sharded, {"r.weight": whole(2, 2)})
 
 
 def test_a_tensor_given_twice_is_refused() -> None:
-    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    layer = RowLinear(3, 2, bias=False, context=rank_context(), prefix="r")
     with pytest.raises(ModelError, match=r"r.weight: the checkpoint holds this tensor twice"):
         load_weights(layer, [("r.weight", whole(2, 3)), ("r.weight", whole(2, 3))])
 
 
 def test_long_lists_of_names_are_cut_short() -> None:
-    layer = RowLinear(3, 2, bias=False, config=rank_config(), prefix="r")
+    layer = RowLinear(3, 2, bias=False, context=rank_context(), prefix="r")
     extra = {f"x{number}": whole(1) for number in range(8)}
     with pytest.raises(ModelError, match="8 tensors are unexpected: x0, x1, x2, x3, x4 and 3 more"):
         fill(layer, {"r.weight": whole(2, 3), **extra})
 
 
 def test_one_checkpoint_tensor_is_held_at_a_time() -> None:
-    layer = QKVLinear(2, 1, 1, 1, bias=False, config=rank_config(), prefix="a")
+    layer = QKVLinear(2, 1, 1, 1, bias=False, context=rank_context(), prefix="a")
     events: list[str] = []
 
     def stream() -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +216,7 @@ def test_one_checkpoint_tensor_is_held_at_a_time() -> None:
 
 
 def test_a_bias_stands_beside_its_outputs() -> None:
-    gated = GatedLinear(4, 20, activation="silu", bias=True, config=rank_config(), prefix="m")
+    gated = GatedLinear(4, 20, activation="silu", bias=True, context=rank_context(), prefix="m")
     tensors = {
         f"m.{half}_proj.{part}": whole(20, 4) if part == "weight" else whole(20) + len(half)
         for half in ("gate", "up")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.base import KvCache
+from services.worker.context.model_context import ModelContext
 from services.worker.models.llama import LlamaForCausalLM
 from services.worker.models.registry import create_model
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
@@ -96,7 +97,7 @@ def checkpoint(oracle: Any, architecture: ModelArchitecture) -> Iterator[tuple[s
 def loaded_pair(**changes: Any) -> tuple[Any, LlamaForCausalLM]:
     architecture = tiny_architecture(**changes)
     oracle = transformers_llama(architecture)
-    model = create_model(config=tiny_config(architecture))
+    model = create_model(context=ModelContext(tiny_config(architecture)))
     model.load_weights(checkpoint(oracle, architecture))
     return oracle, model
 
@@ -115,7 +116,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own() -> None:
     architecture = tiny_architecture(**GQA)
     oracle = transformers_llama(architecture)
     rounded = {name: tensor.bfloat16() for name, tensor in oracle.state_dict().items()}
-    model = create_model(config=replace(tiny_config(architecture), dtype="bfloat16"))
+    model = create_model(context=ModelContext(replace(tiny_config(architecture), dtype="bfloat16")))
     model.load_weights(checkpoint(oracle, architecture))
     sequences = Sequences(model, architecture, (40, 33))
     sequences.kv_caches = [KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches]
@@ -155,7 +156,7 @@ def test_tied_head_and_rotary_frequencies_in_a_checkpoint_are_ignored() -> None:
     tensors = dict(oracle.state_dict())
     assert "lm_head.weight" in tensors
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-    model = create_model(config=tiny_config(architecture))
+    model = create_model(context=ModelContext(tiny_config(architecture)))
     model.load_weights(tensors.items())
     assert torch.equal(dense(model.model.embed_tokens.weight), tensors["model.embed_tokens.weight"])
 
@@ -168,12 +169,12 @@ def test_an_untied_head_must_be_there_and_a_bias_must_not() -> None:
     with pytest.raises(
         ModelError, match=r"missing: lm_head.weight; .* unexpected: model.layers.1.mlp.up_proj.bias"
     ):
-        create_model(config=tiny_config(architecture)).load_weights(tensors.items())
+        create_model(context=ModelContext(tiny_config(architecture))).load_weights(tensors.items())
 
 
 def test_a_prefix_moves_every_name() -> None:
     architecture = tiny_architecture()
-    model = LlamaForCausalLM(config=tiny_config(architecture), prefix="language_model.")
+    model = LlamaForCausalLM(context=ModelContext(tiny_config(architecture)), prefix="language_model.")
     tensors = checkpoint(transformers_llama(architecture), architecture)
     model.load_weights((f"language_model.{name}", tensor) for name, tensor in tensors)
 
@@ -181,10 +182,10 @@ def test_a_prefix_moves_every_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act gelu: LlamaForCausalLM is built with silu alone"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu: LlamaForCausalLM is built with silu only"),
         ({"rope": RopeParameters(kind="yarn")}, "rope_type yarn"),
     ],
 )
 def test_unsupported_architectures_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FeatureDisabled, match=message):
-        create_model(config=tiny_config(tiny_architecture(**changes)))
+        create_model(context=ModelContext(tiny_config(tiny_architecture(**changes))))

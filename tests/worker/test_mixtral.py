@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.moe import PackedExpert, PackedExperts, Router
 from services.worker.layers.weights import find_weight_targets
 from services.worker.loader import open_checkpoint
@@ -29,7 +31,6 @@ from tests.worker.checkpoints import (
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.errors import ModelError
-from triptych.types.facts import RankFacts
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.weights.quantized import QuantizedWeight
@@ -153,7 +154,7 @@ def test_on_a_device_quantized_experts_stand_in_one_piece_for_each_product(
         num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     config = replace(tiny_config(architecture), rank=RankFacts(device="meta"), quantization=quantization)
-    model = create_model(config=config)
+    model = create_model(context=ModelContext(config))
     (layer,) = (module for module in model.modules() if isinstance(module, PackedExperts))
     targets = find_weight_targets(layer)
     assert len(targets) == 3 * 4
@@ -167,7 +168,9 @@ def test_on_a_device_quantized_experts_stand_in_one_piece_for_each_product(
 
 def test_on_a_device_the_experts_stand_in_two_tensors_per_layer(oracle: Any, directory: Path) -> None:
     architecture = load_checkpoint(directory)[1]
-    model = create_model(config=replace(tiny_config(architecture), rank=RankFacts(device="meta")))
+    model = create_model(
+        context=ModelContext(replace(tiny_config(architecture), rank=RankFacts(device="meta")))
+    )
     shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 3}
     assert shapes == {(5, 128, 32), (5, 32, 64)}
     assert torch.device("meta") in {parameter.device for parameter in model.parameters()}

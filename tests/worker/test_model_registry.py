@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.worker.context.model_context import ModelContext
 from services.worker.models import registry
 from services.worker.models.llama import LlamaForCausalLM
 from tests.worker.tiny import tiny_architecture, tiny_config
@@ -16,8 +17,8 @@ from triptych.errors import FeatureDisabled
 
 
 class OutOfTreeModel:
-    def __init__(self, *, config: Any, prefix: str = "") -> None:
-        self.config = config
+    def __init__(self, *, context: Any, prefix: str = "") -> None:
+        self.context = context
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +33,14 @@ def test_built_in_architectures_are_found(name: str) -> None:
 
 def test_unknown_architecture_is_refused_and_the_known_ones_are_named() -> None:
     with pytest.raises(FeatureDisabled, match=r"architecture MambaForCausalLM: .* LlamaForCausalLM, Mistral"):
-        registry.create_model(config=tiny_config(tiny_architecture(name="MambaForCausalLM")))
+        registry.create_model(context=ModelContext(tiny_config(tiny_architecture(name="MambaForCausalLM"))))
 
 
 def test_a_model_can_be_registered_by_class_or_by_path() -> None:
     registry.register_model("AForCausalLM", OutOfTreeModel)
     registry.register_model("BForCausalLM", "collections:OrderedDict")
-    config = tiny_config(tiny_architecture(name="AForCausalLM"))
-    assert registry.create_model(config=config).config is config
+    context = ModelContext(tiny_config(tiny_architecture(name="AForCausalLM")))
+    assert registry.create_model(context=context).context is context
     assert registry.find_model("BForCausalLM").__name__ == "OrderedDict"
 
 

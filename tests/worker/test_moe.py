@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.moe import ExpertNames, SparseMoE
 from services.worker.layers.weights import find_weight_targets, load_weights
 from tests.worker.tiny import tiny_config
 from triptych.errors import ConfigError
-from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.ops import fused_moe
 
@@ -31,9 +32,17 @@ def form(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def create(rank: int = 0, size: int = 1, *, renormalize: bool = True, inner: int = INNER) -> SparseMoE:
-    config = replace(tiny_config(), rank=RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size))
+    place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
+    context = ModelContext(replace(tiny_config(), rank=place))
     return SparseMoE(
-        HIDDEN, inner, NUM_EXPERTS, 2, renormalize=renormalize, expert_names=NAMES, config=config, prefix="m"
+        HIDDEN,
+        inner,
+        NUM_EXPERTS,
+        2,
+        renormalize=renormalize,
+        expert_names=NAMES,
+        context=context,
+        prefix="m",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from services.worker.attention.paged import PagedAttention
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.models.base import CausalLM

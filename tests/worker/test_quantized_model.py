@@ -12,7 +12,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from services.worker.context.device import resolve_config
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.quantization import choose_format
 from services.worker.layers.weights import held_weights
 from services.worker.loader import load_model, open_checkpoint
@@ -95,10 +96,12 @@ def test_what_the_file_holds_otherwise_is_quantized_and_the_head_to_8_bits(
 
 
 def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_nothing() -> None:
-    config = replace(tiny_config(), tensor_types={"a": "Q4_0", "b": "Q4_1", "c": "Q8_0", "d": "Q6_K"})
+    tensor_types = {"a": "Q4_0", "b": "Q4_1", "c": "Q8_0", "d": "Q6_K"}
 
     def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
-        format = choose_format(sources, is_head=is_head, config=replace(config, quantization=quantization))
+        config = replace(tiny_config(), quantization=quantization)
+        context = ModelContext(config, tensor_types=tensor_types)
+        format = choose_format(sources, is_head=is_head, context=context)
         if isinstance(format, ChannelFormat):
             return str(format.dtype)
         return "none" if format is None else f"{format.bits}{' affine' * format.is_affine}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.rotary import RotaryEmbedding, cos_sin_table, inverse_frequencies
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import RopeParameters
@@ -73,7 +74,9 @@ def test_the_table_is_as_long_as_the_longest_admitted_sequence() -> None:
     architecture = tiny_architecture(max_position_embeddings=64)
     for asked, expected in ((0, 64), (48, 48)):
         rotary = RotaryEmbedding(
-            8, replace(architecture.rope), config=tiny_config(architecture, max_model_len=asked)
+            8,
+            replace(architecture.rope),
+            context=ModelContext(tiny_config(architecture, max_model_len=asked)),
         )
         assert tuple(rotary.cos_sin_cache.shape) == (expected, 8)
         assert rotary.cos_sin_cache.dtype == torch.float32

@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.context.model_context import ModelContext
 from services.worker.context.rank_group import OneRank
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.linear import RowLinear
 from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.weights import load_weights
 from services.worker.models.registry import create_model
-from services.worker.parallel.agreement import check_agreement
-from services.worker.parallel.rendezvous import meet
+from services.worker.parallel.create import check_agreement
+from services.worker.parallel.process_group import meet
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
-from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
 
 SIZES: dict[str, Any] = {
@@ -179,19 +180,19 @@ def test_ranks_that_differ_are_refused_before_they_load() -> None:
         def exchange(self, text: str) -> list[str]:
             return [text, text.replace('"q8"', '"q4"').replace("abc", "abd")]
 
-    config = replace(config, group=Two(0, 2), quantization="q8")
+    config = replace(config, quantization="q8")
     with pytest.raises(HandshakeMismatch) as refusal:
-        check_agreement(config, fingerprint="abc", processor="avx2")
+        check_agreement(config, Two(0, 2), fingerprint="abc", processor="avx2")
     assert str(refusal.value).startswith(
         "checkpoint: rank 0 has 'abc', rank 1 has 'abd'; quantization: rank 0 has 'q8', rank 1 has 'q4'; give all"
     )
-    check_agreement(tiny_config(), fingerprint="abc", processor="avx2")
+    check_agreement(tiny_config(), OneRank(), fingerprint="abc", processor="avx2")
 
 
 def test_a_model_of_ranks_that_nobody_connected_is_our_bug() -> None:
     config = replace(tiny_config(), rank=RankFacts(tensor_parallel_size=2))
-    with pytest.raises(AssertionError, match="connects the ranks"):
-        create_model(config=config)
+    with pytest.raises(AssertionError, match="are connected"):
+        create_model(context=ModelContext(config))
 
 
 def test_fewer_key_heads_make_smaller_blocks() -> None:
@@ -212,8 +213,9 @@ def test_blocks_of_a_file_are_shared_out_as_they_are() -> None:
     stored = StoredBlocks("Q8_0", blocks.flatten(1), (rows, columns), lambda: pytest.fail("quantized again"))
     for rank in range(num_ranks):
         place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=num_ranks)
-        config = replace(tiny_config(), rank=place, quantization="q8", tensor_types={"d.weight": "Q8_0"})
-        row = RowLinear(columns, rows, bias=False, config=config, prefix="d")
+        config = replace(tiny_config(), rank=place, quantization="q8")
+        context = ModelContext(config, tensor_types={"d.weight": "Q8_0"})
+        row = RowLinear(columns, rows, bias=False, context=context, prefix="d")
         load_weights(row, [("d.weight", stored)])
         assert torch.equal(dense(row.weight), whole[:, rank * 64 : rank * 64 + 64])
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.context.device import resolve_config
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
+from services.worker.layers.step_context import StepContext
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
@@ -177,10 +177,11 @@ class EchoModel(nn.Module):
         self.written_slots: list[int] = []
         self.num_logit_rows = 0
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
-    ) -> Tensor:
-        cache = kv_caches[0].blocks[:, :, 0, :, 0]  # [num_blocks, 2, block_size]: token ids, then positions
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        batch = context.attention
+        cache = context.kv_caches[0].blocks[
+            :, :, 0, :, 0
+        ]  # [num_blocks, 2, block_size]: token ids, then positions
         block_size = cache.shape[2]
         written = batch.slot_mapping >= 0
         slots = batch.slot_mapping[written]

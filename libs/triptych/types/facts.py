@@ -7,16 +7,6 @@ from enum import Enum, auto
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
-    """This process's place in its worker group."""
-
-    tensor_parallel_rank: int = 0
-    tensor_parallel_size: int = 1
-    device: str = "cpu"
-    """`cpu`, `cuda:<local_rank>` or `simulated`."""
-
-
-@dataclass(frozen=True, slots=True)
 class KvShape:
     """The paged KV cache as the worker built it."""
 

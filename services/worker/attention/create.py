@@ -10,7 +10,7 @@ from services.worker.attention.base import AttentionBackend
 from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
 from services.worker.attention.flashinfer import FlashInferAttention
 from services.worker.attention.paged import PagedAttention
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.parallel.shares import share, share_kv_heads
 from triptych.errors import ConfigError
 
@@ -54,8 +54,8 @@ def _create(config: ResolvedConfig) -> AttentionBackend:
     if config.attention_backend == "flash-attn-3":
         return FlashAttention3()
     if config.attention_backend == "flashinfer":
-        _, num_heads = share(config.architecture.num_heads, what="num_heads", config=config)
-        _, num_kv_heads = share_kv_heads(config.architecture.num_kv_heads, config=config)
+        _, num_heads = share(config.architecture.num_heads, what="num_heads", rank=config.rank)
+        _, num_kv_heads = share_kv_heads(config.architecture.num_kv_heads, rank=config.rank)
         return FlashInferAttention(
             torch.device(config.rank.device), heads_per_kv_head=num_heads // num_kv_heads
         )

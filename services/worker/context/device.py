@@ -12,7 +12,7 @@ import torch
 from services.worker.context import host
 from services.worker.context.attention_choice import installed_packages
 from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError

@@ -1,83 +1,87 @@
-"""What a layer asks of the ranks that compute it together; the worker connects them."""
+"""Communication between the ranks that compute one model together, as a layer uses it."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 
 class RankGroup(Protocol):
-    """The ranks of one model, of which this process is one. All of them call the same methods in the same order.
-
-    Tensors are torch's, which this package does not import.
-    """
+    """The ranks of one model, of which this process is one. All of them call the same methods in the same order."""
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """Number of this process in the group."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks in the group."""
         ...
 
-    def all_reduce(self, tensor: Any) -> Any:
-        """The sum over ranks, in the memory of `tensor`, and with the same bits on every rank.
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, in its own memory, with the same bits on every rank.
 
-        On an asynchronous device it is launched on the current stream, and the host does not wait.
+        On an asynchronous device the sum is launched on the current stream, and the host does not wait.
 
         Raises:
-            RankUnavailable: another rank is gone, or did not come in time.
+            RankUnavailable: Another rank is gone, or did not come in time.
         """
         ...
 
-    def all_gather(self, tensor: Any, lengths: tuple[int, ...]) -> Any:
-        """Every rank's columns beside each other, a new tensor; otherwise as `all_reduce`.
+    def all_gather(self, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Put the columns of all ranks side by side, in a new tensor; otherwise as `all_reduce`.
 
         Args:
             tensor: [num_rows, lengths[rank]], of the same type and number of rows on all ranks.
-            lengths: of each rank's part.
+            lengths: Number of columns of each rank.
+
         Returns:
             [num_rows, sum of lengths].
         """
         ...
 
     def minimum(self, number: int) -> int:
-        """The least that any rank has to offer; waits for all of them."""
+        """Return the least number that any rank passes. Waits for all ranks."""
         ...
 
     def exchange(self, text: str) -> list[str]:
-        """What each rank says, by rank; waits for all of them."""
+        """Return the texts that the ranks pass, by rank. Waits for all ranks."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
-        """Around each step. What fails here may leave operations half done that other ranks still wait in: no later
-        one may be taken for its other half, so the steps after are refused.
+        """Enclose one step.
+
+        A step that fails may leave operations half done, in which other ranks still wait. No operation of a later step
+        may complete them, so all later steps are refused.
 
         Raises:
-            RankUnavailable: a step before failed.
+            RankUnavailable: An earlier step failed.
         """
         ...
 
     def close(self) -> None:
-        """Leave the group, where the process goes on without it. NCCL waits until no CUDA graph holds its
-        operations."""
+        """Leave the group, in a process that goes on without it.
+
+        NCCL waits until no CUDA graph contains its operations.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """A `RankGroup` of this process alone, which has nobody to ask."""
+    """The `RankGroup` of a model that one process computes."""
 
     rank: int = 0
     size: int = 1
 
-    def all_reduce(self, tensor: Any) -> Any:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def all_gather(self, tensor: Any, lengths: tuple[int, ...]) -> Any:
+    def all_gather(self, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
         return tensor
 
     def minimum(self, number: int) -> int:

@@ -8,11 +8,10 @@ from services.worker.context.attention_choice import (
     AttentionSite,
     choose_attention_backend,
 )
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import RankFacts
 
 _GROUP_SIZE = 32  # of quantized weights
 _WEIGHTS_ALONE = ("q4", "q8")

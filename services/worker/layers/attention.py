@@ -1,43 +1,53 @@
-"""Attention over the paged cache: rotate, write this step's keys and values, then attend."""
+"""Attention over the paged KV cache: rotate, write this step's keys and values, then attend."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch, KvCache
 from services.worker.layers.rotary import RotaryEmbedding
+from services.worker.layers.step_context import StepContext
 from triptych_kernels.ops import rotary_and_write_kv
 
 
 class Attention(nn.Module):
-    """Causal attention without projections; it has no weights."""
+    """Causal attention of one layer, without projections; it has no weights."""
 
-    def __init__(self, head_dim: int, *, window: int = 0) -> None:
-        """`window`: see `AttentionBackend.attend`."""
+    def __init__(self, head_dim: int, *, layer_index: int, rotary: RotaryEmbedding, window: int = 0) -> None:
+        """
+        Args:
+            layer_index: Index of this layer's KV cache in `StepContext.kv_caches`.
+            rotary: Table that all layers share.
+            window: Number of keys that a query sees, its own included; 0: all.
+        """
         super().__init__()
+        self.layer_index = layer_index
+        self.rotary = rotary
         self.scale = head_dim**-0.5
         self.window = window
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: RotaryEmbedding,
-        positions: Tensor,
-        kv_cache: KvCache,
-        batch: AttentionBatch,
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, context: StepContext
     ) -> Tensor:
-        """Query [num_tokens, num_heads, head_dim], key, value as projected -> [num_tokens, num_heads * head_dim].
+        """Attend, and write the step's keys and values.
 
         All writes of a step come before any read, so rows may share blocks that one of them fills in this step.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim], not rotated.
+            key: [num_tokens, num_kv_heads, head_dim], not rotated.
+            value: As `key`.
+            positions: [num_tokens] int64.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
         """
+        batch, kv_cache = context.attention, context.kv_caches[self.layer_index]
         query = rotary_and_write_kv(
             query,
             key,
             value,
             positions,
-            rotary.cos_sin_cache,
+            self.rotary.cos_sin_cache,
             kv_cache.blocks,
             batch.slot_mapping,
             kv_scales=kv_cache.scales,

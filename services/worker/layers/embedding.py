@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
@@ -24,21 +24,21 @@ class VocabEmbedding(WeightedLayer):
     A model that ties it to its `LogitsHead` holds it in the form that products want.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
         self.vocab_size = vocab_size
         """Of all ranks together."""
-        self.group = config.group
-        lengths, rank = vocab_lengths(vocab_size, config=config), config.rank.tensor_parallel_rank
+        self.group = context.group
+        lengths, rank = vocab_lengths(vocab_size, rank=context.rank), context.rank.tensor_parallel_rank
         self.start, length = sum(lengths[:rank]), lengths[rank]
         self.weight: AnyWeight
-        if config.architecture.tie_word_embeddings:
+        if context.architecture.tie_word_embeddings:
             self.weight, _ = create_linear_weight(
-                length, hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
+                length, hidden_size, sources=[f"{prefix}.weight"], context=context, is_head=True
             )
         else:
-            self.weight = empty_parameter(length, hidden_size, config=config)
+            self.weight = empty_parameter(length, hidden_size, context=context)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> float32 [num_tokens, hidden_size], on every rank"""
@@ -71,19 +71,19 @@ class LogitsHead(WeightedLayer):
         hidden_size: int,
         *,
         tied_to: VocabEmbedding | None,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.is_tied = tied_to is not None
-        self.group = config.group
-        self.lengths, rank = vocab_lengths(vocab_size, config=config), config.rank.tensor_parallel_rank
+        self.group = context.group
+        self.lengths, rank = vocab_lengths(vocab_size, rank=context.rank), context.rank.tensor_parallel_rank
         self.start = sum(self.lengths[:rank])
         if tied_to is None:
             self.weight, _ = create_linear_weight(
-                self.lengths[rank], hidden_size, sources=[f"{prefix}.weight"], config=config, is_head=True
+                self.lengths[rank], hidden_size, sources=[f"{prefix}.weight"], context=context, is_head=True
             )
         else:
             self.weight = tied_to.weight

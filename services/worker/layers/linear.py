@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.weights import (
     WeightedLayer,
     WeightTarget,
@@ -45,7 +45,7 @@ class PackedLinear(WeightedLayer):
     """
 
     def __init__(
-        self, in_features: int, pieces: tuple[Piece, ...], *, bias: bool, config: ResolvedConfig, prefix: str
+        self, in_features: int, pieces: tuple[Piece, ...], *, bias: bool, context: ModelContext, prefix: str
     ) -> None:
         super().__init__()
         self.prefix = prefix
@@ -55,7 +55,7 @@ class PackedLinear(WeightedLayer):
             out_features,
             in_features,
             sources=[f"{prefix}.{piece.name}.weight" for piece in pieces],
-            config=config,
+            context=context,
             bias=bias,
         )
         self.has_bias = bias
@@ -101,11 +101,11 @@ class QKVLinear(PackedLinear):
         head_dim: int,
         *,
         bias: bool,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
-        heads = share(num_heads, what="num_heads", config=config)
-        kv_heads = share_kv_heads(num_kv_heads, config=config)
+        heads = share(num_heads, what="num_heads", rank=context.rank)
+        kv_heads = share_kv_heads(num_kv_heads, rank=context.rank)
         pieces = tuple(
             Piece(name, total * head_dim, first * head_dim, length * head_dim)
             for name, total, (first, length) in (
@@ -114,7 +114,7 @@ class QKVLinear(PackedLinear):
                 ("v_proj", num_kv_heads, kv_heads),
             )
         )
-        super().__init__(hidden_size, pieces, bias=bias, config=config, prefix=prefix)
+        super().__init__(hidden_size, pieces, bias=bias, context=context, prefix=prefix)
         self.head_dim = head_dim
         self.num_heads = heads[1]
         """This rank's."""
@@ -138,7 +138,7 @@ class GatedLinear(WeightedLayer):
         *,
         activation: str,
         bias: bool,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -146,12 +146,12 @@ class GatedLinear(WeightedLayer):
         self.activation = activation
         self.intermediate_size = intermediate_size
         """Of all ranks together."""
-        self.start, self.length = share(intermediate_size, what="intermediate_size", config=config)
+        self.start, self.length = share(intermediate_size, what="intermediate_size", rank=context.rank)
         self.weight, self.bias = create_linear_weight(
             2 * self.length,
             hidden_size,
             sources=[f"{prefix}.{half}_proj.weight" for half in ("gate", "up")],
-            config=config,
+            context=context,
             gated=True,
             bias=bias,
         )
@@ -185,17 +185,17 @@ class RowLinear(WeightedLayer):
     """A projection of inputs that ranks share out, and the sum over ranks; the first of them adds the bias."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, config: ResolvedConfig, prefix: str
+        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, prefix: str
     ) -> None:
         super().__init__()
         self.prefix = prefix
-        self.group = config.group
+        self.group = context.group
         self.in_features = in_features
         """Of all ranks together."""
-        self.start, length = share(in_features, what=f"inputs of {prefix}", config=config)
-        self.adds_bias = bias and config.rank.tensor_parallel_rank == 0
+        self.start, length = share(in_features, what=f"inputs of {prefix}", rank=context.rank)
+        self.adds_bias = bias and context.rank.tensor_parallel_rank == 0
         self.weight, self.bias = create_linear_weight(
-            out_features, length, sources=[f"{prefix}.weight"], config=config, bias=self.adds_bias
+            out_features, length, sources=[f"{prefix}.weight"], context=context, bias=self.adds_bias
         )
         self.has_bias = bias
         """In the checkpoint."""

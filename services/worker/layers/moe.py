@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from services.worker.context.device import TORCH_DTYPES
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.quantization import choose_format, create_quantized_experts
 from services.worker.layers.weights import (
     AnyWeight,
@@ -62,7 +61,7 @@ class SparseMoE(nn.Module):
         *,
         renormalize: bool,
         expert_names: ExpertNames,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
         """
@@ -71,15 +70,17 @@ class SparseMoE(nn.Module):
             renormalize: weigh them by the softmax over them, rather than over all experts.
         """
         super().__init__()
-        self.group = config.group
+        self.group = context.group
         self.top_k = top_k
         self.renormalize = renormalize
-        self.router = Router(hidden_size, num_experts, config=config, prefix=f"{prefix}.gate")
+        self.router = Router(hidden_size, num_experts, context=context, prefix=f"{prefix}.gate")
         sizes = ExpertSizes(
-            hidden_size, intermediate_size, *share(intermediate_size, what="intermediate_size", config=config)
+            hidden_size,
+            intermediate_size,
+            *share(intermediate_size, what="intermediate_size", rank=context.rank),
         )
-        create = PackedExperts if _are_packed(sizes, config) else StackedExperts
-        self.experts = create(sizes, num_experts, expert_names, config=config, prefix=f"{prefix}.experts")
+        create = PackedExperts if _are_packed(sizes, context) else StackedExperts
+        self.experts = create(sizes, num_experts, expert_names, context=context, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> likewise"""
@@ -98,15 +99,15 @@ class SparseMoE(nn.Module):
 class Router(WeightedLayer):
     """A score for each expert; never quantized, as it is small and a wrong choice is no small error."""
 
-    def __init__(self, hidden_size: int, num_experts: int, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(self, hidden_size: int, num_experts: int, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
-        dtype = TORCH_DTYPES[config.dtype]
+        dtype = context.dtype
         self.weight: AnyWeight
-        if config.rank.device == "cpu" and can_pack(hidden_size, dtype):
+        if context.device.type == "cpu" and can_pack(hidden_size, dtype):
             self.weight = PackedWeight(num_experts, hidden_size, dtype)
         else:
-            self.weight = empty_parameter(num_experts, hidden_size, config=config)
+            self.weight = empty_parameter(num_experts, hidden_size, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> logits [num_tokens, num_experts]"""
@@ -126,13 +127,13 @@ class StackedExperts(WeightedLayer):
         num_experts: int,
         names: ExpertNames,
         *,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
         self.prefix, self.sizes, self.names = prefix, sizes, names
-        self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, config=config)
-        self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, config=config)
+        self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, context=context)
+        self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, context=context)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
@@ -150,7 +151,7 @@ class PackedExperts(nn.Module):
         num_experts: int,
         names: ExpertNames,
         *,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class PackedExperts(nn.Module):
         def create(out_features: int, in_features: int, *projections: str) -> Sequence[LinearWeight]:
             sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
             return _create_packed(
-                out_features, in_features, sources, gated=len(projections) == 2, config=config
+                out_features, in_features, sources, gated=len(projections) == 2, context=context
             )
 
         self.w13 = create(2 * sizes.length, sizes.hidden_size, names.gate, names.up)
@@ -184,11 +185,11 @@ class PackedExpert(WeightedLayer):
         return _expert_targets(self.w13, self.w2, self.sizes, self.names, self.prefix)
 
 
-def _are_packed(sizes: ExpertSizes, config: ResolvedConfig) -> bool:
+def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
     """Whether experts' weights are more than plain tensors, stacked."""
-    if config.rank.device != "cpu":
-        return config.quantization != "none"
-    dtype = TORCH_DTYPES[config.dtype]
+    if context.device.type != "cpu":
+        return context.config.quantization != "none"
+    dtype = context.dtype
     return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
 
 
@@ -198,22 +199,24 @@ def _create_packed(
     sources: Sequence[Sequence[str]],
     *,
     gated: bool,
-    config: ResolvedConfig,
+    context: ModelContext,
 ) -> Sequence[LinearWeight]:
     """Storage for one product of every expert: each for itself on CPUs, else quantized, in one piece.
 
     Args:
         sources: of each expert, the tensors of the checkpoint that it is made of.
     """
-    if config.rank.device != "cpu":
-        format = choose_format([name for names in sources for name in names], config=config)
+    if context.device.type != "cpu":
+        format = choose_format([name for names in sources for name in names], context=context)
         assert format is not None, "plain ones are stacked"
         return create_quantized_experts(
-            len(sources), out_features, in_features, format, gated=gated, config=config
+            len(sources), out_features, in_features, format, gated=gated, context=context
         )
     weights = []
     for names in sources:
-        weight, _ = create_linear_weight(out_features, in_features, sources=names, config=config, gated=gated)
+        weight, _ = create_linear_weight(
+            out_features, in_features, sources=names, context=context, gated=gated
+        )
         assert isinstance(weight, LinearWeight), "_are_packed has asked whether they can be packed"
         weights.append(weight)
     return weights

@@ -6,7 +6,7 @@ from typing import overload
 
 from torch import Tensor
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, parameter_target
 from triptych_kernels.ops import rms_norm
 
@@ -14,11 +14,11 @@ from triptych_kernels.ops import rms_norm
 class RMSNorm(WeightedLayer):
     """`rms_norm` over the hidden size; every rank holds all of it."""
 
-    def __init__(self, hidden_size: int, eps: float, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(self, hidden_size: int, eps: float, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
         self.eps = eps
-        self.weight = empty_parameter(hidden_size, config=config)
+        self.weight = empty_parameter(hidden_size, context=context)
 
     @overload
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.context.device import TORCH_DTYPES
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight
@@ -38,7 +37,7 @@ class StoredBlocks:
 
 
 def choose_format(
-    sources: Sequence[str], *, is_head: bool = False, config: ResolvedConfig
+    sources: Sequence[str], *, is_head: bool = False, context: ModelContext
 ) -> WeightFormat | None:
     """The format for a weight made of these tensors of the checkpoint, the smallest that loses nothing.
 
@@ -47,22 +46,23 @@ def choose_format(
     Returns:
         None: in `config.dtype`, not quantized.
     """
-    if config.quantization == "none":
+    quantization = context.config.quantization
+    if quantization == "none":
         return None
-    if config.quantization in _CHANNEL_FORMATS and not is_head:
-        return _CHANNEL_FORMATS[config.quantization]
-    otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[config.quantization]
+    if quantization in _CHANNEL_FORMATS and not is_head:
+        return _CHANNEL_FORMATS[quantization]
+    otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[quantization]
     formats = [
-        BLOCK_FORMATS[type] if keeps_blocks(type, config) else otherwise
-        for type in (config.tensor_types.get(name, "") for name in sources)
+        BLOCK_FORMATS[type] if keeps_blocks(type, quantization) else otherwise
+        for type in (context.tensor_types.get(name, "") for name in sources)
     ]
     return common_format(formats)
 
 
-def keeps_blocks(type: str, config: ResolvedConfig) -> bool:
+def keeps_blocks(type: str, quantization: str) -> bool:
     """Whether linear weights keep the blocks of tensors stored in this form: those of 4 bits under q8 as well,
     since 8 bits could only say the same. With inputs in 8 bits there are none."""
-    return config.quantization in _QUANTIZED_TO and type in BLOCK_FORMATS
+    return quantization in _QUANTIZED_TO and type in BLOCK_FORMATS
 
 
 def create_quantized_weight(
@@ -72,10 +72,10 @@ def create_quantized_weight(
     *,
     gated: bool,
     bias: bool,
-    config: ResolvedConfig,
+    context: ModelContext,
 ) -> LinearWeight:
     """Storage for a linear layer's weight in the form that products on this rank's device read."""
-    dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
+    dtype, device = context.dtype, context.device
     if device.type == "cpu":
         assert isinstance(format, QuantizedFormat), "choose_quantization refuses the others"
         return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
@@ -95,7 +95,7 @@ def create_quantized_weight(
         device=device,
         gated=gated,
         bias=bias,
-        batch_invariant=config.batch_invariant,
+        batch_invariant=context.config.batch_invariant,
     )
 
 
@@ -106,16 +106,16 @@ def create_quantized_experts(
     format: WeightFormat,
     *,
     gated: bool,
-    config: ResolvedConfig,
+    context: ModelContext,
 ) -> Sequence[LinearWeight]:
     """Storage for one product of a mixture's experts in the form that products on this rank's CUDA device read."""
     from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
     from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 
-    dtype, device = TORCH_DTYPES[config.dtype], torch.device(config.rank.device)
+    dtype, device = context.dtype, context.device
     shape = (num_experts, out_features, in_features)
     if isinstance(format, ChannelFormat):
         return ChannelQuantizedExperts(*shape, dtype, format.dtype, device=device, gated=gated)
     return GroupQuantizedExperts(
-        *shape, dtype, format, device=device, gated=gated, batch_invariant=config.batch_invariant
+        *shape, dtype, format, device=device, gated=gated, batch_invariant=context.config.batch_invariant
     )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from triptych.checkpoint.architecture import RopeParameters
 from triptych.errors import FeatureDisabled
 
@@ -18,11 +18,13 @@ class RotaryEmbedding(nn.Module):
     """One table for all layers of a model, as long as the longest sequence that this worker admits; `Attention`
     rotates by it."""
 
-    def __init__(self, head_dim: int, rope: RopeParameters, *, config: ResolvedConfig) -> None:
+    def __init__(self, head_dim: int, rope: RopeParameters, *, context: ModelContext) -> None:
         super().__init__()
-        max_positions = config.engine.model.max_model_len or config.architecture.max_position_embeddings
+        max_positions = (
+            context.config.engine.model.max_model_len or context.architecture.max_position_embeddings
+        )
         table = cos_sin_table(inverse_frequencies(head_dim, rope), max_positions)
-        self.register_buffer("cos_sin_cache", table.to(config.rank.device), persistent=False)
+        self.register_buffer("cos_sin_cache", table.to(context.device), persistent=False)
         self.cos_sin_cache: Tensor
         """[max_positions, head_dim] float32."""
 

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.device import TORCH_DTYPES
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
@@ -86,9 +85,9 @@ class WeightedLayer(nn.Module, ABC):
         """Name in the checkpoint -> place, for every tensor that this layer's parameters are made of."""
 
 
-def empty_parameter(*shape: int, config: ResolvedConfig) -> nn.Parameter:
+def empty_parameter(*shape: int, context: ModelContext) -> nn.Parameter:
     """Storage in `config.dtype` on this rank's device; its content is undefined until it is loaded."""
-    storage = torch.empty(shape, dtype=TORCH_DTYPES[config.dtype], device=config.rank.device)
+    storage = torch.empty(shape, dtype=context.dtype, device=context.device)
     return nn.Parameter(storage, requires_grad=False)
 
 
@@ -97,7 +96,7 @@ def create_linear_weight(
     in_features: int,
     *,
     sources: Sequence[str],
-    config: ResolvedConfig,
+    context: ModelContext,
     gated: bool = False,
     bias: bool = False,
     is_head: bool = False,
@@ -112,17 +111,17 @@ def create_linear_weight(
         gated: the two halves of the outputs are an MLP's gate and up.
         is_head: it computes logits.
     """
-    dtype = TORCH_DTYPES[config.dtype]
-    format = choose_format(sources, is_head=is_head, config=config)
+    dtype = context.dtype
+    format = choose_format(sources, is_head=is_head, context=context)
     if format is not None:
         weight = create_quantized_weight(
-            out_features, in_features, format, gated=gated, bias=bias, config=config
+            out_features, in_features, format, gated=gated, bias=bias, context=context
         )
         return weight, None
-    if config.rank.device == "cpu" and can_pack(in_features, dtype):
+    if context.device.type == "cpu" and can_pack(in_features, dtype):
         return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
-    parameter = empty_parameter(out_features, in_features, config=config)
-    return parameter, empty_parameter(out_features, config=config) if bias else None
+    parameter = empty_parameter(out_features, in_features, context=context)
+    return parameter, empty_parameter(out_features, context=context) if bias else None
 
 
 def unused_target(checkpoint_shape: tuple[int, ...]) -> WeightTarget:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.context.device import TORCH_DTYPES
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.rank_group import OneRank, RankGroup
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks, keeps_blocks
 from services.worker.layers.weights import held_weights
 from services.worker.loader.base import Checkpoint
@@ -62,6 +63,7 @@ def load_model(
     config: ResolvedConfig,
     checkpoint: Checkpoint,
     *,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
     meanwhile: Meanwhile = nullcontext,
 ) -> CausalLM:
@@ -73,8 +75,8 @@ def load_model(
         FeatureDisabled: an architecture that no model is registered for.
         ModelError: a tensor is missing, left over or of another shape.
     """
-    config = replace(config, tensor_types={name: stored.type for name, stored in checkpoint.tensors.items()})
-    model = create_model(config=config)
+    tensor_types = {name: stored.type for name, stored in checkpoint.tensors.items()}
+    model = create_model(context=ModelContext(config, group or OneRank(), tensor_types))
     with meanwhile(model), _one_thread():
         model.load_weights(_stream(checkpoint, config, progress))
     if config.dtype == "bfloat16" and not config.batch_invariant:
@@ -119,7 +121,7 @@ def _stream(
     done = 0
     for name, stored in checkpoint.tensors.items():
         read = partial(checkpoint.read, name, dtype)
-        if len(stored.shape) == 2 and keeps_blocks(stored.type, config):
+        if len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
             rows, columns = stored.shape
             yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)
         else:

@@ -8,13 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from services.worker.layers.weights import find_weight_targets
 from services.worker.loader.base import Checkpoint, StoredTensor
 from services.worker.models.registry import create_model
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig, ModelConfig
-from triptych.types.facts import RankFacts
 
 _STANDARD_DEVIATION = 0.02  # what Llama is initialised with: activations neither vanish nor overflow
 
@@ -64,6 +64,6 @@ def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, 
         architecture=architecture,
         rank=RankFacts(device="meta"),
     )
-    model = create_model(config=config)
+    model = create_model(context=ModelContext(config))
     assert isinstance(model, torch.nn.Module), "the contract of CausalLM"
     return {name: target.checkpoint_shape for name, target in find_weight_targets(model).items()}

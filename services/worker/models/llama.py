@@ -1,35 +1,48 @@
-"""Llama and what shares its network: RMSNorm, rotary grouped-query attention, gated MLP.
+"""Llama and the families that share its network: RMSNorm, rotary grouped-query attention, gated MLP.
 
-A family that differs in a block hands its own to `LlamaForCausalLM`.
+A family that differs in one block passes its own block to `LlamaForCausalLM`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBatch, KvCache
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
 from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.rotary import RotaryEmbedding
+from services.worker.layers.step_context import StepContext
 from services.worker.layers.weights import load_weights
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
 
 
-class CreateBlock(Protocol):
-    """Makes one layer's attention or MLP."""
+class CreateAttention(Protocol):
+    """A constructor of one layer's attention, with its projections."""
 
-    def __call__(self, *, config: ResolvedConfig, prefix: str) -> nn.Module:
+    def __call__(
+        self, *, layer_index: int, rotary: RotaryEmbedding, context: ModelContext, prefix: str
+    ) -> nn.Module:
         """
         Args:
-            prefix: of the layer; the block appends its own name in the checkpoint.
+            layer_index: Index of the layer's KV cache in `StepContext.kv_caches`.
+            rotary: Table of the whole model.
+            prefix: Prefix of the layer; the block appends its own name in the checkpoint.
         """
+        ...
+
+
+class CreateMLP(Protocol):
+    """A constructor of one layer's MLP."""
+
+    def __call__(self, *, context: ModelContext, prefix: str) -> nn.Module:
+        """`prefix` is the layer's; the block appends its own name in the checkpoint."""
         ...
 
 
@@ -39,21 +52,21 @@ class LlamaForCausalLM(nn.Module):
     def __init__(
         self,
         *,
-        config: ResolvedConfig,
+        context: ModelContext,
         prefix: str = "",
-        attention: CreateBlock | None = None,
-        mlp: CreateBlock | None = None,
+        attention: CreateAttention | None = None,
+        mlp: CreateMLP | None = None,
     ) -> None:
         """
         Args:
-            attention: called like `LlamaAttention`, which it replaces.
-            mlp: likewise `LlamaMLP`.
+            attention: Replaces `LlamaAttention`; called with the same arguments.
+            mlp: Replaces `LlamaMLP`; called with the same arguments.
         """
         super().__init__()
-        _check_supported(config)
-        architecture = config.architecture
+        architecture = context.architecture
+        _check_supported(architecture)
         self.model = LlamaModel(
-            config=config,
+            context=context,
             prefix=f"{prefix}model",
             attention=attention or LlamaAttention,
             mlp=mlp or LlamaMLP,
@@ -62,14 +75,12 @@ class LlamaForCausalLM(nn.Module):
             architecture.vocab_size,
             architecture.hidden_size,
             tied_to=self.model.embed_tokens if architecture.tie_word_embeddings else None,
-            config=config,
+            context=context,
             prefix=f"{prefix}lm_head",
         )
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
-    ) -> Tensor:
-        hidden: Tensor = self.model(token_ids, positions, kv_caches, batch)
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        hidden: Tensor = self.model(token_ids, positions, context)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -85,78 +96,93 @@ class LlamaForCausalLM(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and the last norm."""
+    """The embedding, the layers and the last norm."""
 
     def __init__(
-        self, *, config: ResolvedConfig, prefix: str, attention: CreateBlock, mlp: CreateBlock
+        self, *, context: ModelContext, prefix: str, attention: CreateAttention, mlp: CreateMLP
     ) -> None:
         super().__init__()
-        architecture = config.architecture
+        architecture = context.architecture
         self.embed_tokens = VocabEmbedding(
-            architecture.vocab_size, architecture.hidden_size, config=config, prefix=f"{prefix}.embed_tokens"
+            architecture.vocab_size,
+            architecture.hidden_size,
+            context=context,
+            prefix=f"{prefix}.embed_tokens",
         )
-        self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, config=config)
+        self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, context=context)
         self.layers = nn.ModuleList(
-            LlamaLayer(config=config, prefix=f"{prefix}.layers.{index}", attention=attention, mlp=mlp)
+            LlamaLayer(
+                self_attn=attention(
+                    layer_index=index,
+                    rotary=self.rotary,
+                    context=context,
+                    prefix=f"{prefix}.layers.{index}",
+                ),
+                mlp=mlp(context=context, prefix=f"{prefix}.layers.{index}"),
+                context=context,
+                prefix=f"{prefix}.layers.{index}",
+            )
             for index in range(architecture.num_layers)
         )
         self.norm = RMSNorm(
-            architecture.hidden_size, architecture.rms_norm_eps, config=config, prefix=f"{prefix}.norm"
+            architecture.hidden_size, architecture.rms_norm_eps, context=context, prefix=f"{prefix}.norm"
         )
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KvCache], batch: AttentionBatch
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] after the last norm."""
         residual: Tensor = self.embed_tokens(token_ids)  # [num_tokens, hidden_size] float32
         hidden: Tensor | None = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, self.rotary, positions, kv_cache, batch)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, context)
         normalised: Tensor = self.norm(hidden, residual)[0]
         return normalised
 
 
 class LlamaLayer(nn.Module):
-    """Attention, then MLP. Each norm first adds what the block before it computed to the residual, which is
-    kept in float32: see docs/adr/0003."""
+    """Attention, then the MLP.
 
-    def __init__(
-        self, *, config: ResolvedConfig, prefix: str, attention: CreateBlock, mlp: CreateBlock
-    ) -> None:
+    Each norm first adds the output of the block before it to the residual, which is kept in float32: docs/adr/0003.
+    """
+
+    def __init__(self, *, self_attn: nn.Module, mlp: nn.Module, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        hidden_size, eps = config.architecture.hidden_size, config.architecture.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = attention(config=config, prefix=prefix)
+        hidden_size, eps = context.architecture.hidden_size, context.architecture.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden_size, eps, context=context, prefix=f"{prefix}.input_layernorm")
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(
-            hidden_size, eps, config=config, prefix=f"{prefix}.post_attention_layernorm"
+            hidden_size, eps, context=context, prefix=f"{prefix}.post_attention_layernorm"
         )
-        self.mlp = mlp(config=config, prefix=prefix)
+        self.mlp = mlp
 
     def forward(
-        self,
-        hidden: Tensor | None,
-        residual: Tensor,
-        rotary: RotaryEmbedding,
-        positions: Tensor,
-        kv_cache: KvCache,
-        batch: AttentionBatch,
+        self, hidden: Tensor | None, residual: Tensor, positions: Tensor, context: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """The MLP's output, not yet added, and the residual; `hidden` is the layer before's, None in the first."""
+        """Compute one layer.
+
+        Args:
+            hidden: Output of the layer before, not yet added to the residual; None in the first layer.
+
+        Returns:
+            The MLP's output, not yet added, and the residual.
+        """
         if hidden is None:
             hidden = self.input_layernorm(residual)
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, rotary, positions, kv_cache, batch)
+        hidden = self.self_attn(hidden, positions, context)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
 
 class LlamaAttention(nn.Module):
-    """Projections around grouped-query attention."""
+    """Grouped-query attention with its projections."""
 
     def __init__(
         self,
         *,
-        config: ResolvedConfig,
+        layer_index: int,
+        rotary: RotaryEmbedding,
+        context: ModelContext,
         prefix: str,
         qkv_bias: bool | None = None,
         out_bias: bool | None = None,
@@ -164,12 +190,12 @@ class LlamaAttention(nn.Module):
     ) -> None:
         """
         Args:
-            qkv_bias: of the first projections; None: as `attention_bias` says.
-            out_bias: likewise of the last one.
-            qk_norm: normalise each head's query and key before they are rotated.
+            qkv_bias: Whether the query, key and value projections have biases; None: as `attention_bias` says.
+            out_bias: Whether the output projection has a bias; None: as `attention_bias` says.
+            qk_norm: Whether each head's query and key are normalised before they are rotated.
         """
         super().__init__()
-        architecture = config.architecture
+        architecture = context.architecture
         prefix = f"{prefix}.self_attn"
         num_heads, head_dim = architecture.num_heads, architecture.head_dim
         self.qkv_proj = QKVLinear(
@@ -178,45 +204,41 @@ class LlamaAttention(nn.Module):
             architecture.num_kv_heads,
             head_dim,
             bias=architecture.attention_bias if qkv_bias is None else qkv_bias,
-            config=config,
+            context=context,
             prefix=prefix,
         )
         self.qk_norm = qk_norm
         if qk_norm:
             eps = architecture.rms_norm_eps
-            self.q_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.q_norm")
-            self.k_norm = RMSNorm(head_dim, eps, config=config, prefix=f"{prefix}.k_norm")
-        self.attention = Attention(head_dim, window=architecture.sliding_window)
+            self.q_norm = RMSNorm(head_dim, eps, context=context, prefix=f"{prefix}.q_norm")
+            self.k_norm = RMSNorm(head_dim, eps, context=context, prefix=f"{prefix}.k_norm")
+        self.attention = Attention(
+            head_dim, layer_index=layer_index, rotary=rotary, window=architecture.sliding_window
+        )
         self.o_proj = RowLinear(
             num_heads * head_dim,
             architecture.hidden_size,
             bias=architecture.attention_bias if out_bias is None else out_bias,
-            config=config,
+            context=context,
             prefix=f"{prefix}.o_proj",
         )
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: RotaryEmbedding,
-        positions: Tensor,
-        kv_cache: KvCache,
-        batch: AttentionBatch,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
         query, key, value = self.qkv_proj.split_heads(self.qkv_proj(hidden))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        attended = self.attention(query, key, value, rotary, positions, kv_cache, batch)
+        attended = self.attention(query, key, value, positions, context)
         out: Tensor = self.o_proj(attended)
         return out
 
 
 class LlamaMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`"""
+    """The gated MLP `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        architecture = config.architecture
+        architecture = context.architecture
         prefix = f"{prefix}.mlp"
         hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
         self.gate_up_proj = GatedLinear(
@@ -224,14 +246,14 @@ class LlamaMLP(nn.Module):
             intermediate_size,
             activation=architecture.hidden_act,
             bias=architecture.mlp_bias,
-            config=config,
+            context=context,
             prefix=prefix,
         )
         self.down_proj = RowLinear(
             intermediate_size,
             hidden_size,
             bias=architecture.mlp_bias,
-            config=config,
+            context=context,
             prefix=f"{prefix}.down_proj",
         )
 
@@ -240,14 +262,13 @@ class LlamaMLP(nn.Module):
         return out
 
 
-def _check_supported(config: ResolvedConfig) -> None:
+def _check_supported(architecture: ModelArchitecture) -> None:
     """Refuse what would change the result.
 
     Raises:
         FeatureDisabled: The activation is not silu.
     """
-    architecture = config.architecture
     if architecture.hidden_act != "silu":
         raise FeatureDisabled(
-            f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu alone"
+            f"hidden_act {architecture.hidden_act}", f"{architecture.name} is built with silu only"
         )

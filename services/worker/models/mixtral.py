@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.layers.moe import ExpertNames, SparseMoE
 from services.worker.models.llama import LlamaForCausalLM
 from triptych.errors import ModelError
@@ -11,17 +11,17 @@ from triptych.errors import ModelError
 class MixtralForCausalLM(LlamaForCausalLM):
     """The whole network; a `CausalLM`."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
-        if not config.architecture.num_experts:
-            raise ModelError(f"{config.architecture.name}: config.json: num_local_experts: is missing")
-        super().__init__(config=config, prefix=prefix, mlp=MixtralMoE)
+    def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
+        if not context.architecture.num_experts:
+            raise ModelError(f"{context.architecture.name}: config.json: num_local_experts: is missing")
+        super().__init__(context=context, prefix=prefix, mlp=MixtralMoE)
 
 
 class MixtralMoE(SparseMoE):
     """The experts of one layer, the two best of eight in Mixtral 8x7B, weighted by the softmax over these."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str) -> None:
-        architecture = config.architecture
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+        architecture = context.architecture
         super().__init__(
             architecture.hidden_size,
             architecture.intermediate_size,
@@ -29,6 +29,6 @@ class MixtralMoE(SparseMoE):
             architecture.num_experts_per_tok,
             renormalize=True,
             expert_names=ExpertNames(gate="w1", up="w3", down="w2"),
-            config=config,
+            context=context,
             prefix=f"{prefix}.block_sparse_moe",
         )

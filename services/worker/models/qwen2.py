@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """The whole network; a `CausalLM`. Its config.json does not mention the biases."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
+    def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         attention = partial(LlamaAttention, qkv_bias=True, out_bias=False)
-        super().__init__(config=config, prefix=prefix, attention=attention)
+        super().__init__(context=context, prefix=prefix, attention=attention)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """The whole network; a `CausalLM`."""
 
-    def __init__(self, *, config: ResolvedConfig, prefix: str = "") -> None:
-        super().__init__(config=config, prefix=prefix, attention=partial(LlamaAttention, qk_norm=True))
+    def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
+        super().__init__(context=context, prefix=prefix, attention=partial(LlamaAttention, qk_norm=True))

@@ -1,20 +1,20 @@
-"""From the architecture's name in config.json to a model class, imported when it is first asked for."""
+"""The model classes by the architecture's name in config.json; a class is imported when it is first needed."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
 from services.worker.models.base import CausalLM
 from triptych.errors import FeatureDisabled
 
 ENTRY_POINT_GROUP = "triptych.models"
-"""Installed packages offer models here: entry point name = architecture, value = `module:Class`."""
+"""Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
 
 _name_to_model: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
-    # the same network; a sliding window, its one difference, is refused where config.json is read
+    # the same network; a sliding window, its only difference, is refused where config.json is read
     "MistralForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "services.worker.models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "services.worker.models.qwen2:Qwen2ForCausalLM",
@@ -23,13 +23,14 @@ _name_to_model: dict[str, type[CausalLM] | str] = {
 
 
 def register_model(name: str, model: type[CausalLM] | str) -> None:
-    """Make `create_model` know an architecture.
+    """Register a model for an architecture.
 
     Args:
-        name: as in `architectures` of config.json.
-        model: the class, or `module:Class`, imported when a config first names it.
+        name: Name in `architectures` of config.json.
+        model: The class, or `module:Class`, which is imported when a config first names it.
+
     Raises:
-        ValueError: the name belongs to another model, or the string has no such form.
+        ValueError: The name belongs to another model, or the string has another form.
     """
     if isinstance(model, str) and model.count(":") != 1:
         raise ValueError(f"{name}: {model!r} must be 'module:Class'")
@@ -39,15 +40,15 @@ def register_model(name: str, model: type[CausalLM] | str) -> None:
 
 
 def find_model(name: str) -> type[CausalLM]:
-    """The class for an architecture: registered ones first, then those of installed packages.
+    """Return the class for an architecture: a registered one, else that of an installed package.
 
     Raises:
-        FeatureDisabled: nobody offers it; names those there are.
+        FeatureDisabled: There is none; names the architectures that have one.
     """
-    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    model = _name_to_model.get(name) or offered.get(name)
+    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    model = _name_to_model.get(name) or installed.get(name)
     if model is None:
-        known = ", ".join(sorted({*_name_to_model, *offered}))
+        known = ", ".join(sorted({*_name_to_model, *installed}))
         raise FeatureDisabled(f"architecture {name}", f"no model is registered for it; there are {known}")
     if isinstance(model, str):
         module_name, class_name = model.split(":")
@@ -56,13 +57,11 @@ def find_model(name: str) -> type[CausalLM]:
     return model
 
 
-def create_model(*, config: ResolvedConfig) -> CausalLM:
-    """The model that `config.architecture` names, its weights undefined until loaded.
+def create_model(*, context: ModelContext) -> CausalLM:
+    """Create the model that `context.architecture` names; its weights are undefined until they are loaded.
 
     Raises:
-        FeatureDisabled: no model for this architecture, or it asks for something that is not built.
+        FeatureDisabled: There is no model for this architecture, or it needs something that is not supported.
     """
-    assert config.group.size == config.rank.tensor_parallel_size, (
-        "whoever shares out layers connects the ranks"
-    )
-    return find_model(config.architecture.name)(config=config)
+    assert context.group.size == context.rank.tensor_parallel_size, "ranks that share layers are connected"
+    return find_model(context.architecture.name)(context=context)

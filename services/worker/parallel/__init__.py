@@ -1,1 +1,1 @@
-"""Ranks of one model: what each holds of a layer, and how they meet and add up."""
+"""The ranks of one model: the share of a layer that each holds, and the communication between them."""

@@ -11,12 +11,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.nn import functional
 
-from services.worker.context.resolved import ResolvedConfig
-from services.worker.parallel.rendezvous import meet
-from triptych.errors import RankUnavailable
+from services.worker.context.resolved_config import ResolvedConfig
+from triptych.config import ParallelConfig
+from triptych.errors import ConfigError, RankUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +25,13 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class ProcessGroup:
-    """A `RankGroup` of processes. torch.distributed allows one at a time in each."""
+    """A `RankGroup` of processes. torch.distributed allows each process one group at a time."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        """Meet the others and set up every connection, so that no step and no capture has to.
+        """Meet the other ranks and set up every connection, so that no step and no capture has to.
 
         Raises:
-            ConfigError, RankUnavailable: see `connect`.
+            ConfigError, RankUnavailable: As of `create_rank_group`.
         """
         started = time.monotonic()
         self.rank = config.rank.tensor_parallel_rank
@@ -108,21 +109,66 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def _warm_up(self) -> None:
-        """One of each, so that buffers and channels are there before memory is measured and graphs are captured."""
+        """Run each operation once, so that its buffers exist before memory is measured and graphs are captured."""
         ones = torch.ones(1, 1, device=self._device)
         total = self.all_gather(self.all_reduce(ones), (1,) * self.size)
         assert total.tolist() == [[float(self.size)] * self.size], "a sum over the ranks"
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Say what failed, and where. Memory is another matter, and others know what to do about it."""
+        """Turn errors of torch.distributed into ones that name the rank and the operation.
+
+        Errors of memory pass unchanged: callers handle these themselves.
+        """
         try:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # torch's own among them: all of torch.distributed's are
+        except RuntimeError as error:  # the base class of all errors of torch.distributed
             reason = str(error).partition("\n")[0]
             raise RankUnavailable(
                 f"rank {self.rank} of {self.size}: {what} failed: {reason}; where another rank is gone, or did "
                 f"not come within {self._timeout_s:g} s (parallel.timeout_s), restart all ranks"
             ) from error
+
+
+def meet(parallel: ParallelConfig, rank: int, size: int) -> TCPStore:
+    """Wait until all ranks have come to the store at rank 0, and return it.
+
+    Raises:
+        ConfigError: The address is invalid, rank 0 cannot listen there, or two workers were given the same rank.
+        RankUnavailable: A rank did not come within `parallel.timeout_s`; names it.
+    """
+    host, port = _split_address(parallel.rendezvous_address)
+    timeout = timedelta(seconds=parallel.timeout_s)
+    where = f"parallel.rendezvous_address: {parallel.rendezvous_address}"
+    waited = f"rank {rank} of {size} waited {parallel.timeout_s:g} s (parallel.timeout_s)"
+    try:
+        store = TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    except DistError as error:
+        if rank == 0:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{where}: rank 0 cannot listen there: {reason}") from error
+        raise RankUnavailable(f"{where}: {waited} for rank 0 to listen there; is it running?") from error
+    arrived = [f"arrived/{number}" for number in range(size)]
+    try:
+        if store.add(arrived[rank], 1) > 1:
+            raise ConfigError(f"worker.rank: {rank} was given to two workers of the group at {where}")
+        try:
+            store.wait(arrived, timeout)
+        except DistError as error:
+            missing = [number for number, key in enumerate(arrived) if not store.check([key])]
+            raise RankUnavailable(f"{where}: {waited} for ranks {missing}; are they running?") from error
+    except DistError as error:  # the store itself, which ended with rank 0
+        raise RankUnavailable(f"{where}: rank 0 left before all ranks had come") from error
+    return store
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"parallel.rendezvous_address: {address!r} is not host:port with a port of 1 to 65535; "
+            "name a host and a free port of rank 0's machine"
+        )
+    return host.strip("[]"), int(port)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep

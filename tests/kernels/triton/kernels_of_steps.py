@@ -21,7 +21,9 @@ from triton import knobs
 
 import triptych_kernels.triton.tuning.tunable as tuning
 from services.worker.attention.paged import PagedAttention
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.rank_group import OneRank
+from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
 from services.worker.runner.startup import compile_ahead
@@ -33,7 +35,7 @@ from tests.worker.step_runs import runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SchedulerConfig
-from triptych.types.facts import KvShape, RankFacts
+from triptych.types.facts import KvShape
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
@@ -59,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def launches_of_steps(name: str) -> tuple[list[str], list[str]]:
     """Names of the kernels of the steps that a start goes through, and of those that `STEPS` need beyond them."""
     config = _config(**MODELS[name])
-    model = create_model(config=config)
+    model = create_model(context=ModelContext(config))
     ahead = _noted(model, compile_ahead.step_sizes(config))
     late = _noted(model, STEPS)
     return [launch.name for launch in ahead], [launch.name for launch in late if launch not in ahead]
@@ -149,8 +151,8 @@ def launches_at_start() -> tuple[list[str], list[str]]:
             tiny_config(tiny_architecture(head_dim=16, max_position_embeddings=2048)),
             attention_backend="triton",
         )
-        model = create_model(config=config)
-        ahead = compile_ahead._launches_of_steps(config, model, torch.device("cpu"))
+        model = create_model(context=ModelContext(config))
+        ahead = compile_ahead._launches_of_steps(config, OneRank(), model, torch.device("cpu"))
         runner = runner_for(model, config, DeferredStream())
         with noted_launches() as late:
             for sampling in (*KINDS.values(), SamplingParams(logprobs=MAX_LOGPROBS)):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers import moe, weights
 from services.worker.layers.linear import GatedLinear
 from services.worker.layers.moe import ExpertNames, SparseMoE
@@ -20,7 +21,6 @@ from services.worker.loader.random import RandomCheckpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.types.facts import RankFacts
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
@@ -44,7 +44,7 @@ def create_for_triton(
     *,
     gated: bool,
     bias: bool,
-    config: ResolvedConfig,
+    context: ModelContext,
 ) -> GroupQuantizedWeight | ChannelQuantizedWeight:
     """What `create_quantized_weight` creates on a CUDA device."""
     options = {"device": torch.device("cpu"), "gated": gated, "bias": bias}
@@ -59,10 +59,10 @@ def create_experts_for_triton(
     sources: Sequence[Sequence[str]],
     *,
     gated: bool,
-    config: ResolvedConfig,
+    context: ModelContext,
 ) -> GroupQuantizedExperts | ChannelQuantizedExperts:
     """What `moe._create_packed` creates on a CUDA device."""
-    format = choose_format([name for names in sources for name in names], config=config)
+    format = choose_format([name for names in sources for name in names], context=context)
     options = {"device": torch.device("cpu"), "gated": gated}
     shape = (len(sources), out_features, in_features)
     if isinstance(format, ChannelFormat):
@@ -92,8 +92,8 @@ def test_a_layer_whose_inputs_are_rounded_too_is_loaded_and_multiplied(
 ) -> None:
     monkeypatch.setattr(weights, "create_quantized_weight", create_for_triton)
     sizes = {"hidden_size": 64, "intermediate_size": 32, "activation": "silu", "bias": False, "prefix": "mlp"}
-    plain = GatedLinear(**sizes, config=tiny_config())
-    rounded = GatedLinear(**sizes, config=replace(tiny_config(), quantization=quantization))
+    plain = GatedLinear(**sizes, context=ModelContext(tiny_config()))
+    rounded = GatedLinear(**sizes, context=ModelContext(replace(tiny_config(), quantization=quantization)))
     assert isinstance(rounded.weight, ChannelQuantizedWeight)
     torch.manual_seed(0)
     for name, target in rounded.weight_targets().items():
@@ -133,9 +133,9 @@ def test_the_ranks_shares_of_quantized_experts_sum_to_nearly_the_whole_mixture(
 
     def mix(x: torch.Tensor, rank: int = 0, size: int = 1, quantization: str = "none") -> torch.Tensor:
         facts = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
-        config = replace(tiny_config(), rank=facts, quantization=quantization)
+        context = ModelContext(replace(tiny_config(), rank=facts, quantization=quantization))
         layer = SparseMoE(
-            hidden, inner, 2, 2, renormalize=True, expert_names=names, config=config, prefix="m"
+            hidden, inner, 2, 2, renormalize=True, expert_names=names, context=context, prefix="m"
         )
         load_weights(layer, tensors.items())
         return layer(x)

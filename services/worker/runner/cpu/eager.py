@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from services.worker.attention.base import KvCache
+from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
 from services.worker.runner.cpu.recorded import RecordedBackend
@@ -32,7 +33,8 @@ class EagerBackend:
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         batch = self._inputs.batch(sizes, self._device)
-        hidden = self._model(batch.token_ids, batch.positions, self._kv_caches, batch.attention)
+        context = StepContext(batch.attention, self._kv_caches)
+        hidden = self._model(batch.token_ids, batch.positions, context)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
 from services.worker.runner.input_batch import InputBuffers, StepSizes
@@ -53,8 +54,7 @@ def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers)
         hidden = model(
             recording.input(inputs.token_ids, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
-            kv_caches,
-            attention,
+            StepContext(attention, kv_caches),
         )
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
         logits = model.compute_logits(gather_rows(hidden, sampling_tokens))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from services.worker.attention.base import KvCache
+from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
 from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
@@ -31,7 +32,8 @@ class DeviceForward:
         """Launch what every token goes through: hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
-        return self._model(token_ids, inputs.positions, self._kv_caches, inputs.attention)
+        context = StepContext(inputs.attention, self._kv_caches)
+        return self._model(token_ids, inputs.positions, context)
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
         """Launch what comes after: logits and the choice of tokens, which are kept."""

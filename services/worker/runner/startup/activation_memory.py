@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch
+from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
@@ -66,7 +67,7 @@ def measure_activations(
             seq_lens_list=tuple(seq_lens),
         )
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        hidden = model(zeros, zeros, cache, batch)
+        hidden = model(zeros, zeros, StepContext(batch, cache))
         logits = model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
         changed = logits.clone()  # as of requests that change theirs
         _with_filters(num_sampling, device).choose(changed)

@@ -17,7 +17,8 @@ from triton.runtime import driver
 from services.worker.attention.create import create_attention
 from services.worker.context import host
 from services.worker.context.device import free_memory
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.rank_group import RankGroup
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.model_runner import ModelRunner
@@ -37,7 +38,7 @@ _NUM_BLOCKS = 4  # as many as the steps of a warm-up hold
 
 
 @contextmanager
-def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
+def compiled_ahead(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> Iterator[None]:
     """Compile what steps on a CUDA device launch while the body runs; when it has run, they are compiled.
 
     A kernel that fails to compile is left to its first launch, which says why.
@@ -50,7 +51,7 @@ def compiled_ahead(config: ResolvedConfig, model: CausalLM) -> Iterator[None]:
     started = time.perf_counter()
     device = torch.device(config.rank.device)
     _reach_device()
-    noted = _launches_of_steps(config, model, device)
+    noted = _launches_of_steps(config, group, model, device)
     gc.collect()  # workspaces of what attended may lie in cycles, and would count against KV blocks
     if not noted:
         yield
@@ -90,7 +91,7 @@ def _reach_device() -> None:
 
 
 def _launches_of_steps(
-    config: ResolvedConfig, model: CausalLM, device: torch.device
+    config: ResolvedConfig, group: RankGroup, model: CausalLM, device: torch.device
 ) -> dict[NotedLaunch, None]:
     """Of steps of all sizes, at full context, and of sampling of every kind.
 
@@ -123,7 +124,7 @@ def _launches_of_steps(
                 attention=attention,
                 enforce_eager=True,
                 stream=CudaStream(device),
-                group=config.group,
+                group=group,
             )
             warm_up(runner)
         except torch.OutOfMemoryError:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +24,13 @@ from services.worker.context.device import (
     use_device,
     use_threads,
 )
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.rank_group import RankGroup
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
 from services.worker.loader.load import Meanwhile
 from services.worker.models.base import CausalLM
-from services.worker.parallel.agreement import check_agreement
-from services.worker.parallel.connect import connect
+from services.worker.parallel.create import check_agreement, create_rank_group
 from services.worker.runner.cuda.piecewise_graph import graph_token_limit
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.model_runner import ModelRunner
@@ -70,7 +69,7 @@ def create_runner(
     """
     engine, device = config.engine, torch.device(config.rank.device)
     use_device(device)
-    config = replace(config, group=connect(config))
+    group = create_rank_group(config)
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
         _report_host(num_threads, host.numa_nodes(), host.huge_pages())
@@ -79,23 +78,25 @@ def create_runner(
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
-    check_agreement(
-        config, fingerprint=identity, processor=isa() if device.type == "cpu" else device_name(device)
-    )
+    processor = isa() if device.type == "cpu" else device_name(device)
+    check_agreement(config, group, fingerprint=identity, processor=processor)
 
     def load(checkpoint: Checkpoint, meanwhile: Meanwhile = nullcontext) -> CausalLM:
         return load_model(
             config,
             checkpoint,
+            group=group,
             progress=lambda done, total: on_phase(Phase.LOADING, done / total),
             meanwhile=meanwhile,
         )
 
-    model = load(checkpoint, partial(_compiled_ahead, config) if device.type == "cuda" else nullcontext)
+    model = load(
+        checkpoint, partial(_compiled_ahead, config, group) if device.type == "cuda" else nullcontext
+    )
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    kv = _plan_kv_cache(config, model, create_attention(config), device)
+    kv = _plan_kv_cache(config, group, model, create_attention(config), device)
     facts = worker_facts(
         config,
         kv,
@@ -123,7 +124,7 @@ def create_runner(
             attention=create_attention(config),
             enforce_eager=engine.worker.enforce_eager,
             stream=CudaStream(device) if device.type == "cuda" else None,
-            group=config.group,
+            group=group,
             max_graph_tokens=graph_token_limit(config.architecture),
         )
         if not runner.computes_with_torch:
@@ -147,14 +148,20 @@ def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
     return checkpoint, fingerprint(checkpoint, config.architecture, config.dtype, config.quantization)
 
 
-def _compiled_ahead(config: ResolvedConfig, model: CausalLM) -> AbstractContextManager[None]:
+def _compiled_ahead(
+    config: ResolvedConfig, group: RankGroup, model: CausalLM
+) -> AbstractContextManager[None]:
     from services.worker.runner.startup.compile_ahead import compiled_ahead  # imports triton: not for CPUs
 
-    return compiled_ahead(config, model)
+    return compiled_ahead(config, group, model)
 
 
 def _plan_kv_cache(
-    config: ResolvedConfig, model: CausalLM, attention: AttentionBackend, device: torch.device
+    config: ResolvedConfig,
+    group: RankGroup,
+    model: CausalLM,
+    attention: AttentionBackend,
+    device: torch.device,
 ) -> KvPlan:
     """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
 
@@ -163,7 +170,6 @@ def _plan_kv_cache(
     Raises:
         ConfigError: see `plan_kv_cache`; or not even that step fits.
     """
-    group = config.group
     free_bytes = group.minimum(free_memory(device))
     if device.type != "cuda":
         return plan_kv_cache(config, free_bytes)

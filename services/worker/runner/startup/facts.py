@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.runner.base import MAX_STEPS_IN_FLIGHT
 from services.worker.runner.startup.kv_plan import KvPlan
 from triptych.types.facts import ModelFacts, WorkerFacts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.context.resolved import ResolvedConfig
+from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.parallel.shares import share_kv_heads
 from triptych.errors import ConfigError
 from triptych.types.facts import KvShape
@@ -43,7 +43,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     vector_bytes = architecture.head_dim * _DTYPE_BYTES[config.kv_dtype] + _SCALE_BYTES.get(
         config.kv_dtype, 0
     )
-    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, config=config)  # of this rank
+    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
     token_bytes = architecture.num_layers * 2 * num_kv_heads * vector_bytes
     block_bytes = token_bytes * cache.block_size
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings

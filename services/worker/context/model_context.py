@@ -1,0 +1,49 @@
+"""What one process builds a model from, as the operator, the checkpoint and the other ranks provide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.rank_group import OneRank, RankGroup
+from services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych.checkpoint.architecture import ModelArchitecture
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """The one object that is handed down a model: every model and layer is made with `context` and `prefix`.
+
+    ModelContext
+      config         values: what the operator said, with `auto` resolved, and the checkpoint's architecture
+      group          a connection: the ranks that compute each layer together
+      tensor_types   facts of the checkpoint that is being loaded
+    """
+
+    config: ResolvedConfig
+    group: RankGroup = field(default_factory=OneRank)
+    """Connected ranks, `config.rank.tensor_parallel_size` of them."""
+    tensor_types: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor in the checkpoint -> form of its stored elements, which quantized weights keep where they can.
+    Empty: nothing is kept."""
+
+    @property
+    def architecture(self) -> ModelArchitecture:
+        return self.config.architecture
+
+    @property
+    def rank(self) -> RankFacts:
+        return self.config.rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of activations, and of weights that are not quantized."""
+        return TORCH_DTYPES[self.config.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank's weights."""
+        return torch.device(self.config.rank.device)

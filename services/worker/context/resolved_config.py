@@ -1,0 +1,41 @@
+"""The operator's config with every `auto` resolved for one model on one machine. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """The place of this process in its worker group, and its device."""
+
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+    device: str = "cpu"
+    """`cpu`, `cuda:<local_rank>` or `simulated`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The operator's config, the checkpoint's architecture and this machine's answers to `auto`.
+
+    Resolved once per worker process. It holds values only; what the process holds open is in `ModelContext`.
+    """
+
+    engine: EngineConfig
+    architecture: ModelArchitecture
+    rank: RankFacts = field(default_factory=RankFacts)
+    dtype: str = "float32"
+    """`engine.model.dtype` with `auto` resolved: float32, bfloat16 or float16."""
+    kv_dtype: str = "float32"
+    """`engine.cache.dtype` with `auto` resolved: int8, float8_e4m3fn, or one of `dtype`'s."""
+    quantization: str = "none"
+    """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8 or fp8."""
+    attention_backend: str = "torch"
+    """`engine.worker.attention_backend` with `auto` resolved: native, triton, torch, flash-attn (of version 2),
+    flash-attn-3 or flashinfer; none on a simulated device."""
+    batch_invariant: bool = True
+    """`engine.model.batch_invariant` with `auto` resolved."""

@@ -1,0 +1,21 @@
+"""What a step hands to every layer of a model, besides token ids and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.worker.attention.base import AttentionBatch, KvCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """The state that one step's layers read and write; each layer takes what it needs.
+
+    A new kind of per-step input becomes a field here, and no `forward` between the model and the layer changes.
+    """
+
+    attention: AttentionBatch
+    """Layout of the step's tokens, the same for every layer."""
+    kv_caches: Sequence[KvCache]
+    """Paged keys and values, one entry per layer, by the layer's index."""
