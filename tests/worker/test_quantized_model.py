@@ -15,7 +15,7 @@ from services.worker.context.device import resolve_config
 from services.worker.context.model_context import ModelContext
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.quantization import choose_format
-from services.worker.layers.weights import held_weights
+from services.worker.layers.weights import linear_weights
 from services.worker.loader import load_model, open_checkpoint
 from services.worker.runner.startup.create import create_runner
 from tests.checkpoint.gguf_files import write_gguf
@@ -69,7 +69,7 @@ def test_a_files_own_blocks_are_kept(
     monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
     directory = write(kind)
     kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
-    assert {weight.format for weight in held_weights(kept)} == {BLOCK_FORMATS[kind]}
+    assert {weight.format for weight in linear_weights(kept)} == {BLOCK_FORMATS[kind]}
     monkeypatch.undo()
     plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
     for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
@@ -182,7 +182,7 @@ def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
     ):
         config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
         model = load_model(config, open_checkpoint(directory))
-        assert {weight.wide_rows for weight in held_weights(model)} == {64 if is_wide else NEVER}
+        assert {weight.wide_rows for weight in linear_weights(model)} == {64 if is_wide else NEVER}
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def bias_target(
 
 def weight_bytes(model: nn.Module) -> int:
     """Memory that the weights take, tied ones counted once."""
-    held = sum(weight.num_bytes for weight in held_weights(model))
+    held = sum(weight.num_bytes for weight in linear_weights(model))
     return held + sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -201,7 +201,7 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
                 assert name not in targets, f"two layers ask for {name}"
                 targets[name] = target
     num_elements = sum(parameter.numel() for parameter in model.parameters())
-    num_elements += sum(weight.num_elements for weight in held_weights(model))
+    num_elements += sum(weight.num_elements for weight in linear_weights(model))
     assert num_elements == sum(target.num_elements for target in targets.values()), "a weight has no source"
     return targets
 
@@ -241,7 +241,7 @@ def load_weights(
         )
 
 
-def held_weights(model: nn.Module) -> list[LinearWeight]:
+def linear_weights(model: nn.Module) -> list[LinearWeight]:
     """Each once, though layers may share it."""
     found = {
         id(value): value

@@ -16,7 +16,7 @@ from services.worker.context.model_context import ModelContext
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.quantization import StoredBlocks, keeps_blocks
-from services.worker.layers.weights import held_weights
+from services.worker.layers.weights import linear_weights
 from services.worker.loader.base import Checkpoint
 from services.worker.loader.gguf import GgufCheckpoint
 from services.worker.loader.random import RandomCheckpoint
@@ -86,7 +86,7 @@ def load_model(
 
 def _allow_wide_products(model: CausalLM) -> None:
     assert isinstance(model, nn.Module), "every model is one"
-    quantized = [weight for weight in held_weights(model) if isinstance(weight, QuantizedWeight)]
+    quantized = [weight for weight in linear_weights(model) if isinstance(weight, QuantizedWeight)]
     for (out_features, in_features, _, _), num_rows in allow_wide_products(quantized).items():
         log.info(
             "quantized products [%d, %d] of %d rows and more are computed in bfloat16, faster",
