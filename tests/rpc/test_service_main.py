@@ -55,7 +55,9 @@ async def die(error: Exception) -> None:
     raise error
 
 
-async def code_of(arguments: ServiceArguments, work: Coroutine[Any, Any, None] | None = None) -> tuple[int, App]:
+async def code_of(
+    arguments: ServiceArguments, work: Coroutine[Any, Any, None] | None = None
+) -> tuple[int, App]:
     """Run an app with this work in its background. Return its exit code, and the app."""
     app = type("OneApp", (App,), {"work": work})
     async with asyncio.timeout(DEADLINE_S):
