@@ -25,7 +25,7 @@ from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.session.outbox import Outbox
-from triptych.types.facts import EngineStatus, PauseMode, SleepLevel, WorkerFacts
+from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
 from triptych.types.submit import EngineWelcome, SubmitRequest
@@ -87,7 +87,7 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if not, why."""
-        self._sleep = WorkerSleep(self._engine, executor, self._connection)
+        self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._ask)
         self._is_draining = False
         self._is_stopping = False
         self.facts: WorkerFacts | None = None
@@ -153,7 +153,7 @@ class EngineLoop:
         """See `EngineCore.pause`; returns when the last step is back, or when somebody resumes."""
 
         def begin() -> None:
-            self._sleep.stay_paused()
+            self.worker_sleep.stay_paused()
             self._engine.pause(mode)
 
         await self._ask(begin)
@@ -165,22 +165,6 @@ class EngineLoop:
         self._is_draining = False
         self._publish_readiness()
         await self._ask(self._go_on)
-
-    async def sleep(self, level: SleepLevel, mode: PauseMode) -> int:
-        """Put the worker to sleep as soon as what `mode` lets finish has; returns the bytes that it gave back, when it
-        sleeps. What is kept is computed again after `wake`, and new requests queue.
-
-        Raises:
-            FeatureDisabled: it is to sleep already, at another level.
-            EngineUnavailable: there is no worker; or somebody resumed before it slept.
-            TriptychError: the worker refuses, or is lost; says why.
-        """
-        sleep = await self._ask(lambda: self._sleep.ask(level, mode))
-        return await asyncio.shield(sleep.released_bytes)
-
-    async def wake(self) -> None:
-        """See `WorkerSleep.wake`."""
-        await self._sleep.wake()
 
     async def drain(self) -> None:
         """Take no more requests; returns when all have ended, or when somebody resumes."""
@@ -195,7 +179,7 @@ class EngineLoop:
             why_not_ready=self.welcome.why_not_ready,
             steps_in_flight=self._pipeline_depth.size,
         )
-        return replace(status, asleep=self._sleep.is_asleep)
+        return replace(status, asleep=self.worker_sleep.is_asleep)
 
     async def run(self) -> None:
         """Connect and serve; when the stream breaks resume it, or go on with another worker, for ever.
@@ -239,16 +223,16 @@ class EngineLoop:
 
     def _go_on(self) -> None:
         """After a pause."""
-        self._sleep.call_off()
+        self.worker_sleep.call_off()
         self._engine.resume()
 
     async def _rest(self) -> None:
         """Put the worker to sleep; until somebody has woken it, and it is there again."""
-        sleep = await self._meanwhile(self._sleep.fall_asleep())
+        sleep = await self._meanwhile(self.worker_sleep.fall_asleep())
         if sleep is not None:
             await self._meanwhile(sleep.is_over.wait())
             self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
-            self._sleep.end()
+            self.worker_sleep.end()
 
     def _forget_worker(self) -> None:
         """Its session is given up: what ran waits again, and will be computed again."""
@@ -280,7 +264,7 @@ class EngineLoop:
     async def _serve(self) -> WorkerLost | None:
         """Plan and send steps, take in results, until the stream breaks (returns why) or the worker is to sleep."""
         try:
-            while not self._sleep.is_due:
+            while not self.worker_sleep.is_due:
                 await self._turn()
             return None
         except WorkerLost as loss:
@@ -307,7 +291,7 @@ class EngineLoop:
         self._send_outputs()
         if self._inbox:
             await asyncio.sleep(0)  # so that streams are read meanwhile
-        elif not self._sleep.is_due:
+        elif not self.worker_sleep.is_due:
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from services.enginecore.engine import EngineCore
@@ -19,6 +20,8 @@ from triptych.types.facts import PauseMode, SleepLevel
 
 log = logging.getLogger(__name__)
 
+SLEEP_TIMEOUT_S = 600.0  # weights are copied to the host
+WAKE_TIMEOUT_S = 3600.0  # or read from the checkpoint again
 _POLL_S = 0.01  # of a call of Wake that waits for the loop
 
 
@@ -45,10 +48,19 @@ class Sleep:
 class WorkerSleep:
     """Owned by the engine loop; one sleep at a time."""
 
-    def __init__(self, engine: EngineCore, executor: Executor, connection: WorkerConnection) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        executor: Executor,
+        connection: WorkerConnection,
+        *,
+        in_loop: Callable[[Callable[[], Sleep]], Awaitable[Sleep]],
+    ) -> None:
+        """`in_loop`: has the engine loop call a function between two steps, and waits for what it returns."""
         self._engine = engine
         self._executor = executor
         self._connection = connection
+        self._in_loop = in_loop
         self._sleep: Sleep | None = None
         """From an operator's call until the worker is back."""
 
@@ -62,13 +74,24 @@ class WorkerSleep:
         """The worker is to be told now: no step is in flight, and none will be planned."""
         return self._sleep is not None and not self._sleep.has_started and not self._engine.is_settling
 
-    def ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:
-        """Let requests settle as in a pause; the sleep is due after that. Asked again it is the same sleep.
+    async def sleep(self, level: SleepLevel, mode: PauseMode) -> int:
+        """Put the worker to sleep as soon as everything has finished that `mode` lets finish.
+
+        What is kept is computed again after `wake`, and new requests queue.
+
+        Returns:
+            The bytes that the worker has given back. It sleeps then.
 
         Raises:
-            EngineUnavailable: there is no worker.
-            FeatureDisabled: it is to sleep already, at another level.
+            FeatureDisabled: It is to sleep already, at another level.
+            EngineUnavailable: There is no worker, or the engine was resumed before it slept.
+            TriptychError: The worker refuses, or is lost; says why.
         """
+        sleep = await self._in_loop(lambda: self._ask(level, mode))
+        return await asyncio.shield(sleep.released_bytes)
+
+    def _ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:
+        """Let requests settle as in a pause. The sleep is due after that. Asked again it is the same sleep."""
         if self._sleep is None:
             if not self._connection.has_session:
                 raise EngineUnavailable("there is no worker to put to sleep, or it sleeps already")
@@ -97,7 +120,12 @@ class WorkerSleep:
         assert sleep is not None, "it is due"
         sleep.has_started = True
         try:
-            released_bytes = await self._executor.sleep(sleep.level)
+            response = await self._executor.call(
+                "Sleep",
+                timeout_s=SLEEP_TIMEOUT_S,
+                session_name=self._executor.session_name,
+                level=sleep.level.value,
+            )
         except TriptychError as error:
             log.warning("the worker does not sleep: %s", error)
             self._sleep = None
@@ -107,7 +135,7 @@ class WorkerSleep:
             if not sleep.stays_paused:
                 self._engine.resume()  # nobody plans without a worker
         self._connection.end_session()
-        sleep.released_bytes.set_result(released_bytes)
+        sleep.released_bytes.set_result(response.released_bytes)
         waiting = self._engine.num_requests
         log.info("the worker sleeps", extra=with_fields(level=sleep.level.value, requests=waiting))
         return sleep
@@ -124,7 +152,7 @@ class WorkerSleep:
         if sleep is not None and not sleep.released_bytes.done():
             why = "the worker does not sleep yet; Resume calls a sleep off that has not begun"
             raise FeatureDisabled("Wake", why)
-        await self._executor.wake()
+        await self._executor.call("Wake", timeout_s=WAKE_TIMEOUT_S)
         if sleep is not None:
             sleep.is_over.set()
             while self._sleep is sleep:

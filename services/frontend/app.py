@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
-from services.frontend.grpc.admin_servicer import ADMIN_SERVICE, AdminServicer
+from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
 from services.frontend.grpc.generation_servicer import (
     EMBEDDING_SERVICE,
     SERVICE,
@@ -32,7 +32,7 @@ from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.exit_codes import ExitCode
-from triptych.v1 import admin_pb2_grpc, generation_pb2_grpc
+from triptych.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
     from services.frontend.openai.server import HttpServer
@@ -152,5 +152,5 @@ def create_server(config: FrontendConfig, generator: Generator, router: Router) 
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
     generation_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(), server.grpc)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(router), server.grpc)
+    server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router),))
     return server

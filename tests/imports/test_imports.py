@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "services.frontend.engines.client": {"grpc"},
     "services.frontend.engines.outbox": {"grpc", "numpy"},
     "services.frontend.grpc.generation_servicer": {"grpc"},
-    "services.frontend.grpc.admin_servicer": {"grpc"},
+    "services.frontend.grpc.admin_forwarder": {"grpc"},
     "services.frontend.openai": HTTP | {"prometheus_client"},
     "services.enginecore": {"numpy"},
     "services.enginecore.frontends.servicer": {"grpc"},

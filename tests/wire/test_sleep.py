@@ -295,7 +295,7 @@ async def test_a_sleep_whose_answer_is_lost_is_noticed_and_can_be_ended() -> Non
 
 
 async def test_a_worker_that_takes_too_long_to_sleep_is_not_waited_for_and_can_be_woken(monkeypatch) -> None:
-    monkeypatch.setattr("services.enginecore.workers.grpc_executor._SLEEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("services.enginecore.worker_sleep.SLEEP_TIMEOUT_S", 0.2)
     may_sleep = threading.Event()
     async with running_stack() as (worker, _, frontend):
         fall_asleep = worker.runner.sleep

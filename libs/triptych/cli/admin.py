@@ -11,7 +11,8 @@ triptych admin reset-prefix-cache       forget all prefixes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -30,21 +31,47 @@ _MODES = {
     "abort": (PauseMode.ABORT, "end them, and those that wait"),
 }
 
-_ACTION_TO_HELP = {
-    "status": "print its counters",
-    "pause": "plan no more steps; answers when none is under way",
-    "resume": "go on after a pause or a drain",
-    "drain": "take no more requests; answers when the last has ended",
-    "sleep": "free the worker's accelerator; answers when its memory is free",
-    "wake": "bring the worker back; answers when it can compute",
-    "reset-prefix-cache": "forget all cached prefixes; refused while a request holds blocks",
-}
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """One method of AdminService, as a command."""
+
+    method: str
+    help: str
+    say: Callable[[Any], str]
+    """Puts the response into words."""
+    options: Sequence[str] = ()
+    """Fields of the request that are options of the command: names in `_OPTIONS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A field of a request, as an option."""
+
+    arguments: dict[str, Any]
+    """Of `add_argument`."""
+    to_proto: Callable[[Any], Any]
+    """Turns what the user gave into the field's value."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises what the engine answers, typed."""
+    action = _ACTIONS[arguments.action]
+    fields = {name: _OPTIONS[name].to_proto(getattr(arguments, name)) for name in action.options}
+    request = getattr(admin_pb2, f"{action.method}Request")(engine_id=arguments.engine_id, **fields)
+    with open_blocking_channel(arguments.address) as channel:
+        call = getattr(admin_pb2_grpc.AdminServiceStub(channel), action.method)
+        try:
+            print(action.say(call(request, timeout=arguments.timeout_s)))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+    return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action, text in _ACTION_TO_HELP.items():
-        subparser = actions.add_parser(action, help=text, description=text, allow_abbrev=False)
+    for name, action in _ACTIONS.items():
+        subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
         add_address_argument(subparser)
         subparser.add_argument(
             "--engine-id", default="", metavar="ID", help="which one, of several behind a frontend"
@@ -56,86 +83,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="S",
             help="give up waiting; the engine goes on with it (default: 600)",
         )
-        if action in ("pause", "sleep"):
-            modes = "; ".join(f"{name}: {what}" for name, (_, what) in _MODES.items())
-            subparser.add_argument("--mode", choices=_MODES, default="wait", help=f"{modes} (default: wait)")
-        if action == "sleep":
-            subparser.add_argument(
-                "--level",
-                type=int,
-                choices=[level.value for level in SleepLevel],
-                default=SleepLevel.WEIGHTS_ON_HOST.value,
-                help="1: weights wait in the host's memory; 2: they are read again at `wake` (default: 1)",
-            )
+        for option in action.options:
+            subparser.add_argument(f"--{option}", **_OPTIONS[option].arguments)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Raises what the engine answers, typed."""
-    with open_blocking_channel(arguments.address) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        try:
-            print(_ACTIONS[arguments.action](stub, arguments))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-    return 0
-
-
-def _status(stub: Any, arguments: argparse.Namespace) -> str:
-    request = admin_pb2.GetStatusRequest(engine_id=arguments.engine_id)
-    status = stub.GetStatus(request, timeout=arguments.timeout_s).status
+def _show_status(response: Any) -> str:
     lines = []
-    for field in status.DESCRIPTOR.fields:
-        value = getattr(status, field.name)
+    for field in response.status.DESCRIPTOR.fields:
+        value = getattr(response.status, field.name)
         if field.name == "num_finished":
             value = ", ".join(f"{reason} {value[reason]}" for reason in sorted(value)) or "0"
         lines.append(f"{field.name:<22} {str(value).lower() if isinstance(value, bool) else value}")
     return "\n".join(lines)
 
 
-def _pause(stub: Any, arguments: argparse.Namespace) -> str:
-    mode = pause_mode_to_proto(_MODES[arguments.mode][0])
-    stub.Pause(admin_pb2.PauseRequest(engine_id=arguments.engine_id, mode=mode), timeout=arguments.timeout_s)
-    return "paused"
-
-
-def _resume(stub: Any, arguments: argparse.Namespace) -> str:
-    stub.Resume(admin_pb2.ResumeRequest(engine_id=arguments.engine_id), timeout=arguments.timeout_s)
-    return "resumed"
-
-
-def _drain(stub: Any, arguments: argparse.Namespace) -> str:
-    stub.Drain(admin_pb2.DrainRequest(engine_id=arguments.engine_id), timeout=arguments.timeout_s)
-    return "drained"
-
-
-def _sleep(stub: Any, arguments: argparse.Namespace) -> str:
-    request = admin_pb2.SleepRequest(
-        engine_id=arguments.engine_id,
-        level=arguments.level,
-        mode=pause_mode_to_proto(_MODES[arguments.mode][0]),
-    )
-    released_bytes = stub.Sleep(request, timeout=arguments.timeout_s).released_bytes
-    return f"asleep; {released_bytes // _MIB} MiB are free again"
-
-
-def _wake(stub: Any, arguments: argparse.Namespace) -> str:
-    stub.Wake(admin_pb2.WakeRequest(engine_id=arguments.engine_id), timeout=arguments.timeout_s)
-    return "awake"
-
-
-def _reset_prefix_cache(stub: Any, arguments: argparse.Namespace) -> str:
-    request = admin_pb2.ResetPrefixCacheRequest(engine_id=arguments.engine_id)
-    num_blocks = stub.ResetPrefixCache(request, timeout=arguments.timeout_s).num_blocks
-    return f"forgot {num_blocks} blocks"
-
-
-_ACTIONS: dict[str, Callable[[Any, argparse.Namespace], str]] = {
-    "status": _status,
-    "pause": _pause,
-    "resume": _resume,
-    "drain": _drain,
-    "sleep": _sleep,
-    "wake": _wake,
-    "reset-prefix-cache": _reset_prefix_cache,
+_ACTIONS = {
+    "status": _Action("GetStatus", "print its counters", _show_status),
+    "pause": _Action(
+        "Pause", "plan no more steps; answers when none is under way", lambda _: "paused", ("mode",)
+    ),
+    "resume": _Action("Resume", "go on after a pause or a drain", lambda _: "resumed"),
+    "drain": _Action("Drain", "take no more requests; answers when the last has ended", lambda _: "drained"),
+    "sleep": _Action(
+        "Sleep",
+        "free the worker's accelerator; answers when its memory is free",
+        lambda response: f"asleep; {response.released_bytes // _MIB} MiB are free again",
+        ("mode", "level"),
+    ),
+    "wake": _Action("Wake", "bring the worker back; answers when it can compute", lambda _: "awake"),
+    "reset-prefix-cache": _Action(
+        "ResetPrefixCache",
+        "forget all cached prefixes; refused while a request holds blocks",
+        lambda response: f"forgot {response.num_blocks} blocks",
+    ),
 }
-"""Each carries out its action and says in words what came of it."""
+
+_OPTIONS = {
+    "mode": _Option(
+        {
+            "choices": _MODES,
+            "default": "wait",
+            "help": "; ".join(f"{name}: {what}" for name, (_, what) in _MODES.items()) + " (default: wait)",
+        },
+        lambda name: pause_mode_to_proto(_MODES[name][0]),
+    ),
+    "level": _Option(
+        {
+            "type": int,
+            "choices": [level.value for level in SleepLevel],
+            "default": SleepLevel.WEIGHTS_ON_HOST.value,
+            "help": "1: weights wait in the host's memory; 2: they are read again at `wake` (default: 1)",
+        },
+        int,
+    ),
+}

@@ -166,13 +166,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.SleepResponse:
         level = sleep_level(request.level if request.HasField("level") else SleepLevel.WEIGHTS_ON_HOST.value)
-        released_bytes = await self._loop.sleep(level, pause_mode_from_proto(request.mode))
+        released_bytes = await self._loop.worker_sleep.sleep(level, pause_mode_from_proto(request.mode))
         return admin_pb2.SleepResponse(released_bytes=released_bytes)
 
     async def Wake(
         self, request: admin_pb2.WakeRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.WakeResponse:
-        await self._loop.wake()
+        await self._loop.worker_sleep.wake()
         return admin_pb2.WakeResponse()
 
     async def Drain(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from triptych.types.facts import SleepLevel, WorkerFacts
+from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
 
@@ -68,20 +68,23 @@ class Executor(Protocol):
         """
         ...
 
-    async def sleep(self, level: SleepLevel) -> int:
-        """End the session, in which no step is in flight, and have the worker give its memory back; how many bytes.
-
-        Raises:
-            TriptychError: it stays awake, or did not say; the session may be over all the same.
-        """
+    @property
+    def session_name(self) -> str:
+        """Name of the session, or of the last one. Empty: there was none."""
         ...
 
-    async def wake(self) -> None:
-        """Have a worker that sleeps come back, whoever put it to sleep; no effect on one that is awake.
+    async def call(self, method: str, *, timeout_s: float, **fields: object) -> Any:
+        """Call a method of the worker beside the step stream, whether there is a session or not.
+
+        Args:
+            method: Of the worker's service.
+            fields: Of its request.
+
+        Returns:
+            The response, with its fields as attributes.
 
         Raises:
-            MemoryShort: it has no room now, and sleeps on.
-            TriptychError: it cannot be reached, or not be woken; says why.
+            TriptychError: The worker cannot be reached, refuses, or did not answer in time; says why.
         """
         ...
 

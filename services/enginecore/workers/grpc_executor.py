@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,7 +18,6 @@ from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
-from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for so long is gone, whatever keepalive thinks
 _GOODBYE_TIMEOUT_S = 0.5
-_SLEEP_TIMEOUT_S = 600.0  # weights are copied to the host
-_WAKE_TIMEOUT_S = 3600.0  # or read from the checkpoint again
 
 
 class GrpcExecutor:
@@ -105,24 +103,22 @@ class GrpcExecutor:
             raise self._loss
         return results
 
-    async def sleep(self, level: SleepLevel) -> int:
-        assert self._channel is not None, "there is no session to end"
-        request = worker_pb2.SleepRequest(session_name=self._session_name, level=level.value)
-        try:
-            stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
-            response = await stub.Sleep(request, timeout=_SLEEP_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._no_answer(error, "Sleep", _SLEEP_TIMEOUT_S) from None
-        await self._hang_up()
-        return int(response.released_bytes)
+    @property
+    def session_name(self) -> str:
+        return self._session_name
 
-    async def wake(self) -> None:
+    async def call(self, method: str, *, timeout_s: float, **fields: object) -> Any:
+        request = getattr(worker_pb2, f"{method}Request")(**fields)
         async with open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                await stub.Wake(worker_pb2.WakeRequest(), timeout=_WAKE_TIMEOUT_S)
+                return await getattr(stub, method)(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                raise self._no_answer(error, "Wake", _WAKE_TIMEOUT_S) from None
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise from_rpc_error(error) from None
+        raise EngineUnavailable(
+            f"worker {self._address} did not answer {method} within {timeout_s:g} s; it may still carry it out"
+        )
 
     async def close(self) -> None:
         if self._call is not None and self._loss is None and self._reader is not None:
@@ -133,14 +129,6 @@ class GrpcExecutor:
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("the worker did not hear the goodbye: %r", error)
         await self._hang_up()
-
-    def _no_answer(self, error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> TriptychError:
-        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-            return from_rpc_error(error)
-        return EngineUnavailable(
-            f"worker {self._address} did not answer {call} within {timeout_s:g} s; it may still carry it out, and "
-            "Wake brings back one that sleeps"
-        )
 
     def _begin_session(self, name: str) -> None:
         """Forget the session before. Nothing of it will be waited for."""
