@@ -28,7 +28,7 @@ from benchmarks.gpu_figures.rows import Measured, Row
 from benchmarks.gpu_figures.serving import DecodingStreams, gaps_between, serve
 from benchmarks.gpu_figures.timing import release_memory
 from services.worker.runner.base import Runner
-from services.worker.runner.cuda.decode_graph import graph_buckets
+from services.worker.runner.graph_sizes import decode_buckets
 
 _WARM_UP_STEPS = 4  # CUDA graphs are recorded when their size is first needed
 _TRACED_STEPS = 16
@@ -114,7 +114,7 @@ class ModelBench:
         """Tokens in and out per second of a full batch of whole requests. Before it goes, uncounted, what records CUDA
         graphs: a step of every number of streams that has one, and a short batch."""
         sizes, loaded = self.bench.sizes, self.load()
-        for num_streams in graph_buckets(sizes.streams):
+        for num_streams in decode_buckets(sizes.streams):
             loaded.streams.start(num_streams)
         serve(loaded.runner, sizes.streams, sizes.context // 8, 4, seed=1)
         served = serve(loaded.runner, sizes.streams, sizes.context, sizes.output_len, seed=2)

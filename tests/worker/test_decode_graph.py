@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from services.worker.layers.step_context import StepContext
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.cuda.decode_graph import CudaGraphBackend, graph_buckets
-from services.worker.runner.cuda.forward import DeviceEagerBackend, DeviceForward
+from services.worker.runner.cuda.create import CudaBackend
+from services.worker.runner.cuda.decode_graph import DecodeGraphPath
+from services.worker.runner.cuda.forward import DeviceForward, EagerPath
 from services.worker.runner.cuda.graph_recorder import Cut, Replay
 from services.worker.runner.cuda.inputs import DeviceInputs
+from services.worker.runner.graph_sizes import decode_buckets
 from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
@@ -88,18 +90,12 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     def create(model, kv_caches, inputs, *, stream, last_tokens, max_model_len, vocab_size, **_):
         device_inputs = DeviceInputs(inputs, stream)
         launch = DeviceForward(LengthsFromTensors(model), kv_caches, last_tokens)
-        return CudaGraphBackend(
-            launch,
-            device_inputs,
-            host=inputs,
-            others=DeviceEagerBackend(launch, device_inputs),
-            recorder=recorder,
-            device=stream.device,
-            max_seq_len=max_model_len,
-            vocab_size=vocab_size,
+        decodes = DecodeGraphPath(
+            launch, device_inputs, recorder=recorder, max_seq_len=max_model_len, vocab_size=vocab_size
         )
+        return CudaBackend((decodes, EagerPath(launch, device_inputs)))
 
-    monkeypatch.setattr("services.worker.runner.model_runner.create_device_backend", create)
+    monkeypatch.setattr("services.worker.runner.model_runner.create_cuda_backend", create)
     return recorder
 
 
@@ -120,8 +116,8 @@ def echo_runner(**arguments: int) -> tuple[ModelRunner, EchoModel]:
     ],
 )
 def test_buckets_reach_up_to_the_largest_batch(max_num_seqs: int, buckets: tuple[int, ...]) -> None:
-    assert graph_buckets(max_num_seqs) == buckets
-    assert graph_buckets(1000)[-4:] == (928, 960, 992, 1000)
+    assert decode_buckets(max_num_seqs) == buckets
+    assert decode_buckets(1000)[-4:] == (928, 960, 992, 1000)
 
 
 def test_a_bucket_is_recorded_behind_its_first_step_and_replayed_from_then_on(recorder: FakeRecorder) -> None:
@@ -191,7 +187,7 @@ def test_random_plans_say_and_write_what_single_requests_would(random, window) -
             if len(flying) >= window:
                 step, tokens = flying.pop(0)
                 assert step.wait().token_ids.tolist() == tokens
-        assert recorder.num_recorded <= len(graph_buckets(MAX_NUM_SEQS))
+        assert recorder.num_recorded <= len(decode_buckets(MAX_NUM_SEQS))
 
 
 @pytest.mark.parametrize("kinds", [["greedy"], ["sampled", "top_k", "greedy"], list(KINDS)], ids="+".join)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from services.worker.attention.base import KvCache
 from services.worker.attention.paged import PagedAttention
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.models.base import CausalLM
-from services.worker.runner.cuda.piecewise_graph import (
+from services.worker.runner.graph_sizes import (
     LEAST_GRAPH_TOKENS,
     MOST_GRAPH_TOKENS,
-    PiecewiseGraphBackend,
     graph_token_limit,
     token_buckets,
 )
-from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
@@ -50,12 +50,6 @@ def tiny_model(**sizes: int) -> tuple[ResolvedConfig, CausalLM]:
     model = load_model(config, RandomCheckpoint(architecture, seed=3))
     assert isinstance(model, nn.Module)
     return config, model
-
-
-def backend_of(runner: ModelRunner) -> PiecewiseGraphBackend:
-    backend = runner._backend
-    assert isinstance(backend, PiecewiseGraphBackend)
-    return backend
 
 
 def test_buckets_reach_up_to_the_longest_recorded_step() -> None:
@@ -89,11 +83,14 @@ def test_pieces_captured_at_start_are_replayed_from_the_first_step_on(graphs: Tr
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(list(KINDS), 20)]
     replayed = runner_for(model, config, DeferredStream())
-    told: list[float] = []
-    replayed.capture_graphs(told.append)
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    progress: list[float] = []
+    replayed.capture_graphs(progress.append)
+    hook.remove()
     sizes = token_buckets(64)
-    assert [bucket.size for bucket in backend_of(replayed)._buckets.values()] == [*reversed(sizes)]
-    assert told == [done / len(sizes) for done in range(1, len(sizes) + 1)]
+    assert seen == [size for size in reversed(sizes) for _ in ("launch", "record")]
+    assert progress == [done / len(sizes) for done in range(1, len(sizes) + 1)]
     for plan, other in zip(plans(list(KINDS), 20), expected, strict=True):
         assert_same(replayed.execute(plan), other)
     assert (graphs.num_recorded, graphs.num_replayed) == (len(sizes), 20)
@@ -117,9 +114,8 @@ def test_a_model_says_the_same_in_pieces_and_one_by_one(
     results += [step.wait() for step in flying]
     for one, other in zip(results, expected, strict=True):
         assert_same(one, other)
-    num_buckets = len(backend_of(replayed)._buckets)
-    assert graphs.num_recorded == num_buckets
-    assert graphs.num_replayed == 20 - num_buckets, "a bucket's first step is not replayed"
+    assert 0 < graphs.num_recorded <= len(token_buckets(64))
+    assert graphs.num_replayed == 20 - graphs.num_recorded, "a bucket's first step is not replayed"
 
 
 def test_a_long_step_is_not_recorded(graphs: TracedGraphs) -> None:
@@ -132,14 +128,26 @@ def test_a_long_step_is_not_recorded(graphs: TracedGraphs) -> None:
     assert graphs.num_recorded == 1
 
 
-def test_queries_and_results_of_all_layers_share_memory(graphs: TracedGraphs) -> None:
+def test_a_replayed_step_attends_between_the_pieces(
+    graphs: TracedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, model = tiny_model()
     runner = runner_for(model, config, DeferredStream())
     rows = [new_row(0, [5, 6, 7], [1, 2])]
     runner.execute(step_plan(1, new=rows, chunks={0: 3}))
-    (bucket,) = backend_of(runner)._buckets.values()
-    assert len(bucket.pieces) == config.architecture.num_layers + 1
-    assert len({call.kv_cache.blocks.data_ptr() for call in bucket.calls}) == config.architecture.num_layers
+    num_layers = config.architecture.num_layers
+    assert graphs.num_pieces == [num_layers + 1]
+    caches: list[int] = []
+    attend = PagedAttention.attend
+
+    def note(attention: PagedAttention, query: Tensor, kv_cache: KvCache, *rest: Any) -> Tensor:
+        caches.append(kv_cache.blocks.data_ptr())
+        return attend(attention, query, kv_cache, *rest)
+
+    monkeypatch.setattr(PagedAttention, "attend", note)
+    runner.execute(step_plan(2))
+    assert graphs.num_replayed == 1
+    assert len(caches) == len(set(caches)) == num_layers
 
 
 def test_without_memory_for_pieces_steps_go_on_and_the_log_says_so_once(

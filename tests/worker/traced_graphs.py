@@ -47,6 +47,8 @@ class TracedGraphs(TorchDispatchMode):
         super().__init__()
         self.num_bytes = 0
         self.num_recorded = self.num_replayed = 0
+        self.num_pieces: list[int] = []
+        """Of each recording, in order."""
         self.failure: Exception | None = None
         self._pieces: list[list[_Launch]] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
@@ -67,6 +69,7 @@ class TracedGraphs(TorchDispatchMode):
                 tensor.copy_(before)
         self.num_recorded += 1
         pieces = self._pieces
+        self.num_pieces.append(len(pieces))
         return tuple(lambda number=number: self._replay(pieces, number) for number in range(len(pieces)))
 
     def _replay(self, pieces: list[list[_Launch]], number: int) -> None:

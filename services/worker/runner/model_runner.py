@@ -19,12 +19,12 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.cpu.eager import create_forward_backend
-from services.worker.runner.cuda.create import create_device_backend, create_graph_recorder
-from services.worker.runner.cuda.last_tokens import LastTokens
-from services.worker.runner.cuda.piecewise_graph import LEAST_GRAPH_TOKENS
+from services.worker.runner.cpu.create import create_cpu_backend
+from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
+from services.worker.runner.cuda.forward import LastTokens
 from services.worker.runner.cuda.steps_in_flight import DeviceSteps
 from services.worker.runner.cuda.streams import DeviceStream
+from services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
@@ -59,8 +59,9 @@ class ModelRunner:
         Args:
             kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
             attention: None: the project's own, as the device has it.
-            enforce_eager: see `create_forward_backend` and `create_device_backend`.
-            link: to the asynchronous device where the model stands; None: the thread that launches a step computes it.
+            enforce_eager: see `create_cpu_backend` and `create_graph_recorder`.
+            stream: Connection to the asynchronous device that holds the model; None: the thread that launches a step
+                also computes it.
             group: of the ranks that compute the same steps; None: there are no others.
             max_graph_tokens: tokens of the longest step with prompts that is recorded, on an asynchronous device.
         """
@@ -91,10 +92,10 @@ class ModelRunner:
         if stream is None:
             # a recorded program is native kernels alone: no sums over ranks between them
             eager = enforce_eager or self._group.size > 1
-            self._backend = create_forward_backend(model, kv_caches, self._inputs, enforce_eager=eager)
+            self._backend = create_cpu_backend(model, kv_caches, self._inputs, enforce_eager=eager)
         else:
             last_tokens = LastTokens(max_num_seqs, stream.device)
-            self._backend = create_device_backend(
+            self._backend = create_cuda_backend(
                 model,
                 kv_caches,
                 self._inputs,

@@ -1,25 +1,20 @@
-"""Which way a model is run by the thread that launches it, and the plainest one; another is a file and a line here."""
+"""The plainest way to run a model on the CPU: its operations are called one by one."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from services.worker.attention.base import KvCache
 from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
-from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.cpu.recorded import RecordedBackend
+from services.worker.runner.backend import StepOutput
 from services.worker.runner.input_batch import InputBuffers, StepSizes
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.ops import gather_rows
-
-log = logging.getLogger(__name__)
 
 
 class EagerBackend:
-    """Calls the model, operation by operation."""
+    """A `ForwardBackend` that calls the model, operation by operation."""
 
     computes_with_torch = True
 
@@ -35,28 +30,9 @@ class EagerBackend:
         batch = self._inputs.batch(sizes, self._device)
         context = StepContext(batch.attention, self._kv_caches)
         hidden = self._model(batch.token_ids, batch.positions, context)
-        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
+        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
         return ()
-
-
-def create_forward_backend(
-    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
-) -> ForwardBackend:
-    """The backend for a device that the thread calling it waits for.
-
-    Args:
-        inputs: where every step that it will compute stands.
-        enforce_eager: call the model operation by operation, whatever could be faster.
-    """
-    if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
-        try:
-            return RecordedBackend(model, kv_caches, inputs)
-        except NotRecordable as reason:
-            log.warning(
-                "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
-            )
-    return EagerBackend(model, kv_caches, inputs)

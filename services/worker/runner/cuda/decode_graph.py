@@ -18,46 +18,40 @@ from functools import partial
 
 import torch
 
-from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.backend import StepOutput
 from services.worker.runner.cuda.forward import DeviceForward
 from services.worker.runner.cuda.graph_recorder import GraphRecorder, Replay, record_if_it_fits
 from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.input_batch import InputBuffers, StepSizes
+from services.worker.runner.graph_sizes import decode_buckets
+from services.worker.runner.input_batch import StepSizes
 
 
-class CudaGraphBackend:
-    """A `ForwardBackend`; decodes whose rows all sample are replayed, other steps go to another."""
+class DecodeGraphPath:
+    """A `StepPath` for steps whose rows all compute one token and sample."""
 
-    computes_with_torch = False
+    description = "triton graphs"
 
     def __init__(
         self,
         forward: DeviceForward,
         inputs: DeviceInputs,
         *,
-        host: InputBuffers,
-        others: ForwardBackend,
         recorder: GraphRecorder,
-        device: torch.device,
         max_seq_len: int,
         vocab_size: int,
     ) -> None:
         """
         Args:
-            inputs: copies what stands in `host`.
-            others: computes the steps that are no decodes.
-            max_seq_len: no row is longer, in any step.
+            max_seq_len: Length of the longest row of any step.
         """
-        self.description = "triton graphs"
         self._forward = forward
         self._inputs = inputs
-        self._host = host
-        self._others = others
+        self._host = inputs.host
         self._recorder = recorder
         self._max_seq_len = max_seq_len
-        self._sizes = graph_buckets(inputs.max_num_seqs)
+        self._sizes = decode_buckets(inputs.max_num_seqs)
         self._buckets: dict[int, _Bucket] = {}
-        largest = _decodes(inputs.max_num_seqs)
+        largest, device = _decodes(inputs.max_num_seqs), inputs.device
         self._columns = torch.zeros(inputs.columns_bytes(largest), dtype=torch.uint8, device=device)
         self._tables = torch.zeros(inputs.max_num_seqs, inputs.max_blocks, dtype=torch.int32, device=device)
         # Outputs stand outside the pool, or each bucket would keep logits of its own there: 2 GiB of 256 x 128k and
@@ -65,19 +59,17 @@ class CudaGraphBackend:
         self._logits = torch.zeros(inputs.max_num_seqs, vocab_size, device=device)
         self._token_ids = torch.zeros(inputs.max_num_seqs, dtype=torch.int64, device=device)
 
+    def serves(self, sizes: StepSizes) -> bool:
+        return sizes.num_rows == sizes.num_tokens == sizes.num_sampling
+
     def forward(self, sizes: StepSizes) -> StepOutput:
         num_rows = sizes.num_rows
-        if not num_rows == sizes.num_tokens == sizes.num_sampling:
-            return self._others.forward(sizes)
         bucket = self._run(sizes, self._sizes[bisect_left(self._sizes, num_rows)])
         slots = bucket.batch.sampling_slots[:num_rows]
         return StepOutput(self._logits[:num_rows], self._token_ids[:num_rows], slots)
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
-        return [
-            *(partial(self._capture, size) for size in reversed(self._sizes)),
-            *self._others.graph_captures(),
-        ]
+        return [partial(self._capture, size) for size in reversed(self._sizes)]
 
     def _capture(self, size: int) -> None:
         self._run(StepSizes.of_nothing(), size)
@@ -130,12 +122,6 @@ class _Bucket:
     replay: Replay | None = None
     may_record: bool = True
     """False: there was no memory for it."""
-
-
-def graph_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes that are recorded, ascending up to `max_num_seqs`: padding is dear for few rows, graphs for many."""
-    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 def _decodes(num_rows: int) -> StepShape:

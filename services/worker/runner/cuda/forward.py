@@ -1,9 +1,10 @@
-"""The model on an asynchronous device: inputs copied there, operations called one by one, last tokens kept."""
+"""The launches of one step on an asynchronous device, and the tokens that stay there between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from services.worker.attention.base import KvCache
@@ -11,13 +12,32 @@ from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
 from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.cuda.last_tokens import LastTokens
 from services.worker.runner.input_batch import StepSizes
 from triptych_kernels.ops import gather_rows
 
 
+class LastTokens:
+    """The last token of each slot, on the device: the next step's input before the host knows it.
+
+    Read and written by kernels only, in the order of the steps.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        # one more: tokens sampled by padding are kept behind the last slot
+        self._token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+
+    def complete(self, batch: DeviceBatch) -> Tensor:
+        """Return the step's token ids [num_tokens], those included that the host still awaits."""
+        kept = self._token_ids.index_select(0, batch.token_slots)
+        return torch.where(batch.is_awaited, kept, batch.inputs.token_ids)
+
+    def keep(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Remember sampled tokens, [num_sampling] each; 0 in place of -1, as the host does for a row that failed."""
+        self._token_ids.index_copy_(0, slots, token_ids.clamp_min(0))
+
+
 class DeviceForward:
-    """What a step launches, whoever says where its inputs stand."""
+    """The launches of a step, wherever its inputs are in the device's memory."""
 
     def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], last_tokens: LastTokens) -> None:
         self._model = model
@@ -25,35 +45,37 @@ class DeviceForward:
         self._last_tokens = last_tokens
 
     def __call__(self, batch: DeviceBatch) -> StepOutput:
-        """Launch a step. The last tokens change with its last operation, so a step that fails can be run again."""
+        """Launch a step. Its last operation changes the last tokens, so a step that fails can be run again."""
         return self.sample(self.hidden(batch), batch)
 
     def hidden(self, batch: DeviceBatch) -> Tensor:
-        """Launch what every token goes through: hidden states [num_tokens, hidden_size]."""
+        """Launch the layers, which every token passes, and return the hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
         context = StepContext(inputs.attention, self._kv_caches)
         return self._model(token_ids, inputs.positions, context)
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
-        """Launch what comes after: logits and the choice of tokens, which are kept."""
+        """Launch logits and the choice of tokens, which are kept."""
         inputs = batch.inputs
-        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for those who sample
+        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = self._model.compute_logits(gather_rows(hidden, inputs.sampling_tokens))
         chosen = inputs.sampling.choose(logits)
         self._last_tokens.keep(batch.sampling_slots, chosen)
         return StepOutput(logits, chosen, batch.sampling_slots, hidden)
 
 
-class DeviceEagerBackend:
-    """A `ForwardBackend` without CUDA graphs."""
+class EagerPath:
+    """A `StepPath` for all steps: operations are launched one by one."""
 
-    computes_with_torch = False
+    description = "triton eager"
 
     def __init__(self, forward: DeviceForward, inputs: DeviceInputs) -> None:
         self._forward = forward
         self._inputs = inputs
-        self.description = "triton eager"
+
+    def serves(self, sizes: StepSizes) -> bool:
+        return True
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         shape = StepShape(sizes.num_tokens, sizes.num_rows, sizes.num_sampling)

@@ -79,6 +79,8 @@ class DeviceInputs:
     def __init__(self, inputs: InputBuffers, stream: DeviceStream) -> None:
         feedback, sampling = inputs.feedback, inputs.sampling.columns
         assert feedback is not None, "an asynchronous device keeps the tokens it samples"
+        self.host = inputs
+        self.device = stream.device
         self._stream = stream
         self._attention = inputs.attention
         columns = (  # in the order of `batch`

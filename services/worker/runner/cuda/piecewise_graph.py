@@ -19,83 +19,55 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
-from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.backend import StepOutput
 from services.worker.runner.cuda.forward import DeviceForward
 from services.worker.runner.cuda.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
 from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.input_batch import InputBuffers, StepSizes
-from triptych.checkpoint.architecture import ModelArchitecture
-
-LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 512, 2048
-"""Between these lies the longest step that is recorded, unless no step is that long; see `graph_token_limit`."""
-
-_LAUNCH_NS = 220_000
-"""What the host takes to launch one layer, 11 kernels of some 20 us; reckoned, not measured."""
-_DEVICE_MACS_PER_NS = 300_000
-"""Multiply-adds of a device of 600 TFLOP/s."""
+from services.worker.runner.graph_sizes import token_buckets
+from services.worker.runner.input_batch import StepSizes
 
 
-def graph_token_limit(architecture: ModelArchitecture) -> int:
-    """Return how many tokens a step may have to be recorded.
+class PiecewiseGraphPath:
+    """A `StepPath` for steps of up to `max_graph_tokens` tokens."""
 
-    Longer ones keep the device busy for longer than their launches take the host, and padding them would cost more
-    than it saves.
-    """
-    heads = architecture.num_heads + architecture.num_kv_heads
-    mlp = 3 * architecture.intermediate_size * max(architecture.num_experts_per_tok, 1)
-    macs_per_token = architecture.hidden_size * (
-        2 * heads * architecture.head_dim + mlp
-    )  # of a layer's products
-    limit = _LAUNCH_NS * _DEVICE_MACS_PER_NS // macs_per_token
-    return max(LEAST_GRAPH_TOKENS, min(limit, MOST_GRAPH_TOKENS))
-
-
-class PiecewiseGraphBackend:
-    """A `ForwardBackend`; steps of more tokens than are recorded go to another."""
-
-    computes_with_torch = False
+    description = "triton piecewise graphs"
 
     def __init__(
         self,
         forward: DeviceForward,
         inputs: DeviceInputs,
         *,
-        host: InputBuffers,
-        others: ForwardBackend,
         recorder: GraphRecorder,
-        device: torch.device,
         max_graph_tokens: int,
     ) -> None:
         """
         Args:
-            inputs: copies what stands in `host`.
-            others: computes the steps that are too long.
-            max_graph_tokens: tokens of the longest step that is recorded; see `graph_token_limit`.
+            max_graph_tokens: Number of tokens of the longest step that is recorded; see `graph_token_limit`.
         """
-        self.description = "triton piecewise graphs"
         self._forward = forward
         self._inputs = inputs
-        self._host = host
-        self._others = others
+        self._host = inputs.host
         self._recorder = recorder
         self._sizes = token_buckets(min(inputs.max_num_tokens, max_graph_tokens))
         self._buckets: dict[int, _Bucket] = {}
         self._columns = torch.zeros(
-            inputs.columns_bytes(_of_tokens(self._sizes[-1])), dtype=torch.uint8, device=device
+            inputs.columns_bytes(_of_tokens(self._sizes[-1])), dtype=torch.uint8, device=inputs.device
         )
-        self._seam = _Seam(host.attention, self._sizes[-1])
+        self._seam = _Seam(inputs.host.attention, self._sizes[-1])
         self._hidden: Tensor | None = None
         """[longest, hidden_size], what each bucket leaves; outside of the pool, or each would keep its own there."""
 
-    def forward(self, sizes: StepSizes) -> StepOutput:
+    def serves(self, sizes: StepSizes) -> bool:
         if sizes.num_tokens > self._sizes[-1]:
-            return self._others.forward(sizes)
-        size = self._sizes[bisect_left(self._sizes, sizes.num_tokens)]
+            return False
+        bucket = self._buckets.get(self._bucket_size(sizes))
+        return bucket is None or bool(bucket.pieces)  # without pieces, there was no memory to record it
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        size = self._bucket_size(sizes)
         bucket = self._buckets.get(size)
         if bucket is None:
             bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
-        elif not bucket.pieces:
-            return self._others.forward(sizes)  # there was no memory to record it
         self._host.pad_tokens(sizes, size)
         shape = StepShape(size, sizes.num_rows, sizes.num_sampling)
         lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
@@ -111,8 +83,11 @@ class PiecewiseGraphBackend:
     def graph_captures(self) -> Sequence[Callable[[], None]]:
         return [partial(self._capture, size) for size in reversed(self._sizes)]
 
+    def _bucket_size(self, sizes: StepSizes) -> int:
+        return self._sizes[bisect_left(self._sizes, sizes.num_tokens)]
+
     def _capture(self, size: int) -> None:
-        """Record the bucket of so many tokens behind a step of padding alone."""
+        """Record the bucket of `size` tokens after a step that consists of padding."""
         bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
         self._host.pad_tokens(StepSizes.of_nothing(), size)
         batch = self._upload(_of_tokens(size), 1, StepLengths((size,), (size,)))
@@ -243,20 +218,6 @@ class _Bucket:
     """Empty: not recorded yet, or there was no memory for it."""
     calls: list[_Call] = field(default_factory=list)
     """One less: what stands between the pieces."""
-
-
-def token_buckets(max_num_tokens: int) -> tuple[int, ...]:
-    """Counts of tokens that are recorded, ascending up to `max_num_tokens`.
-
-    Few tokens are bound by the weights' bytes, so padding costs them nothing; of many it should stay small.
-    """
-    sizes = {
-        *range(16, 64, 16),
-        *range(64, 256, 32),
-        *range(256, 1024, 64),
-        *range(1024, max_num_tokens, 128),
-    }
-    return tuple(sorted({size for size in sizes if size < max_num_tokens} | {max_num_tokens}))
 
 
 def _of_tokens(num_tokens: int) -> StepShape:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.worker.runner.backend import ForwardBackend
 from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.cuda.last_tokens import LastTokens
+from services.worker.runner.cuda.forward import LastTokens
 from services.worker.runner.cuda.streams import DeviceStream, ReadBack
 from services.worker.runner.input_batch import StepSizes
 from services.worker.runner.prompt_logprobs import PromptScorer

@@ -31,8 +31,8 @@ from services.worker.loader import Checkpoint, fingerprint, load_model, open_che
 from services.worker.loader.load import Meanwhile
 from services.worker.models.base import CausalLM
 from services.worker.parallel.create import check_agreement, create_rank_group
-from services.worker.runner.cuda.piecewise_graph import graph_token_limit
 from services.worker.runner.cuda.streams import CudaStream
+from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.sleep.sleepable_runner import MemoryNeeds, SleepableRunner
 from services.worker.runner.startup.activation_memory import measure_activations
