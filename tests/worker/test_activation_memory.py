@@ -11,7 +11,7 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.layers.embedding import LogitsHead
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.tiny import tiny_architecture, tiny_config
 
@@ -40,17 +40,17 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
         launch()
         return peaks[seen[-1][0]]
 
-    found = measure_activations(
+    device = torch.device("cpu")
+    steps = LargestSteps(
         model,
         plan_kv_cache(config, free_bytes=1 << 30).shape,
-        torch.device("cpu"),
+        device,
         attention=PagedAttention(),
         max_num_batched_tokens=BUDGET,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
-        max_graph_tokens=max_graph_tokens,
-        peak_of=peak_of,
     )
+    found = measure_activations(steps, device, max_graph_tokens=max_graph_tokens, peak_of=peak_of)
     return found, seen
 
 

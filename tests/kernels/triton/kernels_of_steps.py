@@ -27,7 +27,7 @@ from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.models.registry import create_model
 from services.worker.runner.startup import compile_ahead
-from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.activation_memory import LargestSteps
 from tests.kernels.triton.hopper import believe_in_hopper
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
@@ -95,7 +95,7 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
     kv = KvShape(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     with noted_launches() as noted, torch.inference_mode():
         for num_tokens, num_rows in sizes:
-            measure_activations(
+            steps = LargestSteps(
                 model,
                 kv,
                 META,
@@ -103,9 +103,9 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
                 max_num_batched_tokens=num_tokens,
                 max_num_seqs=num_rows,
                 max_model_len=MAX_LEN,
-                max_graph_tokens=0,
-                peak_of=_run,
             )
+            steps.run_prompts()
+            steps.run_decodes()
     return noted
 
 
@@ -152,7 +152,7 @@ def launches_at_start() -> tuple[list[str], list[str]]:
             attention_backend="triton",
         )
         model = create_model(context=ModelContext(config))
-        ahead = compile_ahead._launches_of_steps(config, OneRank(), model, torch.device("cpu"))
+        ahead = compile_ahead.note_launches(config, OneRank(), model, torch.device("cpu"))
         runner = runner_for(model, config, DeferredStream())
         with noted_launches() as late:
             for sampling in (*KINDS.values(), SamplingParams(logprobs=MAX_LOGPROBS)):
@@ -199,11 +199,6 @@ def _config(*, quantization: str = "none", **changes: Any) -> ResolvedConfig:
         kv_dtype="bfloat16",
         quantization=quantization,
     )
-
-
-def _run(launch: Callable[[], None]) -> int:
-    launch()
-    return 0
 
 
 if __name__ == "__main__":

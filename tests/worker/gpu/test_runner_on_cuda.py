@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, Cut
 from services.worker.runner.sleep.sleepable_runner import SleepableRunner
-from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
@@ -113,7 +113,7 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
     _, eager = runners
     facts = eager.facts
     model = eager.model
-    measured = measure_activations(
+    steps = LargestSteps(
         model,
         facts.kv,
         device,
@@ -121,8 +121,9 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_num_seqs=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,
-        max_graph_tokens=0,
     )
+    measured = measure_activations(steps, device, max_graph_tokens=0)
+    del steps
     eager.reset()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

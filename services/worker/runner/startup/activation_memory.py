@@ -1,4 +1,4 @@
-"""What the longest step takes besides weights and KV cache, found by running it before the cache is sized."""
+"""The largest steps, run before the KV cache exists: to measure their memory, or to note their kernels."""
 
 from __future__ import annotations
 
@@ -19,82 +19,109 @@ from triptych.types.sampling import MAX_LOGPROBS
 from triptych_kernels.ops import gather_rows, token_logprobs
 
 PeakOf = Callable[[Callable[[], None]], int]
-"""Runs something and says how many bytes it took at its peak."""
+"""A function that runs another and returns how many bytes that took at its peak."""
 
 
-@torch.inference_mode()
-def measure_activations(
-    model: CausalLM,
-    kv: KvShape,
-    device: torch.device,
-    *,
-    attention: AttentionBackend,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_graph_tokens: int,
-    peak_of: PeakOf | None = None,
-) -> int:
-    """Bytes to be left free for steps.
+class LargestSteps:
+    """The largest steps within some limits, as a model computes them.
 
-    That is what the larger takes of a step full of the ends of prompts, whose log-probabilities are asked for, and one
-    that decodes every row, both at the full context, with filters and changed logits; and once more for graphs, whose
-    pool is their own, the largest that one is recorded of.
-
-    Args:
-        max_graph_tokens: tokens of the longest step with prompts that is recorded; 0: none is, and no decode.
-        kv: whatever its number of blocks: the rows of these steps read the null block and write nothing.
-        peak_of: for tests; None: as the device's allocator says.
+    Their rows read the null block, and write no keys and values.
     """
-    cache = allocate_kv_cache(replace(kv, num_blocks=1), device)
-    peak_of = peak_of or (lambda launch: _peak_on_cuda(launch, device))
 
-    def run(query_lens: list[int], seq_lens: list[int], *, scores_prompt: bool = False) -> None:
-        num_tokens, num_rows = sum(query_lens), len(query_lens)
-        num_sampling = min(max_num_seqs, num_tokens)
-        starts = torch.tensor([0, *query_lens]).cumsum(0)
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KvShape,
+        device: torch.device,
+        *,
+        attention: AttentionBackend,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        """
+        Args:
+            kv: Shape of the KV cache; its number of blocks is not used.
+        """
+        self._model = model
+        self._device = device
+        self._attention = attention
+        self._block_size = kv.block_size
+        self._kv_caches = allocate_kv_cache(replace(kv, num_blocks=1), device)
+        self._max_num_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+
+    def run_prompts(self) -> None:
+        """Run a step full of the ends of prompts at the full context, which report log-probabilities."""
+        lengths = self._prompt_lengths(self._max_num_tokens)
+        self._run(lengths, [self._max_model_len] * len(lengths), scores_prompt=True)
+
+    def run_decodes(self) -> None:
+        """Run a step in which every row computes one token at the full context."""
+        num_rows = min(self._max_num_seqs, self._max_num_tokens)
+        self._run([1] * num_rows, [self._max_model_len] * num_rows)
+
+    def run_short_prompts(self, max_num_tokens: int) -> None:
+        """Run a step of whole prompts, of at most `max_num_tokens` tokens together."""
+        lengths = self._prompt_lengths(min(self._max_num_tokens, max_num_tokens))
+        self._run(lengths, lengths)
+
+    def _prompt_lengths(self, num_tokens: int) -> list[int]:
+        """Return the lengths of prompts of so many tokens together, in as few rows as possible."""
+        lengths: list[int] = []
+        while num_tokens and len(lengths) < self._max_num_seqs:
+            lengths.append(min(num_tokens, self._max_model_len))
+            num_tokens -= lengths[-1]
+        return lengths
+
+    @torch.inference_mode()
+    def _run(self, query_lens: list[int], seq_lens: list[int], *, scores_prompt: bool = False) -> None:
+        """Run the model over rows of these lengths, with filters and changed logits."""
+        device, num_tokens = self._device, sum(query_lens)
+        num_sampling = min(self._max_num_seqs, num_tokens)
+        max_blocks = -(-max(seq_lens) // self._block_size)
         batch = AttentionBatch(
             slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(
-                num_rows, -(-max(seq_lens) // kv.block_size), dtype=torch.int32, device=device
-            ),
-            query_starts=starts.to(device, torch.int32),
+            block_tables=torch.zeros(len(query_lens), max_blocks, dtype=torch.int32, device=device),
+            query_starts=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            backend=attention,
+            backend=self._attention,
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             query_lens_list=tuple(query_lens),
             seq_lens_list=tuple(seq_lens),
         )
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        hidden = model(zeros, zeros, StepContext(batch, cache))
-        logits = model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
-        changed = logits.clone()  # as of requests that change theirs
+        hidden = self._model(zeros, zeros, StepContext(batch, self._kv_caches))
+        logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
+        changed = logits.clone()  # as for requests that change theirs
         _with_filters(num_sampling, device).choose(changed)
         if scores_prompt:
             del changed
             rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
-            scored = model.compute_logits(gather_rows(hidden, rows))
+            scored = self._model.compute_logits(gather_rows(hidden, rows))
             token_logprobs(scored, rows, zeros[: len(rows)], min(MAX_LOGPROBS, scored.shape[1]))
 
-    prompt = _prompt_lengths(max_num_batched_tokens, max_num_seqs, max_model_len)
-    num_rows = min(max_num_seqs, max_num_batched_tokens)
-    of_prompt = peak_of(lambda: run(prompt, [max_model_len] * len(prompt), scores_prompt=True))
-    of_decode = peak_of(lambda: run([1] * num_rows, [max_model_len] * num_rows))
+
+def measure_activations(
+    steps: LargestSteps, device: torch.device, *, max_graph_tokens: int, peak_of: PeakOf | None = None
+) -> int:
+    """Return the number of bytes to be left free for steps.
+
+    That is the peak of the larger of two steps, one full of prompts and one of decodes. Graphs have a pool of their
+    own, so the peak of the largest step that is recorded is added.
+
+    Args:
+        max_graph_tokens: Number of tokens of the longest step with prompts that is recorded; 0: nothing is recorded.
+        peak_of: For tests; None: as the device's allocator says.
+    """
+    peak_of = peak_of or (lambda launch: _peak_on_cuda(launch, device))
+    of_prompts, of_decodes = peak_of(steps.run_prompts), peak_of(steps.run_decodes)
     of_graphs = 0
     if max_graph_tokens:
-        recorded = _prompt_lengths(min(max_num_batched_tokens, max_graph_tokens), max_num_seqs, max_model_len)
-        of_graphs = max(of_decode, peak_of(lambda: run(recorded, recorded)))
-    return max(of_prompt, of_decode) + of_graphs
-
-
-def _prompt_lengths(num_tokens: int, max_num_rows: int, max_len: int) -> list[int]:
-    """As many tokens as fit, in as few rows as hold them."""
-    lengths: list[int] = []
-    while num_tokens and len(lengths) < max_num_rows:
-        lengths.append(min(num_tokens, max_len))
-        num_tokens -= lengths[-1]
-    return lengths
+        of_graphs = max(of_decodes, peak_of(lambda: steps.run_short_prompts(max_graph_tokens)))
+    return max(of_prompts, of_decodes) + of_graphs
 
 
 def _with_filters(num_rows: int, device: torch.device) -> SamplingBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +22,7 @@ from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.models.base import CausalLM
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.activation_memory import LargestSteps
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
@@ -51,7 +51,7 @@ def compiled_ahead(config: ResolvedConfig, group: RankGroup, model: CausalLM) ->
     started = time.perf_counter()
     device = torch.device(config.rank.device)
     _reach_device()
-    noted = _launches_of_steps(config, group, model, device)
+    noted = note_launches(config, group, model, device)
     gc.collect()  # workspaces of what attended may lie in cycles, and would count against KV blocks
     if not noted:
         yield
@@ -90,12 +90,12 @@ def _reach_device() -> None:
         ) from error
 
 
-def _launches_of_steps(
+def note_launches(
     config: ResolvedConfig, group: RankGroup, model: CausalLM, device: torch.device
 ) -> dict[NotedLaunch, None]:
-    """Of steps of all sizes, at full context, and of sampling of every kind.
+    """Return the launches of steps of all sizes at the full context, and of all kinds of sampling.
 
-    None of the project's kernels computes anything meanwhile; the rest does, with whatever stands in memory.
+    While they are noted, the project's kernels compute nothing. Other operations compute, with undefined values.
     """
     engine = config.engine
     attention = create_attention(config)
@@ -104,7 +104,7 @@ def _launches_of_steps(
     with noted_launches() as noted:
         try:
             for num_tokens, num_rows in step_sizes(config):
-                measure_activations(
+                steps = LargestSteps(
                     model,
                     kv.shape,
                     device,
@@ -112,9 +112,9 @@ def _launches_of_steps(
                     max_num_batched_tokens=num_tokens,
                     max_num_seqs=num_rows,
                     max_model_len=engine.model.max_model_len or config.architecture.max_position_embeddings,
-                    max_graph_tokens=0,
-                    peak_of=_unmeasured,
                 )
+                steps.run_prompts()
+                steps.run_decodes()
             runner = ModelRunner(
                 model=model,
                 kv_caches=allocate_kv_cache(kv.shape, device),
@@ -144,8 +144,3 @@ def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
     if config.quantization != "none" or config.architecture.num_experts:
         sizes = [1 << exponent for exponent in range(max(longest).bit_length())]
     return (longest, *((min(size, longest[0]), min(size, longest[1])) for size in sizes))
-
-
-def _unmeasured(launch: Callable[[], None]) -> int:
-    launch()
-    return 0

@@ -35,7 +35,7 @@ from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.sleep.sleepable_runner import MemoryNeeds, SleepableRunner
-from services.worker.runner.startup.activation_memory import measure_activations
+from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
@@ -176,7 +176,7 @@ def _plan_kv_cache(
     engine, scheduler = config.engine, config.engine.scheduler
     alone = plan_kv_cache(config, free_bytes)
     try:
-        activation_bytes = measure_activations(
+        steps = LargestSteps(
             model,
             alone.shape,
             device,
@@ -184,8 +184,10 @@ def _plan_kv_cache(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=alone.max_model_len,
-            max_graph_tokens=0 if engine.worker.enforce_eager else graph_token_limit(config.architecture),
         )
+        max_graph_tokens = 0 if engine.worker.enforce_eager else graph_token_limit(config.architecture)
+        activation_bytes = measure_activations(steps, device, max_graph_tokens=max_graph_tokens)
+        del steps  # its block is memory for the KV cache
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens: {scheduler.max_num_batched_tokens} tokens of "
