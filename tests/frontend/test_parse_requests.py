@@ -11,7 +11,7 @@ from services.frontend.requests.parse import RawChat, RawRequest, fit_to_context
 from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
-from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.sampling import SAMPLING_FIELDS, OutputKind, SamplingParams
 from triptych.types.submit import EngineWelcome
 from triptych.v1 import common_pb2
 
@@ -237,6 +237,14 @@ def test_good_fields_arrive_as_given() -> None:
     }
     raw = raw_request(sampling=given, output_kind=OutputKind.FINAL_ONLY)
     assert parse(raw, ENGINE, {}).sampling == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SAMPLING_FIELDS.items() if spec.trial is not None])
+def test_trial_values_of_the_table_are_valid(name: str) -> None:
+    trial = SAMPLING_FIELDS[name].trial
+    given = dict(trial) if name == "logit_bias" else trial
+    parsed = getattr(sampling_of({name: given}), name)
+    assert parsed == (pytest.approx(trial) if isinstance(trial, float) else trial)
 
 
 def test_end_tokens_may_be_all_that_is_allowed_without_min_tokens() -> None:

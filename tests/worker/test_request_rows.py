@@ -23,7 +23,7 @@ def make_rows(**changes: int) -> RequestRows:
         "num_blocks": 30,
         "block_size": 4,
     }
-    return RequestRows(**{**sizes, **changes}, vocab_size=100, eos_token_ids=(2,))
+    return RequestRows(**{**sizes, **changes}, vocab_size=100)
 
 
 def gather_input_batch(rows: RequestRows, step: StepRows) -> InputBatch:

@@ -1,84 +1,35 @@
-"""The sampler's rules, request by request, against arithmetic written out here."""
+"""The rules of the sampler, request by request, against arithmetic written out here."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
-from services.worker.sampling.batch import SamplingBuffers
-from services.worker.sampling.params import SamplingColumns, TokenHistory
-from services.worker.sampling.sampler import (
-    NOT_FINITE,
-    NOTHING_ALLOWED,
-    PENALTY_OVERFLOWS,
-    SampledTokens,
-    Sampler,
-)
+from services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
+from services.worker.sampling.params import NOTHING_ALLOWED
+from services.worker.sampling.sampler import NOT_FINITE
+from tests.worker.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, peaked
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
 
-VOCAB, EOS, NUM_SLOTS = 53, 2, 8
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Bench:
-    """A sampler over slots that a test fills one by one."""
-
-    def __init__(self) -> None:
-        self.columns = SamplingColumns(max_num_seqs=NUM_SLOTS, vocab_size=VOCAB, eos_token_ids=(EOS,))
-        self.history = TokenHistory(
-            np.zeros((NUM_SLOTS, 64), np.int32), np.zeros(NUM_SLOTS, np.int64), np.zeros(NUM_SLOTS, np.int64)
-        )
-        self.sampler = Sampler(self.columns, self.history)
-        self.buffers = SamplingBuffers(NUM_SLOTS)
-
-    def enter(self, slot, params, prompt=(5, 6, 7), output=(), seed=1) -> None:
-        assert self.columns.enter(slot, params, seed) is None
-        self.history.num_prompt[slot] = len(prompt)
-        self.history.num_known[slot] = 0
-        self.extend(slot, *prompt, *output)
-
-    def extend(self, slot, *token_ids) -> None:
-        known = self.history.num_known[slot]
-        self.history.token_ids[slot, known : known + len(token_ids)] = token_ids
-        self.history.num_known[slot] += len(token_ids)
-
-    def sample(self, logits, slots) -> SampledTokens:
-        before, slots = logits.clone(), np.array(slots, np.int64)
-        self.buffers.gather(self.columns, self.history, slots)
-        chosen = self.buffers.batch(slots.size, logits.device).choose(logits)
-        sampled = self.sampler.finish(logits, chosen, slots)
-        assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))
-        return sampled
-
-    def sample_one(self, params, logits, **arguments) -> int:
-        self.enter(0, params, **arguments)
-        return int(self.sample(logits, [0]).token_ids[0])
-
-
 @pytest.fixture(params=["native", "plain"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[SamplerBench]:
     """With the native kernels, and with plain torch."""
     if request.param == "native" and not isa():
         pytest.skip("no native kernels are built for this processor")
     with forced_isa(isa() if request.param == "native" else ""):
-        yield Bench()
+        yield SamplerBench()
 
 
 def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn((num_rows, VOCAB), generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def peaked(*token_ids: int) -> torch.Tensor:
-    """One row whose best tokens are these, in this order."""
-    logits = torch.zeros(1, VOCAB)
-    logits[0, list(token_ids)] = torch.arange(len(token_ids), 0, -1, dtype=torch.float32)
-    return logits
+    return torch.randn((num_rows, VOCAB_SIZE), generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def column(value, dtype) -> torch.Tensor:
@@ -86,13 +37,13 @@ def column(value, dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
-def test_greedy_takes_the_best_and_of_equals_the_lowest(bench, temperature):
-    logits = torch.zeros(1, VOCAB)
+def test_greedy_takes_the_best_then_the_lowest_id(bench, temperature):
+    logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [9, 30]] = 4.0
     assert bench.sample_one(SamplingParams(temperature=temperature), logits) == 9
 
 
-def test_a_sample_depends_on_its_own_seed_and_position_and_not_on_the_batch(bench):
+def test_sample_depends_only_on_seed_and_position(bench):
     logits = random_logits(3)
     slots, seeds, lengths = [1, 4, 6], [3, 1 << 63, (1 << 64) - 1], [3, 4, 9]
     for slot, seed, length in zip(slots, seeds, lengths, strict=True):
@@ -113,7 +64,7 @@ def test_a_sample_depends_on_its_own_seed_and_position_and_not_on_the_batch(benc
         assert together[row] == alone == keyed.item()
 
 
-def test_the_noise_of_a_position_is_the_same_whether_its_past_is_prompt_or_output(bench):
+def test_noise_ignores_where_the_prompt_ends(bench):
     logits, params = random_logits(1), SamplingParams(temperature=1.0)
     fresh = bench.sample_one(params, logits, prompt=(5, 6, 7, 8, 9))
     assert bench.sample_one(params, logits, prompt=(5, 6), output=(7, 8, 9)) == fresh
@@ -128,7 +79,7 @@ def test_the_noise_of_a_position_is_the_same_whether_its_past_is_prompt_or_outpu
         (SamplingParams(temperature=2.0, top_k=-1), None),
     ],
 )
-def test_filters_keep_what_they_say(bench, params, kept):
+def test_filters_keep_only_their_tokens(bench, params, kept):
     logits = peaked(10, 11, 12)
     seen = {bench.sample_one(params, logits, seed=seed) for seed in range(200)}
     assert len(seen) > 20 if kept is None else seen == kept
@@ -152,16 +103,16 @@ def test_end_tokens_are_masked_until_min_tokens_are_out(bench, ignore_eos):
     assert chosen == [30, 30, EOS]
 
 
-def test_min_tokens_counts_what_was_said_before_a_preemption(bench):
+def test_min_tokens_counts_output_before_a_preemption(bench):
     params = SamplingParams(temperature=0.0, min_tokens=2)
     assert bench.sample_one(params, peaked(EOS, 30), prompt=(5,), output=(6, 7)) == EOS
 
 
-def test_without_min_tokens_end_tokens_are_free(bench):
+def test_end_tokens_are_free_without_min_tokens(bench):
     assert bench.sample_one(SamplingParams(temperature=0.0, stop_token_ids=(20,)), peaked(20, EOS)) == 20
 
 
-def test_a_bias_moves_one_token_of_one_row(bench):
+def test_bias_moves_one_token_of_one_row(bench):
     bench.enter(0, SamplingParams(temperature=0.0, logit_bias=((40, 5.0), (10, -1.0))))
     bench.enter(1, GREEDY)
     assert bench.sample(torch.cat((peaked(10), peaked(10))), [0, 1]).token_ids.tolist() == [40, 10]
@@ -173,7 +124,7 @@ def test_allowed_ids_exclude_all_others_of_their_row(bench):
     assert bench.sample(torch.cat((peaked(10), peaked(10, 33, 31))), [3, 5]).token_ids.tolist() == [10, 33]
 
 
-def test_a_row_with_no_token_left_fails_alone(bench):
+def test_row_without_usable_token_fails_alone(bench):
     bench.enter(0, SamplingParams(temperature=1.0, min_tokens=1, allowed_token_ids=(EOS,), logprobs=1))
     bench.enter(1, SamplingParams(temperature=0.0, logprobs=0))
     sampled = bench.sample(torch.cat((peaked(10), peaked(11))), [0, 1])
@@ -190,7 +141,7 @@ def test_a_row_with_no_token_left_fails_alone(bench):
 @pytest.mark.parametrize(
     "params", [GREEDY, SamplingParams(temperature=1.0, logprobs=2, frequency_penalty=1.0)]
 )
-def test_a_row_with_a_bad_logit_fails_alone(bench, bad, params):
+def test_row_with_bad_logit_fails_alone(bench, bad, params):
     for slot in (2, 3, 4):
         bench.enter(slot, params)
     logits = random_logits(3)
@@ -205,7 +156,7 @@ def test_a_row_with_a_bad_logit_fails_alone(bench, bad, params):
         assert sampled.logprobs.rows.tolist() == [0, 2]
 
 
-def test_a_row_fails_for_a_bad_logit_that_its_own_restrictions_would_hide(bench):
+def test_bad_logit_fails_even_if_masked(bench):
     bench.enter(0, SamplingParams(temperature=0.0, allowed_token_ids=(4, 5), logprobs=1))
     bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3))
     logits = torch.cat((peaked(4), peaked(EOS, 9)))
@@ -216,7 +167,7 @@ def test_a_row_fails_for_a_bad_logit_that_its_own_restrictions_would_hide(bench)
     assert sampled.logprobs is None
 
 
-def test_a_row_fails_for_the_cause_that_its_request_holds(bench):
+def test_failure_names_the_cause_in_the_request(bench):
     bench.enter(0, SamplingParams(temperature=0.0, repetition_penalty=1e-39))
     bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(EOS,)))
     bench.enter(2, SamplingParams(temperature=0.0, repetition_penalty=1.1))
@@ -256,7 +207,7 @@ def test_penalties_follow_prompt_and_output_as_they_grow(bench):
             bench.extend(slot, output[-1])
 
 
-def test_a_reused_slot_keeps_nothing_of_the_one_before(bench):
+def test_reused_slot_keeps_nothing(bench):
     asking = SamplingParams(
         temperature=0.0,
         frequency_penalty=2.0,
@@ -272,11 +223,9 @@ def test_a_reused_slot_keeps_nothing_of_the_one_before(bench):
     sampled = bench.sample(peaked(EOS, 10, 9), [0])
     assert sampled.token_ids.tolist() == [EOS]
     assert sampled.logprobs is None
-    columns = bench.columns
-    assert [columns.slot_to_bias, columns.slot_to_allowed_ids, columns.slot_to_end_ids] == [{}, {}, {}]
 
 
-def test_logprobs_are_those_before_any_change_for_the_rows_that_asked(bench):
+def test_logprobs_are_those_before_any_change(bench):
     bench.enter(0, SamplingParams(temperature=0.0, logprobs=3, allowed_token_ids=(44,)))
     bench.enter(1, GREEDY)
     bench.enter(2, SamplingParams(temperature=1.7, logprobs=0, frequency_penalty=1.0))
@@ -302,14 +251,14 @@ def test_logprobs_are_those_before_any_change_for_the_rows_that_asked(bench):
         assert columns.ranks[place] == 1 + int((expected[row] > expected[row, chosen]).sum())
 
 
-def test_more_logprobs_than_the_vocabulary_holds_are_all_of_it(bench):
-    bench.enter(0, SamplingParams(temperature=0.0, logprobs=VOCAB + 5))
+def test_logprobs_above_the_vocabulary_list_all_of_it(bench):
+    bench.enter(0, SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE + 5))
     columns = bench.sample(random_logits(1), [0]).logprobs
-    assert sorted(columns.token_ids[1:].tolist()) == list(range(VOCAB))
+    assert sorted(columns.token_ids[1:].tolist()) == list(range(VOCAB_SIZE))
 
 
 def test_no_rows_give_no_tokens(bench):
-    sampled = bench.sample(torch.empty(0, VOCAB), [])
+    sampled = bench.sample(torch.empty(0, VOCAB_SIZE), [])
     assert (sampled.token_ids.size, sampled.logprobs, sampled.failures) == (0, None, ())
 
 
@@ -317,10 +266,10 @@ def test_no_rows_give_no_tokens(bench):
     ("params", "names"),
     [
         (SamplingParams(bad_words=("x",)), "sampling.bad_words"),
-        (SamplingParams(logit_bias=((VOCAB, 1.0),)), f"sampling.logit_bias: token id {VOCAB}"),
+        (SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), f"sampling.logit_bias: token id {VOCAB_SIZE}"),
         (SamplingParams(stop_token_ids=(-1,)), "sampling.stop_token_ids: token id -1"),
     ],
 )
-def test_what_cannot_be_served_is_named_and_the_slot_stays_usable(bench, params, names):
+def test_refused_request_is_named_and_sampled_greedily(bench, params, names):
     assert names in bench.columns.enter(0, params, seed=0).message
     assert bench.sample(peaked(8), [0]).token_ids.tolist() == [8]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.sampling.token_counts import TokenCounts
+from services.worker.sampling.logits_processors.penalties import TokenCounts
 
 
 @given(

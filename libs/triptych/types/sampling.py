@@ -253,10 +253,6 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-
-    @property
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
         num_bytes = _NUMBER_BYTES * len(SAMPLING_FIELDS)

@@ -29,6 +29,7 @@ from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
+from services.worker.sampling.logits_processors.create import create_logits_processors
 from services.worker.sampling.sampler import Sampler
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
@@ -73,7 +74,6 @@ class ModelRunner:
             num_blocks=facts.kv.num_blocks,
             block_size=facts.kv.block_size,
             vocab_size=facts.model.vocab_size,
-            eos_token_ids=facts.model.eos_token_ids,
         )
         max_num_seqs, max_blocks = self._rows.block_table.shape
         max_num_tokens = facts.max_num_batched_tokens
@@ -86,7 +86,12 @@ class ModelRunner:
             if stream is not None
             else None,
         )
-        self._sampler = Sampler(self._rows.sampling, self._rows.history)
+        processors = create_logits_processors(
+            max_num_seqs=max_num_seqs,
+            eos_token_ids=facts.model.eos_token_ids,
+            history=self._rows.history,
+        )
+        self._sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         self._scorer = PromptScorer(self._rows, model.compute_logits)
         self._device_steps: DeviceSteps | None = None
         if stream is None:

@@ -68,7 +68,6 @@ class RequestRows:
         num_blocks: int,
         block_size: int,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
     ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._num_blocks = num_blocks
@@ -91,9 +90,7 @@ class RequestRows:
         """Latest step whose sample is recorded late; 0: none was."""
         self._last_recorded = 0
         """Step up to which late samples have been recorded."""
-        self.sampling = SamplingColumns(
-            max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
-        )
+        self.sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size)
         self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
         self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
         """Positions of the prompt below this have been reported; only of slots in the map below."""

@@ -1,123 +1,88 @@
-"""What `ops.sample` is told of the rows that sample, as columns in the order of the logits."""
+"""The arguments of `ops.sample` for the rows of a step, as columns in the order of the logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.params import SamplingColumns, TokenHistory
+from services.worker.sampling.params import COLUMN_TO_DTYPE, SamplingColumns, TokenHistory
+from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
+_NEUTRAL = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """See `ops.sample`; each [num_sampling], on the rank's device."""
+    """See `ops.sample`."""
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    positions: Tensor
+    columns: Mapping[str, Tensor]
+    """Name of each column -> its values, [num_sampling], on the rank's device. In the order of `COLUMN_TO_DTYPE`."""
 
     def choose(self, logits: Tensor) -> Tensor:
-        """One token per row of the logits, [num_sampling] int64; -1 where there is nothing to choose from."""
-        return ops.sample(
-            logits,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seeds=self.seeds,
-            positions=self.positions,
-        )
+        """Return one token per row of the logits, [num_sampling] int64; -1 where there is nothing to choose from."""
+        columns: Mapping[str, Any] = self.columns
+        return ops.sample(logits, **columns)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
+        """Return a batch with each column changed."""
+        return SamplingBatch({name: change(column) for name, column in self.columns.items()})
 
 
 class SamplingBuffers:
-    """Where the columns of each step stand, allocated once; in the host's memory."""
+    """Memory of the host for the columns of each step, allocated once."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.columns = SamplingBatch(
-            temperature=torch.zeros(max_num_seqs, dtype=torch.float32),
-            top_k=torch.zeros(max_num_seqs, dtype=torch.int32),
-            top_p=torch.ones(max_num_seqs, dtype=torch.float32),
-            min_p=torch.zeros(max_num_seqs, dtype=torch.float32),
-            seeds=torch.zeros(max_num_seqs, dtype=torch.int64),
-            positions=torch.zeros(max_num_seqs, dtype=torch.int64),
+            {
+                name: torch.from_numpy(np.full(max_num_seqs, getattr(_NEUTRAL, name, 0), dtype))
+                for name, dtype in COLUMN_TO_DTYPE.items()
+            }
         )
-        """Each [max_num_seqs]; the first of them belong to the step."""
-        self._temperature = self.columns.temperature.numpy()
-        self._others = tuple(
-            column.numpy()
-            for column in (
-                self.columns.top_k,
-                self.columns.top_p,
-                self.columns.min_p,
-                self.columns.seeds,
-                self.columns.positions,
-            )
-        )
+        """Each [max_num_seqs]; the first rows belong to the step."""
+        buffers = {name: column.numpy() for name, column in self.columns.columns.items()}
+        self._temperature = buffers.pop("temperature")
+        self._positions = buffers.pop("positions")
+        self._others = tuple(buffers.items())
 
     def gather(self, columns: SamplingColumns, history: TokenHistory, slots: I64) -> None:
-        """Fill in what these slots, in the order of the logits, ask; of greedy ones nothing else matters."""
+        """Fill in the parameters of these slots, in the order of the logits. Greedy rows need no others."""
         count = slots.size
         temperature = columns.first_temperature[slots]
         self._temperature[:count] = temperature
         if not temperature.any():
             return
-        sources: tuple[NDArray[np.number], ...] = (
-            columns.top_k,
-            columns.top_p,
-            columns.min_p,
-            columns.seed,
-            history.num_known,
-        )
-        for buffer, column in zip(self._others, sources, strict=True):
-            buffer[:count] = column[slots]
+        for name, buffer in self._others:
+            buffer[:count] = columns.columns[name][slots]
+        self._positions[:count] = history.num_known[slots]
 
     def pad(self, count: int, padded: int) -> None:
-        """Make the rows `count .. padded` greedy ones, of which nothing else matters."""
+        """Make the rows `count .. padded` greedy ones, for which nothing else matters."""
         self._temperature[count:padded] = 0.0
 
     def batch(self, count: int, device: torch.device) -> SamplingBatch:
-        """The first `count` rows; on a CPU a view, which holds until the next `gather`."""
-        columns = self.columns
-        return SamplingBatch(
-            temperature=columns.temperature[:count].to(device),
-            top_k=columns.top_k[:count].to(device),
-            top_p=columns.top_p[:count].to(device),
-            min_p=columns.min_p[:count].to(device),
-            seeds=columns.seeds[:count].to(device),
-            positions=columns.positions[:count].to(device),
-        )
+        """Return the first `count` rows. On a CPU they are views, which hold until the next `gather`."""
+        return self.columns.map(lambda column: column[:count].to(device))
 
 
 def gather_sampling(
     columns: SamplingColumns, history: TokenHistory, slots: I64, device: torch.device
 ) -> SamplingBatch:
-    """The columns of some slots, whatever changes their logits, in memory of their own."""
-
-    def column(values: NDArray[np.number]) -> Tensor:
-        return to_device(values[slots], device)
-
-    return SamplingBatch(
-        temperature=column(columns.temperature),
-        top_k=column(columns.top_k),
-        top_p=column(columns.top_p),
-        min_p=column(columns.min_p),
-        seeds=column(columns.seed),
-        positions=column(history.num_known),
-    )
+    """Return the parameters of some slots, whether their logits are changed or not, in memory of their own."""
+    values = {name: column[slots] for name, column in columns.columns.items()}
+    values["positions"] = history.num_known[slots]
+    return SamplingBatch({name: to_device(column, device) for name, column in values.items()})
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A tensor of these values; on a CPU it shares their memory, and a device is not waited for."""
+    """Return a tensor of these values. On a CPU it shares their memory; a device is not waited for."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor

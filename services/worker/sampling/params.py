@@ -1,30 +1,58 @@
-"""What each live request asks of the sampler, as columns indexed by slot."""
+"""The sampling parameters of each live request, as columns indexed by slot. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.token_counts import TokenCounts
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams, fields_of
 from triptych.types.step import RowError
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-Flags = NDArray[np.bool_]
 
 NO_LOGPROBS = -1
+NOTHING_ALLOWED = RowError.of_client(
+    "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
+)
+PARAM_COLUMNS = tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.column)
+"""Columns of `ops.sample` that are sampling parameters."""
+COLUMN_TO_DTYPE: Mapping[str, np.dtype] = {
+    **{name: np.dtype(SAMPLING_FIELDS[name].column) for name in PARAM_COLUMNS},
+    "seeds": np.dtype(np.int64),
+    "positions": np.dtype(np.int64),
+}
+"""All columns of `ops.sample`, in the order in which they are laid out."""
+
+
+class LogitChange(IntEnum):
+    """When the logits of a request are changed."""
+
+    NEVER = 0
+    SOMETIMES = 1
+    ALWAYS = 2
+
+
+class SlotObserver(Protocol):
+    """Follows the requests as they enter and leave their slots."""
+
+    def enter(self, slot: int, params: SamplingParams) -> LogitChange: ...
+
+    def leave(self, slot: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenHistory:
     """Views of the runner's rows, indexed by slot; the runner writes, the sampler reads.
 
-    A slot's tokens so far are `token_ids[slot, :num_known[slot]]`; the one being sampled will stand at
-    position `num_known[slot]`.
+    A slot's tokens so far are `token_ids[slot, :num_known[slot]]`; the token being sampled gets position
+    `num_known[slot]`.
     """
 
     token_ids: I32
@@ -33,107 +61,78 @@ class TokenHistory:
     num_known: I64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitBias:
-    """One request's additions to its logits."""
-
-    token_ids: I64
-    biases: F32
-
-
 class SamplingColumns:
-    """Owned by the runner's rows. Numbers stand in columns; what few requests have, in maps by slot."""
+    """Sampling parameters by slot. Owned by the runner's rows."""
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, *, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self.temperature: F32 = np.zeros(max_num_seqs, np.float32)
-        """0 is greedy."""
+        self.observer: SlotObserver | None = None
+        """The logits processors, set by the `Sampler`; None with a sampler that has no logits."""
+        self.columns: dict[str, NDArray[np.number]] = {
+            name: np.zeros(max_num_seqs, dtype)
+            for name, dtype in COLUMN_TO_DTYPE.items()
+            if name != "positions"
+        }
+        """Name of a column of `ops.sample` -> its values, each [max_num_seqs]. Positions come from the history."""
+        self.temperature = self.columns["temperature"]
+        """[max_num_seqs] temperature; 0 is greedy."""
+        self.seeds: I64 = self.columns["seeds"]  # type: ignore[assignment]
+        """[max_num_seqs] the bits of a u64."""
         self.first_temperature: F32 = np.zeros(max_num_seqs, np.float32)
-        """Of the choice among the logits as the model made them: 0, the cheapest, for a request that chooses among
-        changed ones in the end."""
-        self.top_k: I32 = np.zeros(max_num_seqs, np.int32)
-        """0 is off."""
-        self.top_p: F32 = np.ones(max_num_seqs, np.float32)
-        self.min_p: F32 = np.zeros(max_num_seqs, np.float32)
-        self.seed: I64 = np.zeros(max_num_seqs, np.int64)
-        """The bits of a u64."""
-        self.presence_penalty: F32 = np.zeros(max_num_seqs, np.float32)
-        self.frequency_penalty: F32 = np.zeros(max_num_seqs, np.float32)
-        self.repetition_penalty: F32 = np.ones(max_num_seqs, np.float32)
-        self.min_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] temperature of the choice among the logits as the model made them. It is 0, the cheapest, for
+        requests that always choose among changed logits in the end."""
         self.num_logprobs: I32 = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        """Alternatives per token; 0: the chosen one alone; -1: none."""
-        self.has_penalties: Flags = np.zeros(max_num_seqs, np.bool_)
-        self.restricts: Flags = np.zeros(max_num_seqs, np.bool_)
-        """Has a logit bias or allowed ids."""
+        """[max_num_seqs] alternatives per token; 0: only the chosen one; -1: none."""
         self.demanding: set[int] = set()
         """Slots that ask for more than one choice among the logits as they are."""
-        self.slot_to_end_ids: dict[int, I64] = {}
-        """Masked below min_tokens: EOS and the request's stop ids; only where min_tokens > 0."""
-        self.slot_to_counts: dict[int, TokenCounts] = {}
-        """Only where `has_penalties`."""
-        self.slot_to_bias: dict[int, LogitBias] = {}
-        self.slot_to_allowed_ids: dict[int, I64] = {}
 
     def enter(self, slot: int, params: SamplingParams, seed: int) -> RowError | None:
-        """Store one request's parameters, trusted as the frontend validated them.
+        """Store one request's parameters, which the frontend has validated.
 
         Returns:
-            Why the request cannot be served, None if it can. A refused one is stored as plain greedy.
+            Why the request cannot be served, or None if it can. A refused one is stored as plain greedy.
         """
         refusal = self._refusal(params)
         if refusal is not None:
             params = SamplingParams(temperature=0.0)
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = np.uint64(seed).view(np.int64)
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.has_penalties[slot] = params.has_penalties
-        self.min_tokens[slot] = params.min_tokens
+        for name in PARAM_COLUMNS:
+            self.columns[name][slot] = getattr(params, name)
+        if params.is_greedy:
+            self.temperature[slot] = 0.0
+        if params.top_k < 0:
+            self.columns["top_k"][slot] = 0
+        self.seeds[slot] = np.uint64(seed).view(np.int64)
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self.restricts[slot] = bool(params.logit_bias or params.allowed_token_ids)
-        changes_logits = params.has_penalties or bool(self.restricts[slot])
-        self.first_temperature[slot] = 0.0 if changes_logits else self.temperature[slot]
-        if changes_logits or params.min_tokens or params.logprobs is not None:
+        change = LogitChange.NEVER if self.observer is None else self.observer.enter(slot, params)
+        self.first_temperature[slot] = 0.0 if change is LogitChange.ALWAYS else self.temperature[slot]
+        if change or params.logprobs is not None:
             self.demanding.add(slot)
-        if params.min_tokens:
-            self.slot_to_end_ids[slot] = np.unique(
-                np.array((*self._eos_token_ids, *params.stop_token_ids), np.int64)
-            )
-        if params.has_penalties:
-            self.slot_to_counts[slot] = TokenCounts()
-        if params.logit_bias:
-            token_ids, biases = zip(*params.logit_bias, strict=True)
-            self.slot_to_bias[slot] = LogitBias(np.array(token_ids, np.int64), np.array(biases, np.float32))
-        if params.allowed_token_ids:
-            self.slot_to_allowed_ids[slot] = np.unique(np.array(params.allowed_token_ids, np.int64))
         return refusal
 
     def leave(self, slot: int) -> None:
         """Drop what a slot keeps outside the columns."""
         self.demanding.discard(slot)
-        self.slot_to_end_ids.pop(slot, None)
-        self.slot_to_counts.pop(slot, None)
-        self.slot_to_bias.pop(slot, None)
-        self.slot_to_allowed_ids.pop(slot, None)
+        if self.observer is not None:
+            self.observer.leave(slot)
 
     def _refusal(self, params: SamplingParams) -> RowError | None:
-        """What the frontend refuses too; here so that no caller of the engine finds a field ignored."""
-        if params.bad_words:
-            return RowError.of_client("sampling.bad_words: this worker does not filter words; leave it out")
-        for field, token_ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
-        ):
-            outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
-            if outside:
-                return RowError.of_client(
-                    f"sampling.{field}: token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
-                )
+        """Check again what the frontend refuses, so that no caller of the engine finds a field ignored."""
+        for name in _UNSUPPORTED:
+            if getattr(params, name):
+                return RowError.of_client(f"sampling.{name}: this worker does not support it; leave it out")
+        for name in _LISTS_OF_IDS:
+            if (why := self._why_outside(getattr(params, name))) is not None:
+                return RowError.of_client(f"sampling.{name}: {why}")
+        for name in _MAPS_OF_IDS:
+            if (why := self._why_outside([token_id for token_id, _ in getattr(params, name)])) is not None:
+                return RowError.of_client(f"sampling.{name}: {why}")
         return None
+
+    def _why_outside(self, token_ids: tuple[int, ...] | list[int]) -> str | None:
+        outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        return f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}" if outside else None
+
+
+_UNSUPPORTED = tuple(name for name, spec in SAMPLING_FIELDS.items() if not spec.is_supported)
+_LISTS_OF_IDS = fields_of(FieldKind.TOKEN_IDS)
+_MAPS_OF_IDS = fields_of(FieldKind.BIASES)

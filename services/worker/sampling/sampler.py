@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.sampling.batch import gather_sampling, to_device
-from services.worker.sampling.logits_processing import LogitChanges, gather_changes
-from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
+from services.worker.sampling.logits_processors.base import (
+    ChangedRows,
+    DirectProcessor,
+    FusedProcessor,
+    LogitsProcessor,
+    OwnRow,
+)
+from services.worker.sampling.params import (
+    NO_LOGPROBS,
+    NOTHING_ALLOWED,
+    LogitChange,
+    SamplingColumns,
+    TokenHistory,
+)
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, RowError
 from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+P = TypeVar("P", bound=LogitsProcessor)
 
 NOT_FINITE = RowError("the model's logits hold NaN or infinity")
-NOTHING_ALLOWED = RowError.of_client(
-    "sampling: min_tokens masks every token that allowed_token_ids names; allow another token, or lower it"
-)
-PENALTY_OVERFLOWS = RowError.of_client(
-    "sampling.repetition_penalty: it makes logits infinite; set it nearer to 1, where it changes nothing"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +43,7 @@ class SampledTokens:
     token_ids: I64
     """[num_rows]; 0 where the row failed."""
     logprobs: LogprobColumns | None
-    """Of the rows that asked and did not fail."""
+    """Log-probabilities of the rows that asked and did not fail; None if there are none."""
     failures: tuple[tuple[int, RowError], ...]
     """(row, why), ascending."""
 
@@ -58,19 +67,20 @@ class LogprobTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChosenTokens:
-    """What a step samples, on the rank's device; work may still be in flight."""
+    """Tokens that a step samples, on the rank's device; work may still be in flight."""
 
     first: Tensor
     """[num_rows] int64, chosen among the logits as they are."""
     token_ids: Tensor
     """[num_rows] int64; `first` itself where no row changes its logits. -1: nothing to choose from."""
     logprobs: LogprobTensors | None = None
-    is_penalized: Flags | None = None
-    """[num_rows] whose penalties, and no mask, leave nothing to choose from where that is so; None: nobody's."""
+    faults: Sequence[tuple[RowError, Flags]] = ()
+    """Errors of rows to which changes of their logits leave nothing to choose from, each with the rows, [num_rows], to
+    which it may apply; the first one counts."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `Sampler.read` needs the values of, in its order."""
+        """The tensors whose values `Sampler.read` takes, in its order."""
         tensors: tuple[Tensor, ...] = (self.token_ids,)
         if self.token_ids is not self.first:
             tensors += (self.first,)
@@ -88,16 +98,28 @@ class ChosenTokens:
 class Sampler:
     """Owned by the runner; reads the columns and the history that its rows keep."""
 
-    def __init__(self, columns: SamplingColumns, history: TokenHistory) -> None:
+    def __init__(
+        self,
+        columns: SamplingColumns,
+        history: TokenHistory,
+        processors: Sequence[FusedProcessor | DirectProcessor],
+    ) -> None:
+        """
+        Args:
+            columns: Of rows that have no requests yet.
+            processors: In the order in which they apply; they follow the requests of `columns` from now on.
+        """
         self._columns = columns
         self._history = history
+        self._processors = _Processors(processors)
+        columns.observer = self._processors
 
     def needs_history(self, slots: I64) -> bool:
-        """Whether `choose` reads the tokens of one of these rows, and not only their number."""
-        return bool(self._columns.slot_to_counts) and bool(self._columns.has_penalties[slots].any())
+        """Return whether `choose` reads the tokens of one of these rows, and not only their number."""
+        return bool(self._columns.demanding) and self._processors.need_history(slots)
 
     def finish(self, logits: Tensor, chosen: Tensor, slots: I64) -> SampledTokens:
-        """`choose`, then `read`, waiting for the device in between; arguments as of `choose`."""
+        """Choose, wait for the device, and read. The arguments are those of `choose`."""
         if not self._columns.demanding:
             token_ids: I64 = chosen.numpy(force=True).copy()
             if not token_ids.size or token_ids.min() >= 0:
@@ -106,59 +128,47 @@ class Sampler:
         return self.read(choice, [tensor.numpy(force=True).copy() for tensor in choice.tensors])
 
     def choose(self, logits: Tensor, chosen: Tensor, slots: I64) -> ChosenTokens:
-        """The next token of each slot: what was chosen, or another where the request changes its logits. The device
-        is not waited for.
+        """Return the next token of each slot: the one given, or another where the request changes its logits.
+
+        The device is not waited for.
 
         Args:
             logits: [num_rows, vocab_size] float32; never written.
-            chosen: [num_rows], of the logits as they are, see `SamplingBatch.choose`.
-            slots: [num_rows], whose rows these are.
+            chosen: [num_rows] tokens among the logits as they are, see `SamplingBatch.choose`.
+            slots: [num_rows] slot of each row.
         """
         if not self._columns.demanding:
             return ChosenTokens(chosen, chosen)
-        token_ids, is_penalized = chosen, None
-        changes = gather_changes(self._columns, self._history, slots, logits.device)
-        if changes is not None:
-            token_ids = self._choose_changed(logits, chosen, slots[changes.rows], changes)
-            is_penalized = self._columns.has_penalties[slots] & ~self._columns.restricts[slots]
-        logprobs = self._launch_logprobs(logits, token_ids, slots)
-        return ChosenTokens(chosen, token_ids, logprobs, is_penalized)
+        changed = self._processors.change(logits, slots)
+        if changed is None:
+            return ChosenTokens(chosen, chosen, self._launch_logprobs(logits, chosen, slots))
+        batch = gather_sampling(self._columns, self._history, changed.slots, logits.device)
+        token_ids = chosen.index_copy(0, changed.device_rows, batch.choose(changed.logits))
+        return ChosenTokens(
+            chosen, token_ids, self._launch_logprobs(logits, token_ids, slots), changed.faults
+        )
 
     def read(self, choice: ChosenTokens, values: Sequence[NDArray[np.generic]]) -> SampledTokens:
-        """The tokens and what failed.
+        """Return the tokens and what failed.
 
         Args:
-            values: of `choice.tensors`; they become the result's own.
+            values: Values of `choice.tensors`; they become the result's own.
         """
         token_ids: I64 = values[0]  # type: ignore[assignment]
         is_changed = choice.token_ids is not choice.first
         first: I64 = values[1] if is_changed else token_ids  # type: ignore[assignment]
         failures = dict.fromkeys(_unusable(first), NOT_FINITE)
         for row in _unusable(token_ids):
-            is_penalized = choice.is_penalized is not None and bool(choice.is_penalized[row])
-            failures.setdefault(row, PENALTY_OVERFLOWS if is_penalized else NOTHING_ALLOWED)
+            fault = next((fault for fault, rows in choice.faults if rows[row]), NOTHING_ALLOWED)
+            failures.setdefault(row, fault)
         token_ids[list(failures)] = 0
         logprobs = None
         if choice.logprobs is not None:
             logprobs = _read_logprobs(choice.logprobs, values[1 + is_changed :], failures)
         return SampledTokens(token_ids, logprobs, tuple((row, failures[row]) for row in sorted(failures)))
 
-    def _choose_changed(self, logits: Tensor, chosen: Tensor, slots: I64, changes: LogitChanges) -> Tensor:
-        """`chosen`, but for the changed rows, whose slots these are."""
-        rows = to_device(changes.rows, logits.device)
-        processed = ops.process_logits(
-            logits,
-            rows,
-            allowed=changes.allowed,
-            banned=changes.banned,
-            biases=changes.biases,
-            penalties=changes.penalties,
-        )
-        batch = gather_sampling(self._columns, self._history, slots, logits.device)
-        return chosen.index_copy(0, rows, batch.choose(processed))
-
     def _launch_logprobs(self, logits: Tensor, token_ids: Tensor, slots: I64) -> LogprobTensors | None:
-        """Log-probabilities before any change, for the rows that asked; None if none did."""
+        """Return log-probabilities before any change for the rows that asked, or None if none did."""
         num_top = self._columns.num_logprobs[slots]  # [num_rows]
         rows = np.flatnonzero(num_top != NO_LOGPROBS)
         if not rows.size:
@@ -174,10 +184,75 @@ class Sampler:
         return LogprobTensors(rows, num_top, chosen, chosen_logprobs, ranks, top_ids, top_logprobs)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChangedLogits:
+    """The logits of a step's changed rows."""
+
+    logits: Tensor
+    """[num_changed, vocab_size] float32"""
+    slots: I64
+    """[num_changed]"""
+    device_rows: Tensor
+    """[num_changed] int64 rows of the step's logits, on the rank's device."""
+    faults: Sequence[tuple[RowError, Flags]]
+    """See `ChosenTokens`."""
+
+
+class _Processors:
+    """All logits processors, as one `SlotObserver` and one change of a step's logits."""
+
+    def __init__(self, processors: Sequence[FusedProcessor | DirectProcessor]) -> None:
+        self._all = tuple(processors)
+        self._fused = tuple(each for each in processors if isinstance(each, FusedProcessor))
+        self._direct = tuple(each for each in processors if not isinstance(each, FusedProcessor))
+        self._with_history = tuple(each for each in processors if each.needs_history)
+
+    def enter(self, slot: int, params: SamplingParams) -> LogitChange:
+        return max((each.enter(slot, params) for each in self._all), default=LogitChange.NEVER)
+
+    def leave(self, slot: int) -> None:
+        for processor in self._all:
+            processor.leave(slot)
+
+    def need_history(self, slots: I64) -> bool:
+        return any(each.find_rows(slots) is not None for each in self._with_history)
+
+    def change(self, logits: Tensor, slots: I64) -> _ChangedLogits | None:
+        """Return the logits of the rows that change in this step, or None if none does."""
+        fused, direct = _active(self._fused, slots), _active(self._direct, slots)
+        if not fused and not direct:
+            return None
+        active: list[tuple[LogitsProcessor, Flags]] = [*fused, *direct]
+        rows = np.flatnonzero(np.logical_or.reduce([flags for _, flags in active]))
+        changed = ChangedRows(rows, slots[rows], logits.device)
+        device_rows = to_device(rows, logits.device)
+        operands: dict[str, Any] = {
+            processor.operand: processor.columns(changed, _own_rows(flags, changed))
+            for processor, flags in fused
+        }
+        processed = ops.process_logits(logits, device_rows, **operands)
+        for processor, flags in direct:
+            processor.apply(processed, changed, _own_rows(flags, changed))
+        faults = [(each.fault, flags) for each, flags in active if each.fault is not None]
+        return _ChangedLogits(processed, changed.slots, device_rows, faults)
+
+
+def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:
+    """Return the processors that change rows of these slots, each with the rows."""
+    found = ((each, each.find_rows(slots)) for each in processors)
+    return [(each, flags) for each, flags in found if flags is not None]
+
+
+def _own_rows(flags: Flags, changed: ChangedRows) -> list[OwnRow]:
+    """Return a processor's rows in the order of the changed ones; `flags` are those of all rows of the step."""
+    own = np.flatnonzero(flags[changed.rows])
+    return list(zip(own.tolist(), changed.slots[own].tolist(), strict=True))
+
+
 def _read_logprobs(
     logprobs: LogprobTensors, values: Sequence[NDArray[np.generic]], failures: Collection[int]
 ) -> LogprobColumns | None:
-    """Of the rows that did not fail; None if none is left."""
+    """Return those of the rows that did not fail, or None if none is left."""
     succeeded = ~np.isin(logprobs.rows, list(failures))
     if not succeeded.any():
         return None
@@ -197,11 +272,11 @@ def _read_logprobs(
 
 
 def _unusable(token_ids: I64) -> list[int]:
-    """The rows that `ops.sample` made nothing of."""
+    """Return the rows for which `ops.sample` found nothing to choose from."""
     rows: list[int] = np.flatnonzero(token_ids < 0).tolist()
     return rows
 
 
 def _side_by_side(first: NDArray[np.generic], rest: NDArray[np.generic]) -> NDArray[np.generic]:
-    """[rows], [rows, n] -> [rows, 1 + n]"""
+    """Return [rows, 1 + n] from [rows] and [rows, n]."""
     return np.concatenate((first[:, None], rest), axis=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from services.worker.runner.base import CompletedStep
@@ -13,7 +15,10 @@ from services.worker.simulation.vocabulary import I64
 from triptych.config.step_times import StepWork
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import SleepLevel, WorkerFacts
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
+
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class SimulatedRunner:
@@ -38,7 +43,6 @@ class SimulatedRunner:
             num_blocks=facts.kv.num_blocks,
             block_size=facts.kv.block_size,
             vocab_size=facts.model.vocab_size,
-            eos_token_ids=facts.model.eos_token_ids,
         )
         self._sampler = SimulatedSampler(
             self._rows.sampling,
@@ -80,7 +84,7 @@ class SimulatedRunner:
             )
         arrived = self._clock()
         step = self._rows.apply(plan)
-        row_errors = {**self._enter(plan), **step.row_errors}
+        row_errors = {**step.row_errors, **self._enter(plan, step.row_errors)}
         self._last_step_id = plan.step_id
         prepared = self._clock()
         if not step.slots.size:
@@ -102,12 +106,17 @@ class SimulatedRunner:
         )
         return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings, scored)
 
-    def _enter(self, plan: StepPlan) -> dict[RowKey, RowError]:
-        """Hash the new rows' prefixes, and return the errors of those that cannot be simulated."""
+    def _enter(self, plan: StepPlan, refused: Collection[RowKey]) -> dict[RowKey, RowError]:
+        """Take in the new rows' prefixes, and return the errors of those that cannot be simulated.
+
+        Args:
+            refused: Rows that have an error already; they compute like plain greedy ones.
+        """
         errors = {}
         for row in plan.new_rows:
             self._num_entered_with[row.slot] = row.num_known_tokens
-            error = self._sampler.enter(row.slot, row.token_ids, row.sampling)
+            sampling = _GREEDY if row.key in refused else row.sampling
+            error = self._sampler.enter(row.slot, row.token_ids, sampling)
             if error is not None:
                 errors[row.key] = error
         return errors

@@ -1,4 +1,4 @@
-"""Tokens that depend on nothing but their prefix and, unless greedy, on the seed: a running hash per slot.
+"""Tokens that depend only on their prefix and, unless greedy, on the seed: a running hash per slot.
 
     prefix hash   h(t_0 … t_n) = (t_0 + 1) B^n + … + (t_n + 1)        modulo 2^64, so h' = h B + t + 1
     draw          mix(h ^ mix(seed + position G))                     -> a word, EOS, log-probabilities
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.runner.prompt_targets import ScoredRow
-from services.worker.sampling.params import NO_LOGPROBS, SamplingColumns, TokenHistory
+from services.worker.sampling.params import NO_LOGPROBS, NOTHING_ALLOWED, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowError
 
@@ -26,12 +26,8 @@ _BASE = np.uint64(0x5851F42D4C957F2D)  # of the prefix hash: the multiplier of K
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # its finalizer
 _LOW_BITS = np.uint64(0xFFFFFFFF)
-_NO_IDS: I64 = np.empty(0, np.int64)
 
 NO_LOGITS = RowError.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
-NOTHING_ALLOWED = RowError.of_client(
-    "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,25 +72,35 @@ class SimulatedSampler:
         self._eos_probability = eos_probability
         self._prefix_hash: U64 = np.zeros(max_num_seqs, np.uint64)
         """Over the `num_known` tokens of each slot."""
+        self._min_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs]"""
+        self._has_allowed_ids: Flags = np.zeros(max_num_seqs, np.bool_)
         self._masks_words: Flags = np.zeros(max_num_seqs, np.bool_)
-        """Has min_tokens and stop ids, which may be words."""
+        """[max_num_seqs] whether the request has min_tokens and stop ids, which may be words."""
+        self._slot_to_allowed_ids: dict[int, I64] = {}
         self._slot_to_stop_ids: dict[int, frozenset[int]] = {}
-        """Only where `_masks_words`."""
+        """Of requests with min_tokens."""
         self._powers = np.full(max_model_len, _BASE)
         """[max_model_len] of `_BASE`, from 0 up."""
         self._powers[0] = 1
         np.multiply.accumulate(self._powers, out=self._powers)
 
     def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> RowError | None:
-        """Hash a new row's tokens, [num_known >= 1]; its columns are filled already.
+        """Hash a new row's tokens, [num_known >= 1], and store its parameters, which its columns hold already.
 
         Returns:
-            Why the request cannot be served, None if it can.
+            Why the request cannot be served, or None if it can.
         """
         terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[token_ids.size - 1 :: -1]
         self._prefix_hash[slot] = terms.sum(dtype=np.uint64)
-        self._masks_words[slot] = self._columns.min_tokens[slot] > 0 and bool(params.stop_token_ids)
-        if self._masks_words[slot]:
+        self._min_tokens[slot] = params.min_tokens
+        self._slot_to_allowed_ids.pop(slot, None)
+        self._slot_to_stop_ids.pop(slot, None)
+        self._has_allowed_ids[slot] = bool(params.allowed_token_ids)
+        if params.allowed_token_ids:
+            self._slot_to_allowed_ids[slot] = np.unique(np.array(params.allowed_token_ids, np.int64))
+        self._masks_words[slot] = params.min_tokens > 0 and bool(params.stop_token_ids)
+        if params.min_tokens:
             self._slot_to_stop_ids[slot] = frozenset(params.stop_token_ids)
         return NO_LOGITS if params.logit_bias else None
 
@@ -102,10 +108,10 @@ class SimulatedSampler:
         """Draw the next token of each slot, [num_rows], and extend its prefix by it."""
         columns, history = self._columns, self._history
         positions = history.num_known[slots]
-        seeds = np.where(columns.temperature[slots] > 0, columns.seed[slots], 0).view(np.uint64)
+        seeds = np.where(columns.temperature[slots] > 0, columns.seeds[slots], 0).view(np.uint64)
         bits = _mix(self._prefix_hash[slots] ^ _mix(seeds + positions.view(np.uint64) * _GOLDEN))
         token_ids = self._word_ids[_below(bits, self._word_ids.size)]
-        below_min_tokens = positions - history.num_prompt[slots] < columns.min_tokens[slots]
+        below_min_tokens = positions - history.num_prompt[slots] < self._min_tokens[slots]
         if self._eos_probability:
             chances = (_mix(bits) >> np.uint64(11)) * 2.0**-53  # of the 53 bits that a float64 holds
             token_ids[(chances < self._eos_probability) & ~below_min_tokens] = self._eos_token_ids[0]
@@ -114,8 +120,11 @@ class SimulatedSampler:
         return DrawnTokens(token_ids, self._gather_logprobs(token_ids, slots, bits, failures), failures)
 
     def score_prompt(self, row: ScoredRow) -> PromptLogprobs:
-        """Log-probabilities of some of a prompt's tokens, drawn from each token, the one before it and its position:
-        every token is the likeliest at its place, and the words after it follow, as in the output."""
+        """Return log-probabilities of some of a prompt's tokens.
+
+        They are drawn from each token, the token before it and its position.
+        Every token is the likeliest at its place, and the words after it follow, as in the output.
+        """
         first, end = row.first_position, row.first_position + row.num_positions
         before, own = (
             self._history.token_ids[row.key.slot, start : start + row.num_positions].astype(np.uint64)
@@ -130,15 +139,20 @@ class SimulatedSampler:
     def _choose_among_allowed(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
     ) -> tuple[tuple[int, RowError], ...]:
-        """Choose anew, in place, where the draw is not among the allowed ids, or a stop id below min_tokens."""
-        columns, failures = self._columns, []
-        may_differ = columns.restricts[slots] | (below_min_tokens & self._masks_words[slots])
+        """Choose anew, in place, where there are allowed ids, or where the draw is a stop id below min_tokens."""
+        failures = []
+        may_differ = self._has_allowed_ids[slots] | (below_min_tokens & self._masks_words[slots])
         for row in np.flatnonzero(may_differ).tolist():
             slot = int(slots[row])
-            allowed = columns.slot_to_allowed_ids.get(slot)
-            if allowed is None and int(token_ids[row]) not in self._slot_to_stop_ids.get(slot, ()):
+            allowed, stop_ids = (
+                self._slot_to_allowed_ids.get(slot),
+                self._slot_to_stop_ids.get(slot, frozenset()),
+            )
+            if allowed is None and int(token_ids[row]) not in stop_ids:
                 continue
-            banned = columns.slot_to_end_ids[slot] if below_min_tokens[row] else _NO_IDS
+            banned = np.array(
+                [*stop_ids.union(self._eos_token_ids)] if below_min_tokens[row] else [], np.int64
+            )
             choices = np.setdiff1d(self._word_ids if allowed is None else allowed, banned, assume_unique=True)
             if choices.size:
                 token_ids[row] = choices[_below(bits[row : row + 1], choices.size)[0]]
@@ -150,7 +164,10 @@ class SimulatedSampler:
     def _gather_logprobs(
         self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, RowError], ...]
     ) -> LogprobColumns | None:
-        """Of the rows that asked: the chosen token is the likeliest, the words after it follow as (1 - q) q^rank."""
+        """Return the log-probabilities of the rows that asked.
+
+        The chosen token is the likeliest; the words after it follow as (1 - q) q^rank.
+        """
         num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_rows]
         asked = num_top != NO_LOGPROBS
         asked[[row for row, _ in failures]] = False
@@ -171,7 +188,7 @@ class SimulatedSampler:
         )
 
     def _candidates(self, chosen: I64, bits: U64, num_top: int) -> tuple[U32, F32]:
-        """[num_tokens, 1 + num_top] ids and log-probabilities: each chosen token, then the best ones."""
+        """Return ids and log-probabilities, [num_tokens, 1 + num_top]: each chosen token, then the best ones."""
         num_words, ranks = self._word_ids.size, np.arange(num_top)
         chosen = chosen[:, None]
         top_ids = self._word_ids[(np.searchsorted(self._word_ids, chosen) + ranks) % num_words]
@@ -183,12 +200,15 @@ class SimulatedSampler:
 
 
 def _mix(bits: U64) -> U64:
-    """splitmix64's finalizer: every bit of the result depends on every bit given."""
+    """Mix as splitmix64's finalizer does: every bit of the result depends on every bit given."""
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
     return bits ^ (bits >> np.uint64(31))
 
 
 def _below(bits: U64, bound: int) -> I64:
-    """Evenly within [0, bound), bound < 2^32, by the upper half of the bits. Source: Lemire, arXiv:1805.10941."""
+    """Return numbers spread evenly over [0, bound), bound < 2^32, from the upper half of the bits.
+
+    Source: Lemire, arXiv:1805.10941.
+    """
     return ((bits >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).view(np.int64)

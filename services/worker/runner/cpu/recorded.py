@@ -11,7 +11,6 @@ from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import StepOutput
 from services.worker.runner.input_batch import InputBuffers, StepSizes
-from services.worker.sampling.batch import SamplingBatch
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, Recording, record
 from triptych_kernels.ops import gather_rows
@@ -58,15 +57,7 @@ def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers)
         )
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
         logits = model.compute_logits(gather_rows(hidden, sampling_tokens))
-        columns = inputs.sampling.columns
-        sampling = SamplingBatch(
-            temperature=recording.input(columns.temperature, count="samples"),
-            top_k=recording.input(columns.top_k, count="samples"),
-            top_p=recording.input(columns.top_p, count="samples"),
-            min_p=recording.input(columns.min_p, count="samples"),
-            seeds=recording.input(columns.seeds, count="samples"),
-            positions=recording.input(columns.positions, count="samples"),
-        )
+        sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
         return logits, sampling.choose(logits), hidden
 
     return record(forward)

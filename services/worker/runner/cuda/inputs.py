@@ -21,6 +21,7 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.input_batch import InputBatch, InputBuffers
 from services.worker.sampling.batch import SamplingBatch
+from services.worker.sampling.params import COLUMN_TO_DTYPE
 
 _ALIGNMENT = (
     256  # bytes; the allocator's own, so that kernels compiled for aligned pointers serve every column
@@ -77,7 +78,7 @@ class DeviceInputs:
     """Copies steps from the `InputBuffers` to the device."""
 
     def __init__(self, inputs: InputBuffers, stream: DeviceStream) -> None:
-        feedback, sampling = inputs.feedback, inputs.sampling.columns
+        feedback, sampling = inputs.feedback, inputs.sampling.columns.columns
         assert feedback is not None, "an asynchronous device keeps the tokens it samples"
         self.host = inputs
         self.device = stream.device
@@ -93,12 +94,7 @@ class DeviceInputs:
             (inputs.seq_lens, _Length.ROWS),
             (inputs.sampling_tokens, _Length.SAMPLES),
             (feedback.sampling_slots, _Length.SAMPLES),
-            (sampling.temperature, _Length.SAMPLES),
-            (sampling.top_k, _Length.SAMPLES),
-            (sampling.top_p, _Length.SAMPLES),
-            (sampling.min_p, _Length.SAMPLES),
-            (sampling.seeds, _Length.SAMPLES),
-            (sampling.positions, _Length.SAMPLES),
+            *((column, _Length.SAMPLES) for column in sampling.values()),
         )
         self._dtypes = tuple(tensor.dtype for tensor, _ in columns)
         self._kinds = tuple((length, tensor.itemsize) for tensor, length in columns)
@@ -168,7 +164,8 @@ class DeviceInputs:
             query_lens_list=lengths.query_lens,
             seq_lens_list=lengths.seq_lens,
         )
-        inputs = InputBatch(token_ids, positions, attention, sampling_tokens, SamplingBatch(*sampling))
+        batch = SamplingBatch(dict(zip(COLUMN_TO_DTYPE, sampling, strict=True)))
+        inputs = InputBatch(token_ids, positions, attention, sampling_tokens, batch)
         return DeviceBatch(inputs, is_awaited, token_slots, sampling_slots)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch
 from services.worker.layers.step_context import StepContext
@@ -14,8 +14,9 @@ from services.worker.models.base import CausalLM
 from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.sampling.batch import SamplingBatch
+from services.worker.sampling.params import COLUMN_TO_DTYPE
 from triptych.types.facts import KvShape
-from triptych.types.sampling import MAX_LOGPROBS
+from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.ops import gather_rows, token_logprobs
 
 PeakOf = Callable[[Callable[[], None]], int]
@@ -125,17 +126,12 @@ def measure_activations(
 
 
 def _with_filters(num_rows: int, device: torch.device) -> SamplingBatch:
-    def column(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-    return SamplingBatch(
-        temperature=column(1.0, torch.float32),
-        top_k=column(50, torch.int32),
-        top_p=column(0.9, torch.float32),
-        min_p=column(0.01, torch.float32),
-        seeds=column(0, torch.int64),
-        positions=column(0, torch.int64),
-    )
+    """Return the parameters of rows that use every filter."""
+    columns = {}
+    for name, dtype in COLUMN_TO_DTYPE.items():
+        trial = SAMPLING_FIELDS[name].trial if name in SAMPLING_FIELDS else 0
+        columns[name] = torch.from_numpy(np.full(num_rows, trial, dtype)).to(device)
+    return SamplingBatch(columns)
 
 
 def _peak_on_cuda(launch: Callable[[], None], device: torch.device) -> int:

@@ -5,21 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.runner.base import StepRunner
-from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
+from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import U32, NewRow, RowContent, StepPlan, empty_u32
 
 _NUM_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
 
 _ALL_KINDS = SamplingParams(
-    top_p=0.9,
-    logprobs=1,
-    prompt_logprobs=1,
-    repetition_penalty=1.1,
-    min_tokens=2,
-    logit_bias=((0, 1.0),),
-    allowed_token_ids=(0, 1, 2),
+    **{name: spec.trial for name, spec in SAMPLING_FIELDS.items() if spec.trial is not None}
 )
-"""Sampling that goes through every operation there is for it."""
+"""Sampling that uses every operation there is for it."""
 
 _OTHER_FORMS = (
     SamplingParams(repetition_penalty=1.1, logprobs=0),
