@@ -17,7 +17,7 @@ class Figure:
     name: str
     unit: str = ""
     samples: tuple[float, ...] = ()
-    """At least one, unless `error` says why there is none."""
+    """Empty if it could not be measured; then `error` or `note` says why."""
     limit: float | None = None
     """What the machine could do at best, in `unit`; None if nothing bounds the figure."""
     less_is_better: bool = False
@@ -60,6 +60,13 @@ class Figure:
         known = ("limit", "less_is_better", "note", "error")
         given = {name: values[name] for name in known if name in values}
         return cls(values["name"], values["unit"], tuple(values.get("samples", ())), **given)
+
+
+def rate(
+    name: str, unit: str, amount: float, seconds: Sequence[float], limit: float | None = None, note: str = ""
+) -> Figure:
+    """Return `amount` per second, a sample for each of `seconds`."""
+    return Figure(name, unit, tuple(amount / sample_s for sample_s in seconds), limit, note=note)
 
 
 def distribution(name: str, unit: str, values: Sequence[float] | np.ndarray) -> Iterator[Figure]:

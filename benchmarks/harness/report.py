@@ -65,7 +65,7 @@ def _cells(figure: Figure) -> list[str]:
     )
     fraction = "" if figure.fraction is None else f"{figure.fraction:.1%}"
     limit = "" if figure.limit is None else number(figure.limit)
-    return [figure.name, _value(figure), spread, fraction, limit, figure.note if figure.samples else ""]
+    return [figure.name, _value(figure), spread, fraction, limit, figure.note]
 
 
 def _value(figure: Figure) -> str:

@@ -22,6 +22,12 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.thread_time() - started_s
 
 
+def samples_s(work: Callable[[], object], num_rounds: int) -> tuple[float, ...]:
+    """Return the seconds of each of several calls, after one that is not counted."""
+    work()
+    return tuple(wall_s(work) for _ in range(num_rounds))
+
+
 def rounds_within(seconds: float, sample: Callable[[], float]) -> tuple[float, ...]:
     """Return samples, as many as fit into about `seconds`, but 5 to 100; a first one is not counted.
 

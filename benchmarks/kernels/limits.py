@@ -1,11 +1,12 @@
-"""What this machine can do at most, measured on the spot: reading memory, and multiplying in registers."""
+"""Measures what this machine can do at most: reading memory, and multiplying in registers."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,13 @@ from threading import Barrier
 
 import torch
 
+from benchmarks.harness.command import create_parser
+from benchmarks.harness.figures import Figure, rate
 from triptych_kernels.cpu.build import ISA_FLAGS, SOURCES
-from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.library import isa, use_threads
 
+UNCACHED_BYTES = 160 << 20
+"""Bytes of operands that are read in turn: five times the last cache of a large desktop CPU."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _READ_BYTES = 128 << 20  # per thread: more than caches hold
 _TURNS = 1_000_000  # some milliseconds
@@ -25,7 +30,7 @@ _ROUNDS = 12  # the fastest counts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of all threads together."""
+    """Limits of all threads together."""
 
     memory: float
     """GB/s, reading."""
@@ -34,12 +39,36 @@ class Limits:
     bfloat16: float
     """GFLOP/s; without an instruction for it, that of float32."""
 
+    def rates(
+        self, name: str, seconds: Sequence[float], *, num_bytes: float, operations: float, dtype: torch.dtype
+    ) -> tuple[Figure, Figure]:
+        """Return both rates of one computation, each beside the limit that bounds it."""
+        arithmetic = self.float32 if dtype == torch.float32 else self.bfloat16
+        return (
+            rate(f"{name}, read", "GB/s", num_bytes / 1e9, seconds, self.memory),
+            rate(f"{name}, computed", "GFLOP/s", operations / 1e9, seconds, arithmetic),
+        )
+
+
+def create_kernel_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of every kernel's benchmark."""
+    parser = create_parser(description, rounds=rounds)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+def prepare(num_threads: int) -> None:
+    """Let torch and the native kernels compute with this many threads, on the same numbers in every run."""
+    torch.set_num_threads(num_threads)
+    use_threads(num_threads)
+    torch.manual_seed(0)
+
 
 def measure_limits(num_threads: int) -> Limits:
     """Compile and run the loops, which takes some seconds.
 
     Raises:
-        subprocess.CalledProcessError: the compiler refuses.
+        subprocess.CalledProcessError: The compiler refuses.
     """
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "limits.so")
@@ -66,14 +95,14 @@ def _gigaflops(function: ctypes._NamedFuncPointer, num_threads: int) -> float:
 
 
 def _best_s(num_threads: int, call: Callable[[int], object]) -> float:
-    """The shortest time in which all threads carry out call(thread) at once; it lets go of Python's lock."""
+    """Return the shortest time in which all threads carry out call(thread) at once; it releases Python's lock."""
     barrier = Barrier(num_threads)
 
     def run(thread: int) -> tuple[float, float]:
         barrier.wait()
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         call(thread)
-        return started, time.perf_counter()
+        return started_s, time.perf_counter()
 
     rounds = []
     with ThreadPoolExecutor(num_threads) as threads:

@@ -1,0 +1,81 @@
+"""Measures native products on this CPU, by form of the weight and number of rows, beside what the machine can do.
+
+Weights are read from memory: as many of them are multiplied in turn as no cache holds. Quantized ones are shown beside
+the limit of bfloat16; `wide` ones are multiplied in bfloat16 themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.command import run
+from benchmarks.harness.figures import Figure
+from benchmarks.harness.timing import samples_s
+from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits, prepare
+from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.ops import linear
+from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
+from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
+
+FORMS: dict[str, torch.dtype | QuantizedFormat] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    **{name: BLOCK_FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1")},
+}
+ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 1024)
+WIDE_FROM = 32
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    prepare(arguments.threads)
+    limits = measure_limits(arguments.threads)
+    shape = (arguments.out_features, arguments.in_features)
+    for name, form in FORMS.items():
+        num_bytes = create_weight(form, *shape).num_bytes
+        weights = [create_weight(form, *shape) for _ in range(-(-UNCACHED_BYTES // num_bytes))]
+        for num_rows in ROWS:
+            may_be_wide = isinstance(form, QuantizedFormat) and num_rows >= WIDE_FROM
+            for wide in (False, True) if may_be_wide else (False,):
+                yield from limits.rates(
+                    f"{name}{' wide' * wide}, {num_rows} rows",
+                    product_s(weights, num_rows, wide=wide, num_rounds=arguments.rounds),
+                    num_bytes=num_bytes,
+                    operations=2 * num_rows * shape[0] * shape[1],
+                    dtype=weights[0].dtype,
+                )
+
+
+def create_weight(form: torch.dtype | QuantizedFormat, out_features: int, in_features: int) -> PackedWeight:
+    if isinstance(form, torch.dtype):
+        return PackedWeight(out_features, in_features, form)
+    return QuantizedWeight(out_features, in_features, torch.bfloat16, form)
+
+
+def product_s(weights: list[PackedWeight], num_rows: int, *, wide: bool, num_rounds: int) -> list[float]:
+    """Return the seconds of one product; all of them are one recorded program, so no Python is measured."""
+    weights = weights[: max(1, 512 // num_rows)]  # many rows read little and take long
+    for weight in weights:
+        if isinstance(weight, QuantizedWeight):
+            weight.wide_rows = 1 if wide else NEVER
+    x = torch.randn(num_rows, weights[0].in_features).to(weights[0].dtype)
+
+    def multiply_all(recording: Recording) -> list[Tensor]:
+        rows = recording.input(x, count="rows")
+        return [linear(rows, weight) for weight in weights][-1:]
+
+    program = record(multiply_all)
+    all_s = samples_s(lambda: program.run({"rows": num_rows}), num_rounds)
+    return [sample_s / len(weights) for sample_s in all_s]
+
+
+if __name__ == "__main__":
+    parser = create_kernel_parser(__doc__, rounds=20)
+    parser.add_argument("--in-features", type=int, default=1536)
+    parser.add_argument("--out-features", type=int, default=1536)
+    sys.exit(run(parser, measure))
