@@ -15,8 +15,6 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from triptych.config.fields import EngineConfig
 from triptych.config.option import ENV_PREFIX, WORKER, Option
 from triptych.errors import ConfigError, HandshakeMismatch
@@ -178,6 +176,8 @@ def _leaf_class(leaf: Field[Any]) -> Any:
 
 
 def _from_file(file: Path, options: Mapping[str, Option]) -> dict[str, Any]:
+    import yaml  # a bare GPU machine, which compares options but reads no file, may lack it
+
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
