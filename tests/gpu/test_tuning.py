@@ -1,4 +1,4 @@
-"""tools/tune_gpu.py on the device: one choice of each kind is measured and then launched with."""
+"""tools.tune on the device: one choice of each kind is measured and then launched with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import triptych_kernels.triton.tuning.tunable as tuning
-from benchmarks.gpu_tuning import command, stored
-from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
+from tools.tune import stored
+from tools.tune.__main__ import main
+from tools.tune.cases import NAME_TO_TUNABLE
 from triptych_kernels.triton.tuning.tunable import read_file
 
 CHOICES = (
@@ -24,10 +25,10 @@ CHOICES = (
 def test_choices_are_measured_and_launchers_take_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--out", str(tmp_path), "--only", *CHOICES, "--verbose"], "") == 0
+    assert main(["--out", str(tmp_path), "--only", *CHOICES, "--verbose"]) == 0
     printed = capsys.readouterr().out
     assert "4 measured, 0 failed, 0 left" in printed
-    assert "very bits" not in printed, "a row's bits depend on the tiles of its product"
+    assert "the default's bits" not in printed, "a row's bits depend on the tiles of its product"
     (path,) = tmp_path.iterdir()
     file = read_file(path)
     stored.check(file, NAME_TO_TUNABLE)

@@ -21,9 +21,9 @@ from typing import Any
 import triton
 from triton.runtime import JITFunction
 
-from benchmarks.gpu_tuning.wgmma_hazards import hazards_of_cubin
 from tests.kernels.triton.calls import CALLS
 from tests.kernels.triton.hopper import believe_in_hopper
+from tools.tune.wgmma_hazards import hazards_of_cubin
 from triptych_kernels.triton.tuning.compile_ahead import noted_launches
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

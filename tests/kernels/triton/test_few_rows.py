@@ -9,10 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_figures.few_rows import few_rows_rows
-from benchmarks.gpu_figures.limits import Bench
-from benchmarks.gpu_figures.rows import TINY
-from benchmarks.gpu_figures.timing import Timing
 from tests.kernels.triton.poison import poisoned_allocations
 from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.ops.linear import ACTIVATIONS
@@ -168,37 +164,6 @@ def test_torch_multiplies_unless_tiles_are_chosen(
         for num_rows in (1, 2, 4, 5, 16):
             with pytest.raises(Launched):
                 check(num_rows, weight)
-
-
-def test_the_benchmark_sets_the_fastest_tiles_beside_cublas(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    """Which need not be those that are stored, and are forgotten."""
-    bench = Bench(device, TINY)
-    bench.dtype = torch.float32
-    key = (2 * TINY.intermediate_size, TINY.hidden_size, bench.dtype, 4)
-    by_torch, *candidates = GATED_LINEAR.candidates(*key)
-    timed: list[Tiles | ByTorch] = []
-
-    def time(*_: object, **options: float) -> Timing:
-        timed.append(GATED_LINEAR.chosen(device_of(bench), *key))
-        seconds = 1.0 if timed[-1] == candidates[2] else 2.0
-        return Timing(seconds, seconds, seconds)
-
-    monkeypatch.setattr("benchmarks.gpu_figures.few_rows.time_calls", time)
-    monkeypatch.setattr("benchmarks.gpu_figures.limits.time_calls", time)
-    rows = {row.name: row for row in few_rows_rows(bench) if "gate and up, bf16, 4 rows" in row.name}
-    assert bench.bandwidth > 0, "a copy, timed once"
-    timed.clear()
-    cublas, fastest = (row.measure() for row in rows.values())
-    assert timed == [by_torch, *candidates, candidates[2]]
-    assert fastest.value == 2 * cublas.value
-    assert GATED_LINEAR.chosen(device_of(bench), *key) == by_torch
-
-
-def device_of(bench: Bench) -> torch.device:
-    """With its index."""
-    return bench.normal(1).device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

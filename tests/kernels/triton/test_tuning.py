@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import triptych_kernels.triton.tuning.tunable as tuning
-from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE
 from tests.kernels.triton.test_paged_attention import build_step
+from tools.tune.cases import NAME_TO_TUNABLE
 from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.triton.attention import decode as paged_attention_decode
 from triptych_kernels.triton.attention import prefill as paged_attention_prefill

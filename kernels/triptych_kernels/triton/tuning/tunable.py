@@ -1,6 +1,6 @@
 """Tiles by measurement: a launcher gets those stored for its device, which are shipped, or the default by reasoning.
 
-Nothing is measured here or at start-up; `tools/tune_gpu.py` measures and writes the files that this reads.
+Nothing is measured here or at start-up; `make tune-gpu` measures and writes the files that this reads.
 """
 
 from __future__ import annotations

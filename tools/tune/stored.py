@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_tuning.tuner import Outcome
-from benchmarks.gpu_tuning.workload import Case
+from tools.tune.cases import Case
+from tools.tune.search import Outcome
 from triptych_kernels.triton.tuning.tunable import Entry, KeyValue, Tunable, TunedFile, as_plain, read_file
 
 
@@ -21,14 +21,14 @@ def open_file(
     device: str,
     compute_capability: tuple[int, int],
     tunables: Mapping[str, Tunable[Any]],
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> TunedFile:
-    """What the file holds already and the kernels still offer; a new one where there is none.
+    """Return the choices that the file has and the kernels still offer; a new file if there is none.
 
     Args:
-        tell: what is left out, and why.
+        show: Is given what is left out, and why.
     Raises:
-        ValueError: a file of another device, or not understood at all.
+        ValueError: The file is another device's, or not understood at all.
     """
     empty = TunedFile(path, device, compute_capability, {})
     if not path.is_file():
@@ -43,15 +43,15 @@ def open_file(
                 check(replace(empty, kernel_to_entries={name: (entry,)}), tunables)
                 kept[name] = (*kept.get(name, ()), entry)
             except ValueError as error:
-                tell(f"left out: {error}")
+                show(f"left out: {error}")
     return replace(empty, kernel_to_entries=kept)
 
 
 def check(file: TunedFile, tunables: Mapping[str, Tunable[Any]]) -> None:
-    """See that every entry is one that a kernel offers.
+    """Check that every entry is one that a kernel offers.
 
     Raises:
-        ValueError: it is not; names the file and the entry.
+        ValueError: It is not; names the file and the entry.
     """
     for name in file.kernel_to_entries:
         if name not in tunables:
@@ -60,7 +60,7 @@ def check(file: TunedFile, tunables: Mapping[str, Tunable[Any]]) -> None:
 
 
 def with_outcome(file: TunedFile, case: Case, outcome: Outcome, measured: str) -> TunedFile:
-    """The file with this choice, in the place of an older one if there is one."""
+    """Return the file with this choice, in the place of an older one if there is one."""
     entry = Entry(
         key={name: _plain(value) for name, value in case.named_key.items()},
         config=as_plain(outcome.config),

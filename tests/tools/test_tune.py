@@ -1,4 +1,4 @@
-"""tools/tune_gpu.py without a GPU: what it chooses, what it refuses, what it writes, and what is shipped."""
+"""The tuner without a GPU: its choices, its refusals, the files that it writes and those that are shipped."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 import triptych_kernels.triton.tuning.tunable as tuning
-from benchmarks.gpu_tuning import ahead, command, stored
-from benchmarks.gpu_tuning.ahead import AheadCompiler
-from benchmarks.gpu_tuning.cases import NAME_TO_TUNABLE, all_cases, create_case
-from benchmarks.gpu_tuning.tuner import LONG_S, Outcome, Refusal, tune
-from benchmarks.gpu_tuning.workload import Case, Workload, problem_of
 from tests.imports.test_imports import GRPC, HTTP, import_without
+from tools.tune import __main__ as command
+from tools.tune import compiling, stored
+from tools.tune.cases import NAME_TO_TUNABLE, Case, all_cases, create_case
+from tools.tune.compiling import AheadCompiler
+from tools.tune.search import LONG_S, Outcome, Refusal, problem_of, tune
+from tools.tune.workloads import Workload
 from triptych_kernels.triton.tuning.tunable import Tunable, TunedFile, read_file
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ def run(
     return tune(case, CPU, clock_of(case, seconds), refused)
 
 
-def test_the_fastest_is_chosen() -> None:
+def test_fastest_is_chosen() -> None:
     outcome = run(dict.fromkeys((1, 2, 3, 4), EXACT), {1: 1e-3, 2: 9e-4, 3: 5e-4, 4: 2e-3})
     assert outcome.config == Tiles(3)
     assert outcome.speed_up == pytest.approx(2)
@@ -88,7 +89,7 @@ def test_the_fastest_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("wrong", [EXACT * 1.05, EXACT * torch.nan, EXACT.flip(0)])
-def test_a_fast_wrong_kernel_never_wins(wrong: Tensor) -> None:
+def test_fast_wrong_kernel_never_wins(wrong: Tensor) -> None:
     outcome = run({1: EXACT, 2: wrong, 3: EXACT}, {1: 1e-3, 2: 1e-6, 3: 9e-4})
     assert outcome.config == Tiles(3)
     (refusal,) = outcome.refusals
@@ -96,16 +97,16 @@ def test_a_fast_wrong_kernel_never_wins(wrong: Tensor) -> None:
     assert "differs from the default's" in refusal.reason
 
 
-def test_rounding_is_no_fault_unless_rows_must_keep_their_bits() -> None:
+def test_rounding_is_allowed_unless_bits_must_match() -> None:
     rounded, seconds = EXACT * (1 + 2**-9), {1: 1e-3, 2: 5e-4}
     assert run({1: EXACT, 2: rounded}, seconds).config == Tiles(2)
     outcome = run({1: EXACT, 2: rounded}, seconds, same_bits=True)
     assert outcome.config == Tiles(1)
-    assert outcome.refusals[0].reason == "small: 64 numbers are not the default's very bits"
+    assert outcome.refusals[0].reason == "small: 64 numbers do not have the default's bits"
     assert run({1: EXACT, 2: EXACT.clone()}, seconds, same_bits=True).config == Tiles(2)
 
 
-def test_one_key_left_out_of_thousands_is_noticed() -> None:
+def test_one_lost_key_of_thousands_is_noticed() -> None:
     torch.manual_seed(0)
     values = torch.randn(4096, 128)
     assert problem_of(values[:-1].mean(0, True), values.mean(0, True), same_bits=False) is not None
@@ -116,12 +117,12 @@ def test_the_default_stays_where_little_is_gained() -> None:
     assert (outcome.config, outcome.speed_up) == (Tiles(1), 1)
 
 
-def test_who_was_only_lucky_at_first_is_measured_again() -> None:
+def test_finalists_are_measured_again() -> None:
     outcome = run(dict.fromkeys((1, 2, 3), EXACT), {1: 1e-3, 2: (1e-4, 1e-3), 3: 8e-4})
     assert outcome.config == Tiles(3)
 
 
-def test_what_does_not_fit_the_device_is_refused_and_the_rest_goes_on() -> None:
+def test_candidate_that_does_not_fit_is_refused() -> None:
     outcome = run(
         {1: EXACT, 2: OutOfResources(300_000, 232_448, "shared memory"), 3: EXACT}, {1: 1e-3, 3: 5e-4}
     )
@@ -129,33 +130,33 @@ def test_what_does_not_fit_the_device_is_refused_and_the_rest_goes_on() -> None:
     assert "OutOfResources: out of resource: shared memory" in outcome.refusals[0].reason
 
 
-def test_a_default_that_is_refused_is_named() -> None:
+def test_refused_default_is_named() -> None:
     refused = [Refusal(Tiles(1), "does not compile: OverwrittenOperand: 0x10 MOV R5, R1 writes")]
     with pytest.raises(ValueError, match=r"the default: does not compile: OverwrittenOperand: 0x10 MOV"):
         run(dict.fromkeys((1, 2), EXACT), {1: 1e-3, 2: 5e-4}, refused)
 
 
-def test_what_did_not_compile_is_not_tried() -> None:
+def test_candidate_that_did_not_compile_is_not_tried() -> None:
     refused = [Refusal(Tiles(2), "does not compile")]
     outcome = run({1: EXACT, 2: RuntimeError("tried"), 3: EXACT}, {1: 1e-3, 3: 5e-4}, refused)
     assert (outcome.config, outcome.refusals) == (Tiles(3), tuple(refused))
 
 
-def test_a_default_that_is_not_finite_is_an_error() -> None:
+def test_default_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"fake\(n=7\): the default's results are not finite"):
         run({1: EXACT * torch.inf}, {1: 1e-3})
 
 
-def test_candidates_that_do_not_compile_or_fit_are_refused_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_refused_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(name: str, key: tuple[int, ...], index: int) -> int:
         if index == 1:
             raise RuntimeError("PassManager::run failed\nat great length")
         return 200 << 10 if index else 64
 
-    monkeypatch.setattr(ahead, "_compile_numbered", compile)
+    monkeypatch.setattr(compiling, "_compile_numbered", compile)
     monkeypatch.setattr(AheadCompiler, "_create_pool", lambda self: ThreadPoolExecutor(1))
     cases = [case_of(dict.fromkeys((1, 2, 3), EXACT)) for _ in range(20)]
-    with AheadCompiler(GPUTarget("cuda", 89, 32), 128, 1) as compiler:
+    with AheadCompiler(GPUTarget("cuda", 89, 32), 128) as compiler:
         compiled = list(compiler.compiled(cases))
     assert [case for case, _ in compiled] == cases
     for _, refusals in compiled:
@@ -177,7 +178,7 @@ def file(tmp_path: Path) -> TunedFile:
     return TunedFile(tmp_path / "x" / "A_GPU.json", "A GPU", (9, 0), {})
 
 
-def test_what_is_written_is_read_again(file: TunedFile) -> None:
+def test_written_file_is_read_again(file: TunedFile) -> None:
     other = create_case("w8a8_linear", (256, 512, torch.float8_e4m3fn, 16))
     for case, index in ((CASE, 1), (other, 0), (CASE, 2)):
         file = stored.with_outcome(file, case, outcome_of(case, index), "2026-01-02, torch 2, triton 3")
@@ -193,7 +194,7 @@ def test_what_is_written_is_read_again(file: TunedFile) -> None:
     assert [path.name for path in file.path.parent.iterdir()] == ["A_GPU.json"]
 
 
-def test_a_file_keeps_what_the_kernels_still_offer(file: TunedFile) -> None:
+def test_file_keeps_what_kernels_still_offer(file: TunedFile) -> None:
     good = stored.with_outcome(file, CASE, outcome_of(CASE, 1), "then")
     (entry,) = good.kernel_to_entries["paged_attention_decode"]
     stale = replace(entry, key={**entry.key, "head_dim": 64}, config={"block_n": 3})
@@ -211,7 +212,7 @@ def test_a_file_keeps_what_the_kernels_still_offer(file: TunedFile) -> None:
 
 
 @pytest.mark.parametrize("name", NAME_TO_TUNABLE)
-def test_the_workloads_of_a_choice_launch_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workloads_launch_with_their_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not with that of another key, whose candidates would all be as fast."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=9)
@@ -224,7 +225,7 @@ def test_the_workloads_of_a_choice_launch_with_it(name: str, monkeypatch: pytest
             workload.calls[0]()
 
 
-def test_each_choice_is_measured_once_and_has_something_to_choose_from() -> None:
+def test_each_choice_is_listed_once_with_candidates() -> None:
     titles = [case.title for case in all_cases((9, 0))]
     assert len(set(titles)) == len(titles)
     for case in all_cases((9, 0)):
@@ -244,57 +245,53 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_: torch.device) -> list[Workload]:
         return [Workload("any", [lambda: EXACT])]
 
-    def clock(self: command.Clock, workload: Workload, round_s: float) -> float:
+    def clock(self: command.GraphClock, workload: Workload, round_s: float) -> float:
         return next(seconds)
 
     seconds = iter(1 / n for n in range(1, 10_000))
     monkeypatch.setattr(command, "find_device", lambda: fake)
     monkeypatch.setattr(command, "all_cases", lambda _: [replace(case, build=build) for case in cases])
-    monkeypatch.setattr(command.Clock, "__call__", clock)
-    monkeypatch.setattr(ahead, "_compile_numbered", lambda name, key, index: 300_000 if index == 1 else 0)
+    monkeypatch.setattr(command.GraphClock, "__call__", clock)
+    monkeypatch.setattr(compiling, "_compile_numbered", lambda name, key, index: 300_000 if index == 1 else 0)
     monkeypatch.setattr(AheadCompiler, "_create_pool", lambda self: ThreadPoolExecutor(1))
 
 
 @pytest.mark.usefixtures("device")
-def test_the_command_measures_what_is_asked_and_stores_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_measures_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--out", str(tmp_path), "--verbose"]
-    assert command.main([*options, "--only", "in_features=14336", "out_features=6144"], "") == 0
+    assert command.main([*options, "--only", "in_features=14336", "out_features=6144"]) == 0
     printed = capsys.readouterr().out
     assert "2 measured, 0 failed, 0 left" in printed
     assert "300000 bytes of shared memory, more than the 232448" in printed
     first = read_file(tmp_path / "A_GPU.json")
     stored.check(first, NAME_TO_TUNABLE)
     assert len(first.kernel_to_entries["w8a8_linear"]) == 2
-    assert command.main(options, "") == 0, "and what was measured before is measured anew"
+    assert command.main(options) == 0, "and what was measured before is measured anew"
     again = read_file(tmp_path / "A_GPU.json").kernel_to_entries["w8a8_linear"]
     assert len(again) == 3
     assert all(entry.us < entry.default_us for entry in again)
 
 
 @pytest.mark.usefixtures("device")
-def test_the_command_stops_when_its_budget_is_spent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--out", str(tmp_path), "--budget-s", "0"], "") == 0
+def test_command_stops_when_its_budget_is_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--out", str(tmp_path), "--budget-s", "0"]) == 0
     assert "0 measured, 0 failed, 3 left" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_without_a_device_lists_and_says_what_is_missing(
+def test_command_without_a_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_device", lambda: None)
-    assert command.main(["--list", "--only", "paged_attention"], "") == 0
+    assert command.main(["--list", "--only", "paged_attention"]) == 0
     assert "30 candidates  paged_attention_decode(head_dim=128, " in capsys.readouterr().out
-    assert command.main([], "") == 2
+    assert command.main([]) == 2
     assert "sees no CUDA device" in capsys.readouterr().err
-    assert command.main(["--only", "nothing"], "") == 2
+    assert command.main(["--only", "nothing"]) == 2
 
 
-def test_the_tool_imports_where_there_is_no_grpc() -> None:
-    import_without(GRPC | HTTP | {"yaml", "tqdm", "safetensors"}, ["benchmarks.gpu_tuning.command"])
+def test_tool_imports_without_grpc() -> None:
+    import_without(GRPC | HTTP | {"yaml", "tqdm", "safetensors"}, ["tools.tune.__main__"])
 
 
 def shipped() -> list[Path]:
@@ -304,7 +301,7 @@ def shipped() -> list[Path]:
 def compile_files(paths: list[Path]) -> list[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "kernels"), str(ROOT / "libs"), str(ROOT)])
-    command = [sys.executable, "-m", "benchmarks.gpu_tuning.shipped", *map(str, paths)]
+    command = [sys.executable, "-m", "tools.tune.compiling", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -317,7 +314,7 @@ def test_shipped_files_hold_what_the_kernels_offer() -> None:
         assert path == tuning.file_path(file.device), "or it would not be found"
 
 
-def test_shipped_files_compile_and_what_does_not_fit_is_named(file: TunedFile) -> None:
+def test_shipped_files_compile(file: TunedFile) -> None:
     case = create_case("w8a8_linear", (4096, 4096, torch.int8, 16))
     candidates = case.tunable.candidates(*case.key)
     largest = max(candidates, key=lambda t: t.num_stages * (t.block_n + t.block_m))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_tuning.wgmma_hazards import find_hazards
+from tools.tune.wgmma_hazards import find_hazards
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR12].tnspB, R24"
 CLOSING = f"{PRODUCT}, gsb0"

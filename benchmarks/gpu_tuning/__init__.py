@@ -1,1 +1,0 @@
-"""What `tools/tune_gpu.py` does: times the kernels' candidates for a device's tiles and stores the fastest."""

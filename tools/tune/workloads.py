@@ -1,0 +1,226 @@
+"""Workloads on which candidates are timed: calls of the op at real sizes, over operands that no cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import weights
+from benchmarks.kernels.attention_step import Heads, build_step
+from triptych_kernels.ops import fused_moe, gated_linear, linear
+from triptych_kernels.triton.moe.expert_stack import ExpertStack
+from triptych_kernels.triton.moe.routing import Routing, route
+from triptych_kernels.weights.formats import QuantizedFormat
+
+DECODES = (1, 8192), (16, 8192), (256, 1024)
+"""Rows and keys of each: one stream, some, a full batch."""
+PROMPTS = (1, 4096), (8, 512)
+"""Prompts and tokens of each."""
+_DTYPE = weights.DTYPE
+_UNCACHED_BYTES = 256 << 20  # four times the L2 of an H200
+_MAX_COPIES = 16
+_MAX_LAYERS = 64
+_HEAD_DIM_TO_HEADS = {64: Heads(9, 3, 64), 128: Heads(32, 8, 128), 256: Heads(8, 4, 256)}
+"""Heads of SmolLM2-135M, Llama-3.1-8B and Gemma-2-2B."""
+_MOST_ROWS = 1024
+"""Rows of an expert in the last bucket, which has no end: more only take longer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """One size of an operation."""
+
+    name: str
+    calls: Sequence[Callable[[], Tensor]]
+    """Alike, but each reads weights or a cache of its own."""
+
+
+def decode_workloads(
+    head_dim: int,
+    kv_dtype: torch.dtype,
+    block_m: int,
+    *,
+    device: torch.device,
+) -> list[Workload]:
+    """Return decodes; a block of more than 16 query heads is one group of them."""
+    heads = _HEAD_DIM_TO_HEADS.get(head_dim, Heads(32, 8, head_dim))
+    if block_m > 16:
+        heads = Heads(block_m * heads.num_kv_heads, heads.num_kv_heads, head_dim)
+    return [
+        _attention(heads, rows, 1, keys, kv_dtype, device, f"{rows} rows of {keys:,} keys")
+        for rows, keys in DECODES
+    ]
+
+
+def prefill_workloads(
+    head_dim: int,
+    kv_dtype: torch.dtype,
+    *,
+    device: torch.device,
+) -> list[Workload]:
+    heads = _HEAD_DIM_TO_HEADS.get(head_dim, Heads(32, 8, head_dim))
+    return [
+        _attention(heads, rows, tokens, tokens, kv_dtype, device, f"{rows} prompts of {tokens:,} tokens")
+        for rows, tokens in PROMPTS
+    ]
+
+
+def few_rows_workloads(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    rows: int,
+    *,
+    device: torch.device,
+    is_gated: bool,
+) -> list[Workload]:
+    """Return products with plain weights; a gated one has its activation."""
+    multiply = gated_linear if is_gated else linear
+    create = partial(_normal, out_features, in_features, dtype=dtype, device=device)
+    x = _normal(rows, in_features, dtype=dtype, device=device)
+    return [_products(create, lambda weight: multiply(x, weight, impl="triton"), rows, device)]
+
+
+def group_workloads(
+    out_features: int,
+    in_features: int,
+    bits: int,
+    is_affine: bool,
+    rows: int,
+    *,
+    device: torch.device,
+    batch_invariant: bool,
+) -> list[Workload]:
+    """Return products with weights of integers in groups."""
+    format = QuantizedFormat(bits, is_affine=bool(is_affine))
+    create = partial(
+        weights.group_weight, out_features, in_features, format, device, batch_invariant=batch_invariant
+    )
+    x = _normal(rows, in_features, device=device)
+    return [_products(create, lambda weight: linear(x, weight), rows, device)]
+
+
+def channel_workloads(
+    out_features: int, in_features: int, element_dtype: torch.dtype, rows: int, *, device: torch.device
+) -> list[Workload]:
+    """Return products with 8-bit weights and inputs."""
+    create = partial(weights.channel_weight, out_features, in_features, element_dtype, device)
+    x = _normal(rows, in_features, device=device)
+    return [_products(create, lambda weight: linear(x, weight), rows, device)]
+
+
+def plain_expert_workloads(
+    num_experts: int, hidden_size: int, intermediate_size: int, rows_per_expert: int, *, device: torch.device
+) -> list[Workload]:
+    """Return the whole mixture, both products. The weights of one expert fill a cache."""
+    num_tokens, top_k = _num_tokens(num_experts, rows_per_expert)
+    w13 = _normal(num_experts, 2 * intermediate_size, hidden_size, device=device).mul_(0.02)
+    w2 = _normal(num_experts, hidden_size, intermediate_size, device=device).mul_(0.02)
+    x, router = (_normal(num_tokens, size, device=device) for size in (hidden_size, num_experts))
+    call = partial(fused_moe, x, router, w13, w2, top_k=top_k, impl="triton")
+    return [Workload(f"{num_tokens} tokens", [call])]
+
+
+def group_expert_workloads(
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    is_gated: bool,
+    bits: int,
+    is_affine: bool,
+    rows_per_expert: int,
+    *,
+    device: torch.device,
+    batch_invariant: bool,
+) -> list[Workload]:
+    """Return one product of a mixture, after its routing."""
+    format = QuantizedFormat(bits, is_affine=bool(is_affine))
+    shape = num_experts, out_features, in_features
+    stack = weights.group_experts(
+        shape, format, device, gated=bool(is_gated), batch_invariant=batch_invariant
+    )
+    return [_expert_product(stack, rows_per_expert, device)]
+
+
+def channel_expert_workloads(
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    is_gated: bool,
+    element_dtype: torch.dtype,
+    rows_per_expert: int,
+    *,
+    device: torch.device,
+) -> list[Workload]:
+    """Return the same with 8-bit weights and inputs."""
+    shape = num_experts, out_features, in_features
+    stack = weights.channel_experts(shape, element_dtype, device, gated=bool(is_gated))
+    return [_expert_product(stack, rows_per_expert, device)]
+
+
+def _attention(
+    heads: Heads,
+    rows: int,
+    query_len: int,
+    num_keys: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> Workload:
+    uncached_bytes = 0 if device.type == "meta" else _UNCACHED_BYTES
+    step = build_step(
+        heads,
+        rows,
+        query_len,
+        num_keys,
+        kv_dtype,
+        device,
+        uncached_bytes=uncached_bytes,
+        max_layers=_MAX_LAYERS,
+    )
+    return Workload(name, [partial(step.attend, layer, "triton") for layer in range(len(step.kv_caches))])
+
+
+def _products(
+    create: Callable[[], Any], multiply: Callable[[Any], Tensor], rows: int, device: torch.device
+) -> Workload:
+    """Return products with as many weights as no cache holds; on the meta device, which only compiles, with one."""
+    first = create()
+    num_bytes = first.nbytes if isinstance(first, Tensor) else first.num_bytes
+    num_copies = 1 if device.type == "meta" else min(max(-(-_UNCACHED_BYTES // num_bytes), 1), _MAX_COPIES)
+    copies = [first, *(create() for _ in range(num_copies - 1))]
+    return Workload(f"{rows} rows", [partial(multiply, weight) for weight in copies])
+
+
+def _expert_product(stack: ExpertStack, rows_per_expert: int, device: torch.device) -> Workload:
+    num_experts, in_features = len(stack), stack[0].in_features
+    num_tokens, top_k = _num_tokens(num_experts, rows_per_expert)
+    router = _normal(num_tokens, num_experts, device=device)
+    routing = route(router, top_k, True, stack.block_m(num_tokens * top_k / num_experts))
+    if stack[0].gated:
+        call = partial(stack.gate_up, _normal(num_tokens, in_features, device=device), routing)
+    else:
+        call = partial(_down, stack, _normal(num_tokens * top_k, in_features, device=device), routing)
+    return Workload(f"{num_tokens} tokens", [call])
+
+
+def _down(stack: ExpertStack, activated: Tensor, routing: Routing) -> Tensor:
+    shape = (routing.num_pairs, stack[0].out_features)
+    weighted = torch.empty(shape, dtype=torch.float32, device=activated.device)
+    stack.down(activated, routing, weighted)
+    return weighted
+
+
+def _num_tokens(num_experts: int, rows_per_expert: int) -> tuple[int, int]:
+    """Return the tokens, and to how many experts each goes: two of Mixtral's few, eight of Qwen3's many."""
+    top_k = 2 if num_experts <= 8 else 8
+    return min(rows_per_expert, _MOST_ROWS) * num_experts // top_k, top_k
+
+
+def _normal(*shape: int, device: torch.device, dtype: torch.dtype = _DTYPE) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device).normal_()
