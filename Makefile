@@ -44,11 +44,11 @@ bench: $(RUNTIME) native model ## Measure: ARGS="throughput --help"
 
 .PHONY: bench-gpu
 bench-gpu: ## Measure the GPU worker, with GPU_PYTHON alone: ARGS="--help"
-	@$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+	@PYTHONPATH=libs:kernels $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 .PHONY: tune-gpu
 tune-gpu: ## Measure tiles of the Triton kernels on this GPU and store the fastest, with GPU_PYTHON alone: ARGS="--help"
-	@$(GPU_PYTHON) tools/tune_gpu.py $(ARGS)
+	@PYTHONPATH=libs:kernels $(GPU_PYTHON) -m tools.tune $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: $(RUNTIME) native model ## Measure Triptych beside other engines, installed at first use (GBs): ARGS="--help"

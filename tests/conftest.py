@@ -29,7 +29,7 @@ LONGEST_FILES = (
     "kernels/triton/test_compiles.py",
     "oracle/test_logprobs.py",
     "kernels/triton/test_paged_attention.py",
-    "benchmarks/test_gpu_figures.py",
+    "benchmarks/test_gpu.py",
 )
 """Files that take longer than 15 s, the longest first."""
 

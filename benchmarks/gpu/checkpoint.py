@@ -1,10 +1,15 @@
-"""Random weights as files: shards of safetensors with their index, as Hugging Face lays them out."""
+"""Writes a checkpoint of Llama-3.1-8B's shape with random weights, 16 GB of safetensors, for the time to first token.
+
+    python -m benchmarks.gpu.checkpoint DIR [--device cpu]
+
+The weights are drawn on the device. A checkpoint that an earlier run finished is left alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.gpu.models import LLAMA_8B, model_config
+from benchmarks.gpu.sizes import REAL, TINY
 from services.worker.loader import Checkpoint, open_checkpoint
 from services.worker.loader.safetensors import SHARD_INDEX_FILE
 from triptych.checkpoint.config_json import CONFIG_FILE
@@ -22,12 +29,7 @@ SHARD_BYTES = 4 << 30
 def write_checkpoint(
     directory: Path, config: dict[str, Any], device: torch.device, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write what `config` asks for in bfloat16, unless an earlier run finished it: the index is written last.
-
-    Args:
-        config: of config.json.
-        device: draws the weights.
-    """
+    """Write the weights of a config.json in bfloat16; the index is written last."""
     index_path = directory / SHARD_INDEX_FILE
     if index_path.is_file() and json.loads((directory / CONFIG_FILE).read_text()) == config:
         print(f"{directory}: is there already", flush=True)
@@ -39,18 +41,16 @@ def write_checkpoint(
     shards = list(_shards(checkpoint, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
-        started = time.perf_counter()
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: checkpoint.read(name, torch.bfloat16).cpu() for name in names}
         save_file(tensors, directory / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file_name)
-        num_bytes = (directory / file_name).stat().st_size
-        print(f"{file_name}: {num_bytes:,} bytes in {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"{file_name}: {(directory / file_name).stat().st_size:,} bytes", flush=True)
     index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n")
 
 
 def _shards(checkpoint: Checkpoint, shard_bytes: int) -> Iterator[list[str]]:
-    """Names in the checkpoint's order, as many as fit into a file, at least one."""
+    """Yield names in the checkpoint's order, as many as fit into a file, at least one."""
     names: list[str] = []
     taken = 0
     for name, stored in checkpoint.tensors.items():
@@ -60,5 +60,16 @@ def _shards(checkpoint: Checkpoint, shard_bytes: int) -> Iterator[list[str]]:
             names, taken = [], 0
         names.append(name)
         taken += size
-    if names:
-        yield names
+    yield names
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="of a model that takes no space")
+    arguments = parser.parse_args()
+    config = model_config(LLAMA_8B, TINY if arguments.tiny else REAL)
+    write_checkpoint(arguments.directory, config, torch.device(arguments.device))

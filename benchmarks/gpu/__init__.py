@@ -1,0 +1,1 @@
+"""The GPU worker: its kernels beside the device's limits, its models, and its start."""

@@ -1,1 +1,0 @@
-"""What `benchmarks/gpu.py` measures, by section."""

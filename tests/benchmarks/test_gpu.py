@@ -1,0 +1,150 @@
+"""benchmarks.gpu without a GPU: all of it runs at toy sizes, and a figure that fails stops no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import all_rows, outcome, supervise
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu.models import LLAMA_8B, MIXTRAL_HALF, QWEN3_06B, model_config, shape_of
+from benchmarks.gpu.serving import gaps_between
+from benchmarks.gpu.sizes import REAL, TINY
+from benchmarks.gpu.start import evict, read, resident_fraction
+from benchmarks.gpu.timing import Row
+from benchmarks.harness.figures import Figure
+from services.worker.loader import open_checkpoint
+from tests.imports.test_imports import GRPC, HTTP, import_without
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_every_figure_is_measured_at_toy_sizes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, model_config(LLAMA_8B, TINY), CPU)
+    outcomes = [outcome(row, CPU) for row in all_rows(CPU, TINY, tmp_path)]
+    assert [(one["name"], one["error"]) for one in outcomes if "error" in one] == []
+    assert all(one["median"] > 0 and one["is_usable"] for one in outcomes)
+    sections = {one["name"].partition(":")[0] for one in outcomes}
+    assert sections == {
+        "limits", "sampling", "attention", "models", "start", "other modes", "elementwise", "products",
+    }  # fmt: skip
+
+
+def test_real_rows_have_distinct_titles_and_allocate_nothing() -> None:
+    titles = [row.title for row in all_rows(CPU, REAL, None)]
+    assert len(set(titles)) == len(titles)
+    for figure in (
+        "decode, bf16 KV, 256 x 32,768",
+        "prefill, 16,384",
+        "top-k 50, top-p 0.9, penalties, 256 x 128,256",
+    ):
+        assert any(figure in title for title in titles)
+
+
+def test_failed_row_is_an_outcome() -> None:
+    def fail() -> Figure:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    failed = outcome(Row("bad", fail), CPU)
+    assert failed["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    assert failed["is_usable"]
+
+
+CHILD = """
+import json, os, signal, sys, time
+def say(**values):
+    print(json.dumps(values), flush=True)
+say(titles=["a", "dies", "b", "hangs", "loses the device", "c"])
+for line in sys.stdin:
+    index = json.loads(line)["index"]
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if index == 3:
+        time.sleep(600)
+    say(name="abcdef"[index], unit="x", samples=[os.getpid()], is_usable=index != 4)
+"""
+
+
+def test_process_that_dies_or_hangs_costs_one_figure() -> None:
+    figures = list(supervise([sys.executable, "-c", CHILD], 100, row_timeout_s=0.5))
+    errors = [figure.error.removeprefix("the measuring process was lost: ") for figure in figures]
+    assert errors == ["", "ended with status -9", "", "no answer after 0 s", "", ""]
+    pids = {figure.samples for figure in figures if figure.samples}
+    assert len(pids) == 4, "a new process after each loss"
+
+
+def test_rows_beyond_the_budget_are_skipped_by_name() -> None:
+    figures = list(supervise([sys.executable, "-c", CHILD], 0.0))
+    assert [figure.name for figure in figures][:2] == ["a", "dies"]
+    assert {figure.note for figure in figures} == {"skipped: the time budget is spent"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
+def test_command_without_a_device_says_what_to_try(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--json", str(tmp_path / "figures.json")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("libs", "kernels"))
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "sees no CUDA device; try --device cpu --tiny" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_checkpoint_is_what_the_loader_reads_and_is_written_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = model_config(LLAMA_8B, TINY)
+    write_checkpoint(tmp_path, config, CPU, shard_bytes=100_000)
+    written = open_checkpoint(tmp_path)
+    drawn = open_checkpoint(tmp_path, format="random")
+    assert len(written.file_name_to_size) > 1
+    assert written.tensors.keys() == drawn.tensors.keys()
+    for name in drawn.tensors:
+        assert torch.equal(written.read(name, torch.bfloat16), drawn.read(name, torch.bfloat16))
+    write_checkpoint(tmp_path, config, CPU, shard_bytes=100_000)
+    assert capsys.readouterr().out.endswith("is there already\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "used", "read_by_many"),
+    [(LLAMA_8B, 7.5e9, 7.5e9), (QWEN3_06B, 0.596e9, 0.596e9), (MIXTRAL_HALF, 6.4e9, 23.3e9)],
+    ids=["8B", "0.6B", "Mixtral, half"],
+)
+def test_limits_count_the_parameters_that_are_multiplied(
+    config: dict, used: float, read_by_many: float
+) -> None:
+    shape = shape_of(config)
+    assert shape.used_parameters == pytest.approx(used, rel=0.02)
+    assert shape.read_parameters(1) == pytest.approx(used, rel=0.02)
+    assert shape.read_parameters(256) == pytest.approx(read_by_many, rel=0.02)
+
+
+def test_gaps_are_what_no_kernel_covers() -> None:
+    assert gaps_between([(5, 9), (0, 4), (1, 2), (8, 10), (12, 13)]) == [1, 2]
+    assert gaps_between([]) == []
+
+
+def test_resident_fraction_follows_the_page_cache(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(1 << 20))
+    read(file)
+    assert resident_fraction([file]) == 1.0
+    evict(file)
+    assert 0.0 <= resident_fraction([file]) <= 1.0  # a file system in memory declines
+
+
+def test_bare_gpu_machine_has_all_that_is_imported() -> None:
+    """There is no gRPC, no client's library and no reader of GGUF."""
+    modules = [f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks/gpu").glob("*.py")]
+    modules += ["tests.helpers.in_process", "tests.worker.teacher_forcing"]
+    missing = GRPC | HTTP | {"prometheus_client", "tokenizers", "gguf", "yaml", "tqdm", "uvloop"}
+    import_without(missing, modules)
