@@ -106,7 +106,7 @@ class EngineLoop:
         return self._engine.num_requests
 
     def open_session(self) -> tuple[int, FrontendOutbox]:
-        """A frontend begins anew; its outbox begins with the current welcome."""
+        """Open a session for a frontend. Its outbox begins with the current welcome."""
         session = next(self._session_numbers)
         outbox: FrontendOutbox = Outbox(max_messages=MAX_PENDING, max_bytes=MAX_PENDING_BYTES)
         self._outboxes[session] = outbox
@@ -115,12 +115,12 @@ class EngineLoop:
         return session, outbox
 
     def close_session(self, session: int) -> None:
-        """A frontend has left for good; its requests end by the next step."""
+        """Close a session. Its requests end by the next step."""
         self._outboxes.pop(session).close()
         self._post(lambda: self._engine.close_session(session))
 
     async def wait_until_below_limit(self) -> None:
-        """Doors wait here between two messages; gRPC then holds back the frontend that sends too fast."""
+        """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
         while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= _MAX_INBOX_BYTES:
             self._has_space.clear()
             await self._has_space.wait()
@@ -161,7 +161,7 @@ class EngineLoop:
             await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
-        """Go on after a pause, and take requests again after a drain; a sleep that has not begun is called off."""
+        """Go on after a pause, and take requests again after a drain; a sleep that has not started is cancelled."""
         self._is_draining = False
         self._publish_readiness()
         await self._ask(self._go_on)
@@ -223,7 +223,7 @@ class EngineLoop:
 
     def _go_on(self) -> None:
         """After a pause."""
-        self.worker_sleep.call_off()
+        self.worker_sleep.cancel()
         self._engine.resume()
 
     async def _rest(self) -> None:

@@ -1,7 +1,7 @@
-"""How an operator's sleep of the worker goes, as the engine sees it.
+"""Sleep of the worker, asked for by an operator and carried out by the engine.
 
-asked ── what the pause lets finish has ──► begun ── the worker answers ──► asleep ── Wake ──► the worker is back
-  └─────────── Resume ──► called off          └─── refused, or lost
+asked ── what the pause lets finish has ──► started ── the worker answers ──► asleep ── Wake ──► the worker is back
+  └─────────── Resume ──► cancelled           └─── refused, or lost
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Sleep:
 
     level: SleepLevel
     stays_paused: bool
-    """There is a pause beside the one that lets requests settle: it outlasts the sleep."""
+    """The engine is paused for another reason as well, and stays paused after the sleep."""
     has_started: bool = False
-    """The worker has been told; there is no way back but Wake."""
+    """The call to the worker was made. Only Wake ends the sleep from then on."""
     released_bytes: asyncio.Future[int] = field(default_factory=asyncio.Future)
-    """Done when the worker sleeps; or holds why it does not."""
+    """Bytes that the worker has given back, set when it sleeps; or the error because of which it does not."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody has woken the worker."""
+    """Set when the worker was woken."""
 
     def fail(self, error: TriptychError) -> None:
-        """It came to nothing."""
+        """End it with an error: the worker does not sleep."""
         self.released_bytes.set_exception(error)
-        self.released_bytes.exception()  # whoever asked may have left
+        self.released_bytes.exception()  # the caller may have left
 
 
 class WorkerSleep:
-    """Owned by the engine loop; one sleep at a time."""
+    """The sleep of one worker. Owned by the engine loop; there is one at a time."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class WorkerSleep:
 
     @property
     def is_asleep(self) -> bool:
-        """As far as is known: a worker that dies meanwhile wakes, and is met by the next Wake."""
+        """Whether the worker sleeps, as far as the engine knows. One that is restarted is awake without its knowing."""
         return self._connection.is_worker_asleep if self._sleep is None else self._sleep.released_bytes.done()
 
     @property
     def is_due(self) -> bool:
-        """The worker is to be told now: no step is in flight, and none will be planned."""
+        """Whether the worker is to be put to sleep now: no step is in flight, and none will be planned."""
         return self._sleep is not None and not self._sleep.has_started and not self._engine.is_settling
 
     async def sleep(self, level: SleepLevel, mode: PauseMode) -> int:
@@ -104,18 +104,18 @@ class WorkerSleep:
         return self._sleep
 
     def stay_paused(self) -> None:
-        """A pause has been asked for beside it."""
+        """Note that a pause was asked for as well."""
         if self._sleep is not None:
             self._sleep.stays_paused = True
 
-    def call_off(self) -> None:
-        """The engine is resumed: a sleep that has not begun does not begin."""
+    def cancel(self) -> None:
+        """Cancel a sleep that has not started: the engine was resumed."""
         if self._sleep is not None and not self._sleep.has_started:
             self._sleep.fail(EngineUnavailable("the engine was resumed before the worker slept"))
             self._sleep = None
 
     async def fall_asleep(self) -> Sleep | None:
-        """Tell the worker, which ends its session; None: it stays awake, or is lost, and whoever asked knows why."""
+        """Put the worker to sleep, which ends its session. Return None if it stays awake or is lost."""
         sleep = self._sleep
         assert sleep is not None, "it is due"
         sleep.has_started = True
@@ -133,7 +133,7 @@ class WorkerSleep:
             return None
         finally:
             if not sleep.stays_paused:
-                self._engine.resume()  # nobody plans without a worker
+                self._engine.resume()  # nothing is planned without a worker
         self._connection.end_session()
         sleep.released_bytes.set_result(response.released_bytes)
         waiting = self._engine.num_requests
@@ -141,16 +141,16 @@ class WorkerSleep:
         return sleep
 
     async def wake(self) -> None:
-        """Wake the worker, whoever put it to sleep; returns when it can compute for us.
+        """Wake the worker, whichever engine has put it to sleep. Return when it can compute for this one.
 
         Raises:
-            FeatureDisabled: it does not sleep yet.
-            MemoryShort: it has no room now, and sleeps on.
-            TriptychError: it cannot be reached, or not be woken; says why.
+            FeatureDisabled: It does not sleep yet.
+            MemoryShort: It has too little memory now, and sleeps on.
+            TriptychError: It cannot be reached or woken; says why.
         """
         sleep = self._sleep
         if sleep is not None and not sleep.released_bytes.done():
-            why = "the worker does not sleep yet; Resume calls a sleep off that has not begun"
+            why = "the worker does not sleep yet; Resume cancels a sleep that has not started"
             raise FeatureDisabled("Wake", why)
         await self._executor.call("Wake", timeout_s=WAKE_TIMEOUT_S)
         if sleep is not None:
@@ -159,5 +159,5 @@ class WorkerSleep:
                 await asyncio.sleep(_POLL_S)
 
     def end(self) -> None:
-        """The worker is back."""
+        """End the sleep: the worker is back."""
         self._sleep = None

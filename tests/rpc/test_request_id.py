@@ -34,7 +34,7 @@ async def test_call_without_an_id_gets_a_new_one(serve) -> None:
         for _ in range(2):
             call = running.admin.GetStatus(admin_pb2.GetStatusRequest())
             ids.append(uuid.UUID(answered(await call.initial_metadata())))
-        assert ids[0] < ids[1]
+        assert ids[0] != ids[1]
         assert ids[0].version == 7
 
 

@@ -197,7 +197,7 @@ async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() ->
     await executors[1].connect(lambda: None, resume=False)
     async with asyncio.timeout(DEADLINE_S):
         await news.wait()
-    with pytest.raises(WorkerLost, match="has begun a new session"):
+    with pytest.raises(WorkerLost, match="has started a new session"):
         executors[0].receive()
     assert "engine-0" in worker.status_publisher.state.held_by
     for executor in executors:

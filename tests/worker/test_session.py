@@ -249,7 +249,7 @@ async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
         first.submit(plan(2))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         second = lease.open(HELLO)
-        with pytest.raises(ProtocolViolation, match="has begun a new session"):
+        with pytest.raises(ProtocolViolation, match="has started a new session"):
             await anext(first.outcomes)
         second.submit(plan(1))
         runner.may_step.set()

@@ -16,7 +16,7 @@ class Health(health.aio.HealthServicer):
     """The state of each service by name; `""` is the process itself, alive from the start."""
 
     async def set(self, service: str, status: int) -> None:
-        """Set and tell watchers. Checks see it at once: only watchers wait for one that does not read."""
+        """Set a status and notify watchers. Checks see it at once; one watcher that does not read delays the others."""
         self._server_status[service] = status
         await super().set(service, status)
 

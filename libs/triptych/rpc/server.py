@@ -24,13 +24,13 @@ from triptych.rpc.interceptors import SERVER_INTERCEPTORS
 
 log = logging.getLogger(__name__)
 
-_HEALTH_SET_TIMEOUT_S = 1.0  # a watcher that does not read holds health's lock; nobody waits for it longer
+_HEALTH_SET_TIMEOUT_S = 1.0  # a watcher that does not read holds health's lock
 
 
 class RpcServer:
     """One gRPC server. Health: `""` is alive, each service's name is ready.
 
-    Owned by a service's app: `add` doors to `.grpc`, then `bind`, `start`, `set_ready`, and at the end
+    Owned by a service's app: add servicers to `.grpc`, then `bind`, `start`, `set_ready`, and at the end
     `set_ready(False)` and `stop`.
     """
 
@@ -45,7 +45,7 @@ class RpcServer:
         """Make a server that is bound to nothing yet.
 
         Args:
-            services: Full names of the services whose health follows `set_ready`.
+            services: Full names of the services that are healthy while `set_ready` says so.
             other_services: Full names of services with a health of their own, and whether that is SERVING.
             max_connection_age_s: Connections are asked to end after so long; their calls finish. 0: never.
         """
@@ -122,7 +122,7 @@ class RpcServer:
 
 
 def write_ready_file(path: Path | None, ports: Mapping[str, int]) -> None:
-    """Write the bound ports as JSON, atomically; whoever started us reads it.
+    """Write the bound ports as JSON, atomically, for the process that has started this one.
 
     Raises:
         ConfigError: it cannot be written; names it.

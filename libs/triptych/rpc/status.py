@@ -63,7 +63,7 @@ _TABLE = (
     ErrorRow(TriptychError, grpc.StatusCode.INTERNAL, 500, "server_error"),
 )
 _ROW_BY_CODE = {row.error.code: row for row in _TABLE}
-# For a status that carries no ErrorInfo: the peer was no Triptych door, or gRPC itself ended the call.
+# For a status that carries no ErrorInfo: the peer was no Triptych servicer, or gRPC itself ended the call.
 _ERROR_BY_GRPC_CODE: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: errors.EngineUnavailable,
@@ -143,7 +143,7 @@ def internal_status(request_id: str = "") -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
-    """The typed error that a status stands for; UNKNOWN and the like become plain TriptychError."""
+    """Return the typed error that a status means; UNKNOWN and the like become plain TriptychError."""
     code = error.code()
     text = error.details() or code.name
     status = _rich_status(error)

@@ -1,4 +1,4 @@
-"""The engine core's gRPC doors: frontends' streams, facts, and the operator's counters."""
+"""The engine core's gRPC servicers: frontends' streams, and operators' calls."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
     """Serves `triptych.internal.v1.EngineCoreService`."""
 
     def __init__(self, loop: EngineLoop, *, resume_ttl_s: float) -> None:
-        """`resume_ttl_s`: for how long a frontend's session outlives its stream."""
+        """`resume_ttl_s`: for how long a frontend's session outlives its stream, in seconds."""
         self._loop = loop
         self.sessions = FrontendSessions(loop, resume_ttl_s)
 
     def close(self) -> None:
-        """End every session, each stream after what it has been given. The last call."""
+        """End every session, each stream behind what waits for it. Call it last."""
         self.sessions.end_all()
 
     async def Connect(
@@ -84,9 +84,10 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
         session: FrontendSession,
         stream: int,
     ) -> None:
-        """Post what comes while this is the session's stream; what goes wrong with it ends the session.
+        """Take what comes as long as this is the session's stream. An error in it ends the session.
 
-        To gRPC, a peer that vanishes and one that closes its half look alike: the goodbye tells them apart.
+        To gRPC a client that vanishes and one that closes its half of the stream look alike; only a client that stays
+        away on purpose says goodbye.
         """
         try:
             async for request in requests:
@@ -184,17 +185,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LoadAdapterResponse:
-        raise _not_built("LoadAdapter")
+        raise _not_supported("LoadAdapter")
 
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.UnloadAdapterResponse:
-        raise _not_built("UnloadAdapter")
+        raise _not_supported("UnloadAdapter")
 
     def _status(self) -> admin_pb2.EngineStatus:
         model = self._loop.welcome.model
         return status_to_proto(self._loop.status(), model.name if model else "")
 
 
-def _not_built(method: str) -> FeatureDisabled:
+def _not_supported(method: str) -> FeatureDisabled:
     return FeatureDisabled(f"AdminService.{method}", "this version does not serve it yet")

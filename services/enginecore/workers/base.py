@@ -1,4 +1,4 @@
-"""What the engine loop needs of whatever computes steps; a gRPC one stands beside this, others in benchmarks."""
+"""The interface between the engine loop and what computes its steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from triptych.types.step import StepPlan, StepResult
 
 
 class WorkerLost(Exception):
-    """The step stream has ended; the message says why."""
+    """The end of a step stream. The message says why."""
 
     def __init__(self, why: str, *, is_crash: bool = False, is_orderly: bool = False) -> None:
         """
         Args:
-            is_crash: a step failed in the worker, so its rows are undefined and nobody can resume them.
-            is_orderly: the worker drains; the steps that it did not take any more say nothing of anybody.
+            is_crash: A step has failed in the worker. Its rows are undefined and cannot be resumed.
+            is_orderly: The worker drains. The steps that it has not taken are no evidence against any request.
         """
         super().__init__(why)
         self.is_crash = is_crash
@@ -31,9 +31,9 @@ class Connected:
     facts: WorkerFacts
     max_steps_in_flight: int
     resume_ttl_s: float
-    """For how long the session outlives a broken stream."""
+    """For how long the session outlives a broken stream, in seconds."""
     is_resumed: bool
-    """Rows, blocks and steps in flight are as they were; else there are none."""
+    """Rows, blocks and steps in flight are as they were. False: there are none."""
 
 
 class Executor(Protocol):
@@ -47,24 +47,24 @@ class Executor(Protocol):
             resume: Ask for the session of the stream before. False: forget it, and what was in flight in it.
 
         Raises:
-            StaleEpoch: another engine has taken this one's place for good.
-            TriptychError: refused or not reachable; says why. Try again later.
+            StaleEpoch: Another engine has taken this one's place for good.
+            TriptychError: The worker refuses or cannot be reached; says why. Try again later.
         """
         ...
 
     async def send(self, plan: StepPlan) -> None:
-        """Hand one step over, without waiting for its result.
+        """Send one step, without waiting for its result.
 
         Raises:
-            WorkerLost: the stream has ended. If it is resumed, the step is sent then.
+            WorkerLost: The stream has ended. If it is resumed, the step is sent then.
         """
         ...
 
     def receive(self) -> list[StepResult]:
-        """The results that arrived since the last call, in order, each once.
+        """Return the results that arrived since the last call, in order, each once.
 
         Raises:
-            WorkerLost: the stream has ended and all its results have been handed out.
+            WorkerLost: The stream has ended and all its results have been returned.
         """
         ...
 
@@ -89,5 +89,5 @@ class Executor(Protocol):
         ...
 
     async def close(self) -> None:
-        """Leave in order."""
+        """Say goodbye and close the stream."""
         ...

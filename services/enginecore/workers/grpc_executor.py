@@ -77,7 +77,7 @@ class GrpcExecutor:
             check_resumed(terms, self._session_name, self._steps)
         else:
             self._begin_session(terms.name)
-        # The requests were tokenized for this model, and it has begun them; no other may go on with them.
+        # The requests were tokenized for this model and started by it; no other may go on with them.
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
@@ -162,7 +162,7 @@ class GrpcExecutor:
             raise self._loss_by(await end_of(self._call)) from None
 
     async def _read(self, call: grpc.aio.StreamStreamCall, on_event: Callable[[], None]) -> None:
-        """Collect results until the stream ends, for whatever reason."""
+        """Collect results until the stream ends, and note why it has."""
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
                 match response.WhichOneof("message"):

@@ -1,4 +1,4 @@
-"""One engine as this frontend sees it: a session with it, over one stream that is redialled and resumed."""
+"""One engine, seen from the frontend: the session with it, over streams that are dialed again and resumed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 _READER_END_S = 1.0
 _GOODBYE_S = 1.0
-# What a status that no servicer of ours has sent is taken for: gRPC itself, or the network, ended the stream.
+# Errors that a status without our details is read as: gRPC itself, or the network, ended the stream.
 _UNTYPED = (EngineUnavailable, GenerationLost, DeadlineExceeded, TriptychError)
 
 
 class EngineClient:
-    """Owned by the app, which runs `run` for as long as it serves. Bound to one event loop.
+    """A connection to one engine. Owned by the app, which runs `run` as long as it serves. Bound to one event loop.
 
-    A stream that breaks is redialled and its session resumed: to the requests, a delay. They end by the loss
-    only when the engine has ended the session, or has not answered within the session's time to live.
+    When a stream breaks, its session is resumed on the next one, which delays the requests. They end only when the
+    session is given up (docs/wire.md).
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class EngineClient:
         self.address = address
         self.channel: grpc.aio.Channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
         self.welcome: EngineWelcome | None = None
-        """The last one; stays after a loss, so that the engine can still be named."""
+        """The engine's state as last reported. It stays after a loss, so that the engine can still be named."""
         self._frontend_id = frontend_id
         self._boot_id = boot_id
         self._on_change = on_change
         self._session: EngineSession | None = None
         self._abandoned = ""
-        """Name of a session that was given up here and may still be kept there."""
-        self._is_connected = False  # a stream stands and has been welcomed
+        """Name of a session that was given up here and that the engine may still keep. Empty: none."""
+        self._is_connected = False  # there is a stream, and the engine has welcomed it
         self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
         """Knows whether there is a session, and for how long it can be resumed."""
         self._why_lost = "not connected yet"
 
     @property
     def name(self) -> str:
-        """Its engine id, once it has told; its address before."""
+        """The engine's id once it has sent a welcome, before that its address."""
         return self.welcome.engine_id if self.welcome is not None else self.address
 
     @property
@@ -83,17 +83,17 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Choices submitted and not ended."""
+        """Number of choices that were submitted and have not ended."""
         return self._session.num_in_flight if self._session is not None else 0
 
     def refuses(self, priority: int, tenant: str) -> float | None:
-        """See `QueueView.refuses`."""
+        """Return what `QueueView.refuses` says; None if there is no session."""
         return self._session.queue.refuses(priority, tenant) if self._session is not None else None
 
     def submit(
         self, create: Callable[[Sequence[int]], SubmitRequest], sinks: Sequence[OutputSink]
     ) -> Sequence[int]:
-        """Hand over one request with a choice for each of `sinks`; return the choices' numbers.
+        """Submit one request with a choice for each of `sinks`; return the choices' numbers.
 
         Args:
             create: Makes the request, given the numbers.
@@ -116,12 +116,12 @@ class EngineClient:
         return request.numbers.tolist()
 
     def stop(self, number: int, sink: OutputSink) -> None:
-        """End this request early; its sink still learns from the engine how it ended."""
+        """End one choice early. Its sink is still called with the end that the engine reports."""
         if self._session is not None:
             self._session.stop(number, sink)
 
     def abort(self, number: int, sink: OutputSink) -> None:
-        """Nobody waits for this request any more; its later outputs are dropped. Safe at any time."""
+        """End one choice and drop its later outputs. Safe at any time."""
         if self._session is not None:
             self._session.abort(number, sink)
 
@@ -165,7 +165,7 @@ class EngineClient:
         return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
 
     def _begin(self, stream: _Stream) -> None:
-        """The engine has welcomed this frontend."""
+        """Take a stream that the engine has welcomed into use."""
         session = self._session = stream.session
         self._is_connected = True
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
@@ -175,7 +175,7 @@ class EngineClient:
         self._on_change()
 
     async def _serve(self, stream: _Stream) -> BaseException | None:
-        """Use a stream until its end; returns what broke it, or None if the engine closed it."""
+        """Use a stream until its end. Return what broke it, or None if the engine closed it."""
         session, call = stream.session, stream.call
         tasks = (
             asyncio.create_task(self._read(call, session), name=f"read-{self.address}"),
@@ -194,7 +194,7 @@ class EngineClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait_for_end(self, tasks: tuple[asyncio.Task[None], ...], session: EngineSession) -> None:
-        """Until one of them is done; if this frontend is stopping, until the engine has heard goodbye."""
+        """Wait until one of them is done; when this frontend stops, until the goodbye has arrived."""
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -216,7 +216,7 @@ class EngineClient:
                     raise ProtocolViolation(f"expected outputs or a welcome, got {other}")
 
     def _note_end(self, error: BaseException | None) -> None:
-        """A stream, or the attempt at one, has ended: its session is to be resumed, or given up."""
+        """Note that a stream, or the attempt at one, has ended. Its session is resumed, or given up."""
         why = self._explain(error)
         if self._is_connected:
             log.warning("engine %s at %s lost: %s", self.name, self.address, why)
@@ -229,7 +229,7 @@ class EngineClient:
         self._on_change()
 
     def _lose(self, why: str) -> None:
-        """The session is given up: every request of it ends."""
+        """End every request of a session that is given up."""
         session, self._session = self._session, None
         if session is not None:
             self._abandoned = session.name
@@ -239,7 +239,7 @@ class EngineClient:
         match error:
             case None:
                 return "the engine closed the stream"
-            case asyncio.CancelledError():  # how grpc tells of a call that was cancelled on this side
+            case asyncio.CancelledError():  # grpc raises it when a call is cancelled on this side
                 return "the stream was cancelled"
             case grpc.aio.AioRpcError():
                 return from_rpc_error(error).message
@@ -259,16 +259,16 @@ class _Stream:
     is_resumed: bool
     resume_ttl_s: float
     abandoned: str
-    """Name of the given-up session that its hello has told the engine of. Empty: none."""
+    """Name of the given-up session that its hello has named. Empty: none."""
 
 
 def _is_of_the_network(error: BaseException | None) -> bool:
-    """The stream broke through nothing that was said on it, so the next one has the same chance."""
+    """Return whether the network broke the stream, not a message, so that the next stream may fare better."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     return isinstance(error, asyncio.CancelledError | EngineUnavailable)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """The engine itself has ended the session, by one of its own errors."""
+    """Return whether the engine has ended the session by an error of its own."""
     return isinstance(error, grpc.aio.AioRpcError) and type(from_rpc_error(error)) not in _UNTYPED

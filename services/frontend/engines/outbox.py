@@ -38,14 +38,14 @@ class Outbox:
             on_unsendable: Called with the numbers and the error of a request that cannot be put into a message.
         """
         self._unsent: dict[_Unsent, None] = {}
-        """In order of arrival."""
+        """Requests that are in no message yet, in order of arrival."""
         self._number_to_unsent: dict[int, _Unsent] = {}
-        """By the number of each choice."""
+        """Number of each choice -> its request that is in no message yet."""
         self._aborts: list[int] = []
         self.sent: ReplayBuffer[_Message] = ReplayBuffer()
         """The messages that the engine has not confirmed."""
         self._load = _Load()
-        """Of what is unsent or not confirmed."""
+        """What is unsent or not confirmed."""
         self._batch_to_acknowledge = 0
         self._is_leaving = False
         self._changed = asyncio.Event()
@@ -97,12 +97,12 @@ class Outbox:
             self._load.remove(unsent.request.num_choices, unsent.request.num_bytes)
 
     def acknowledge(self, batch_id: int) -> None:
-        """Tell the engine that it need not keep the output batches up to this one."""
+        """Acknowledge the output batches up to this one: the engine need not keep them."""
         self._batch_to_acknowledge = batch_id
         self._changed.set()
 
     def leave(self) -> None:
-        """Say goodbye after what waits; nothing follows it."""
+        """Send a goodbye behind what waits. Nothing follows it."""
         self._is_leaving = True
         self._changed.set()
 
@@ -139,7 +139,7 @@ class Outbox:
                 await self._changed.wait()
 
     def _pack(self) -> None:
-        """Move what waits into messages: aborts first, as they free what submissions may need."""
+        """Move what waits into messages; aborts first, because they free blocks that submissions may need."""
         if self._aborts:
             aborts, self._aborts = self._aborts[:_ABORTS_PER_MESSAGE], self._aborts[_ABORTS_PER_MESSAGE:]
             column = u32_to_bytes(np.array(aborts, dtype=np.uint32))
@@ -171,16 +171,16 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class _Unsent:
-    """A request that is in no message yet."""
+    """One request that is in no message yet."""
 
     request: SubmitRequest
     aborted: list[int] = field(default_factory=list)
-    """Numbers of the choices that have been aborted meanwhile."""
+    """Numbers of the choices that were aborted before it was sent."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """How much of something there is."""
+    """An amount of requests, in choices and bytes."""
 
     num_choices: int = 0
     num_bytes: int = 0

@@ -1,4 +1,4 @@
-"""A session with one engine, over all its streams: who waits for which outputs, and what has arrived."""
+"""A session with one engine, over all its streams: the sinks of its requests, and the batches that have arrived."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ACKNOWLEDGE_EVERY = 64
 
 
 class OutputSink(Protocol):
-    """Who takes the outputs of one submitted request. Called on the loop; must neither block nor await."""
+    """Receiver of one choice's outputs. Called on the event loop; it must neither block nor await."""
 
     def on_admitted(self) -> None:
-        """The engine has it."""
+        """Note that the engine has admitted the choice."""
 
     def on_tokens(
         self,
@@ -33,20 +33,20 @@ class OutputSink(Protocol):
         first_row: int,
         finish: FinishedRequest | None,
     ) -> None:
-        """New tokens, and the good end if this is it. `first_row` is the first token's row in `logprobs`."""
+        """Take new tokens, and the end if `finish` is given. `first_row`: the first token's row in `logprobs`."""
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Log-probabilities of the next part of the prompt; before the first token, or with it."""
+        """Take log-probabilities of the next part of the prompt. They come before the first token, or with it."""
 
     def on_error(self, error: Exception) -> None:
-        """The bad end. Nothing follows."""
+        """Take the error that ends the choice. Nothing follows."""
 
     def on_engine_lost(self, why: str) -> None:
-        """The end of the session with the engine. Nothing follows."""
+        """Note that the session with the engine was given up. Nothing follows."""
 
 
 class EngineSession:
-    """Owned by the engine client. Every output batch takes effect here once, however often it is sent."""
+    """The requests of one session. Owned by the engine client. Each output batch takes effect once."""
 
     def __init__(self, name: str) -> None:
         """`name`: as the engine's welcome says."""
@@ -61,7 +61,7 @@ class EngineSession:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests submitted and not ended."""
+        """Number of choices that were submitted and have not ended."""
         return len(self._sinks)
 
     def has_numbers(self, count: int) -> bool:
@@ -81,19 +81,19 @@ class EngineSession:
         self.outbox.submit(request)
 
     def stop(self, number: int, sink: OutputSink) -> None:
-        """See `EngineClient.stop`."""
+        """End one choice early, as `EngineClient.stop` does."""
         if self._sinks.get(number) is sink:
             self.outbox.abort(number)
 
     def abort(self, number: int, sink: OutputSink) -> None:
-        """See `EngineClient.abort`."""
+        """End one choice and drop its later outputs, as `EngineClient.abort` does."""
         if self._sinks.get(number) is sink:  # else it has ended, or the number is of an earlier session
             del self._sinks[number]
             self.queue.note_aborted(number)
             self.outbox.abort(number)
 
     def end(self, why: str) -> None:
-        """No output will come any more: every request ends."""
+        """End every request: no output will come any more."""
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_engine_lost(why)
@@ -122,7 +122,7 @@ class EngineSession:
         return not len(self.outbox.sent)  # a message that is not confirmed may be what breaks the streams
 
     def _dispatch(self, batch: OutputBatch) -> None:
-        """Hand each request its share; one dictionary look-up per request."""
+        """Give each choice its part of a batch, with one dictionary look-up per choice."""
         self.queue.note_batch(batch)
         sinks = self._sinks
         for number in batch.admitted.tolist():
@@ -146,7 +146,7 @@ class EngineSession:
                 sink.on_error(_to_error(failure))
 
     def _dispatch_tokens(self, batch: OutputBatch, finishes: dict[int, FinishedRequest]) -> None:
-        """Also takes out of `finishes` those whose last tokens these are.
+        """Give each choice its tokens, and take those that end with them out of `finishes`.
 
         A batch of several steps has a request's tokens in several places.
         """
@@ -173,7 +173,7 @@ class EngineSession:
         first_row: int,
         finish: FinishedRequest | None,
     ) -> None:
-        """One request's tokens; what goes wrong with them ends this request alone."""
+        """Give one choice its tokens. An error in them ends only this choice."""
         try:
             sink.on_tokens(token_ids, logprobs, first_row, finish)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The public gRPC door: proto in, generator, proto out."""
+"""The public gRPC servicer: proto in, generator, proto out."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _chat_size(request: generation_pb2.GenerateRequest | generation_pb2.Tokenize
 
 
 def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | None) -> RawRequest:
-    """The request as the frontend knows it; what only this door can see to be wrong is noted in it."""
+    """The request as the frontend knows it; what only this servicer can see to be wrong is noted in it."""
     violations: list[FieldViolation] = []
     unsupported: list[str] = []
     kind = request.WhichOneof("prompt")

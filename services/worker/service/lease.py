@@ -142,7 +142,7 @@ class WorkerLease:
 
     def _begin(self, hello: EngineHello, facts: WorkerFacts) -> Grant:
         if self._session is not None:
-            self._session.end(ProtocolViolation(f"{hello} has begun a new session"))
+            self._session.end(ProtocolViolation(f"{hello} has started a new session"))
         self._fence = hello
         self._session = session = Session(
             hello, facts, self._thread, keep_s=self._keep_s, on_expired=self._expire

@@ -1,4 +1,4 @@
-"""A worker's sleep: its memory is given back, its process, its facts and its port stay."""
+"""Sleep of the worker: its memory is given back; its process, facts and port stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class SleepControl:
-    """Owned by the worker's event loop. One thing at a time; what has begun goes on although its caller leaves."""
+    """Puts the worker to sleep and wakes it, one at a time. What has started goes on even if its caller leaves.
+
+    Owned by the worker's event loop.
+    """
 
     def __init__(
         self,
@@ -26,7 +29,7 @@ class SleepControl:
         *,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`set_ready`: tells the worker's health whether engines are let in."""
+        """`set_ready`: sets the worker's health, by whether engines are admitted."""
         self._lease = lease
         self._thread = thread
         self._status_publisher = status_publisher
@@ -34,19 +37,19 @@ class SleepControl:
         self._turn = asyncio.Lock()
 
     async def fall_asleep(self, session_name: str, level: SleepLevel) -> int:
-        """End the session that asks, and give memory back; returns how many bytes.
+        """End the session of the engine that asks, and give memory back. Return how many bytes.
 
         Raises:
-            WorkerHeld, EngineUnavailable, ProtocolViolation: see `WorkerLease.end`; nothing has changed.
-            MemoryShort: the weights have no room on the host; the session is over, and another can begin.
+            WorkerHeld, EngineUnavailable, ProtocolViolation: As `WorkerLease.end` does. Nothing has changed.
+            MemoryShort: The host has too little memory for the weights. The session has ended; another can begin.
         """
         return await self._carry_out(self._fall_asleep(session_name, level))
 
     async def wake(self) -> None:
-        """Take memory again and let engines in; nothing to do for a worker that is awake, or on its way to be.
+        """Take memory again and admit engines. No effect on a worker that is awake, or waking.
 
         Raises:
-            MemoryShort, ModelError: see `Runner.wake`; it sleeps on.
+            MemoryShort, ModelError: As `Runner.wake` does. The worker sleeps on.
         """
         await self._carry_out(self._wake())
 
@@ -59,12 +62,12 @@ class SleepControl:
 
     async def _fall_asleep(self, session_name: str, level: SleepLevel) -> int:
         self._lease.end(session_name)
-        self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)  # from now on nobody gets in
+        self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)  # from now on no engine is admitted
         await self._set_ready(False)
         try:
             return await self._thread.ask(lambda runner: runner.sleep(level))
         except TriptychError:
-            await self._stand_ready()
+            await self._turn_ready()
             raise
 
     async def _wake(self) -> None:
@@ -76,8 +79,8 @@ class SleepControl:
         except TriptychError:
             self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)
             raise
-        await self._stand_ready()
+        await self._turn_ready()
 
-    async def _stand_ready(self) -> None:
+    async def _turn_ready(self) -> None:
         self._status_publisher.change(phase=Phase.READY, progress=1.0)
         await self._set_ready(True)

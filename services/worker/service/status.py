@@ -9,13 +9,13 @@ from triptych.types.facts import Phase, WorkerFacts
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One moment."""
+    """The worker's state at one moment."""
 
     phase: str = Phase.STARTING
     progress: float = 0.0
-    """Of the phase, 0..1."""
+    """Completed part of the phase, 0..1."""
     facts: WorkerFacts | None = None
-    """Once ready."""
+    """Facts of the worker once it is ready, before that None."""
     held_by: str = ""
     """The engine that has a session here, in words. Empty: none has."""
 

@@ -58,10 +58,14 @@ class ReplayBuffer(Generic[T]):
         """
         if number <= self.num_confirmed:
             return ()
-        self._check_sent(number)
-        forgotten = [self._messages.popleft() for _ in range(number - self.num_confirmed)]
-        for _ in forgotten:
-            self.num_bytes -= self._sizes.popleft()
+        if number > self.last_number:
+            raise self._never_sent(number)
+        messages, sizes = self._messages, self._sizes
+        forgotten = [messages.popleft()]
+        self.num_bytes -= sizes.popleft()
+        for _ in range(number - self.num_confirmed - 1):
+            forgotten.append(messages.popleft())
+            self.num_bytes -= sizes.popleft()
         self.num_confirmed = number
         return forgotten
 
@@ -83,7 +87,8 @@ class ReplayBuffer(Generic[T]):
         Raises:
             ProtocolViolation: It was never sent, or a later one has been confirmed.
         """
-        self._check_sent(number)
+        if number > self.last_number:
+            raise self._never_sent(number)
         if number < self.num_confirmed:
             raise ProtocolViolation(
                 f"message {number} is said to be the last one received, but {self.num_confirmed} was confirmed"
@@ -95,11 +100,10 @@ class ReplayBuffer(Generic[T]):
         self._messages.clear()
         self._sizes.clear()
 
-    def _check_sent(self, number: int) -> None:
-        if number > self.last_number:
-            raise ProtocolViolation(
-                f"message {number} is said to have arrived, but only {self.last_number} were sent"
-            )
+    def _never_sent(self, number: int) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"message {number} is said to have arrived, but only {self.last_number} were sent"
+        )
 
 
 def is_repeated(number: int, last_received: int, what: str) -> bool:
