@@ -98,7 +98,7 @@ def test_what_fits_is_served(requested, changes, chosen) -> None:
 @pytest.mark.parametrize("requested", ["triton", "flash-attn", "flashinfer"])
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_what_needs_cuda_is_refused_elsewhere(requested, device) -> None:
-    assert f"CUDA devices alone, and this is {device}" in refusal(requested, HOPPER, device=device)
+    assert f"CUDA devices only, and this is {device}" in refusal(requested, HOPPER, device=device)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_flash_attention_3_is_said_to_be_built_from_source(changes) -> None:
 
 def test_plain_torch_is_refused_where_it_would_spell_out_the_cache() -> None:
     assert "cache.dtype = int8" in refusal("torch", CPU, kv_dtype="int8")
-    assert "nothing attends" in refusal("torch", CPU, device="simulated")
+    assert "there is no attention" in refusal("torch", CPU, device="simulated")
 
 
 def test_the_configs_word_reaches_the_resolved_config() -> None:

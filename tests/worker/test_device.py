@@ -116,7 +116,7 @@ def test_the_rank_comes_from_the_options_of_the_process():
 @pytest.mark.parametrize(
     ("dtype", "native_kernels", "says"),
     [
-        ("bfloat16", False, r"native kernels alone.*builds them; or set it to auto, which is bfloat16 here"),
+        ("bfloat16", False, r"native kernels only.*builds them; or set it to auto, which is bfloat16 here"),
         ("float16", True, r"take float32 and bfloat16, not model\.dtype = float16"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_cache_of_8_bits_is_served_elsewhere(device, native_kernels):
 
 @pytest.mark.parametrize(
     ("device", "says"),
-    [("cpu", "read on CUDA devices alone; set it to int8"), ("cuda:0", r"compute capability 8\.9 and above")],
+    [("cpu", "read on CUDA devices only; set it to int8"), ("cuda:0", r"compute capability 8\.9 and above")],
 )
 def test_a_cache_of_8_bit_floats_is_refused_where_nothing_converts_them(device, says):
     with pytest.raises(
@@ -185,8 +185,8 @@ def test_quantization_is_served_by_cuda_devices_where_nothing_chooses_it_unasked
             "do not divide intermediate_size = 100",
         ),
         ("int8", "cuda:0", {"head_dim": 12}, "float32", True, r"do not divide num_heads \* head_dim = 48"),
-        ("int8", "cpu", {}, "float32", True, "on CUDA devices alone; q8 holds"),
-        ("fp8", "cpu", {}, "float32", True, "on CUDA devices alone; q8 holds"),
+        ("int8", "cpu", {}, "float32", True, "on CUDA devices only; q8 holds"),
+        ("fp8", "cpu", {}, "float32", True, "on CUDA devices only; q8 holds"),
         ("fp8", "cuda:0", {}, "bfloat16", True, r"compute capability 8\.9 and above"),
         ("q4", "simulated", {}, "bfloat16", False, "this is simulated"),
     ],

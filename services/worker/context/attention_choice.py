@@ -1,4 +1,4 @@
-"""Which attention backend `worker.attention_backend` means here, and what it is refused for. Needs no torch."""
+"""The attention backend that `worker.attention_backend` means here, or why it cannot be used. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
 
 FLASH_ATTN, FLASH_ATTN_3, FLASHINFER = "flash_attn", "flash_attn_interface", "flashinfer"
-"""Packages that attend, as Python imports them."""
+"""Packages of attention kernels, as Python imports them."""
 
 BATCH_INVARIANT_CHOICES = frozenset({"auto", "triton"})
-"""Those whose results do not depend on which rows share a step; others cut keys, or gather rows, by that."""
+"""Choices whose results do not depend on which rows share a step. Others split keys, or gather rows, by that."""
 
 NATIVE_DTYPES = ("float32", "bfloat16")
-"""What the native kernels for CPUs compute with."""
+"""Precisions in which the native kernels for CPUs compute."""
 
 _FLASH_ATTN_PAGE = 256  # mha_varlen_fwd of flash-attn 2.8: "block size must be divisible by 256"
 _FLASH_ATTN_MAX_HEAD_DIM = 256
-_FLASHINFER_HEAD_DIMS = (64, 128, 256)  # that its prefill kernels are built for on every device
-_HOPPER = 9  # major; FlashAttention 3 is written for it alone
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)  # sizes that its prefill kernels are built for on every device
+_HOPPER = 9  # major version; FlashAttention 3 is written for it only
 _HALF_DTYPES = ("bfloat16", "float16")
 _UNSCALED_DTYPES = ("float32", *_HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """What a choice has to fit."""
+    """The model and the device that a backend has to serve."""
 
     architecture: ModelArchitecture
     device: str
     """`cpu`, `cuda:<local_rank>` or `simulated`."""
     dtype: str
-    """Of activations."""
+    """Precision of activations."""
     kv_dtype: str
     block_size: int
     native_kernels: bool
-    """Whether the native kernels for CPUs are built and understood here."""
+    """Whether the native kernels for CPUs are built and run on this processor."""
     compute_capability: tuple[int, int] = (0, 0)
-    """Of a CUDA device."""
+    """Compute capability of a CUDA device."""
     packages: frozenset[str] = frozenset()
-    """Which of those above are installed."""
+    """Those of the packages above that are installed."""
 
 
 def installed_packages() -> frozenset[str]:
-    """Those that Python would find; none is imported."""
+    """Return the installed packages of attention kernels, without importing them."""
     return frozenset(name for name in (FLASH_ATTN, FLASH_ATTN_3, FLASHINFER) if find_spec(name) is not None)
 
 
 def choose_attention_backend(requested: str, site: AttentionSite) -> str:
-    """native, triton, torch, flash-attn, flash-attn-3 or flashinfer; none where nothing attends.
+    """Return native, triton, torch, flash-attn, flash-attn-3 or flashinfer; none on a simulated device.
 
-    `auto` is triton on a CUDA device, on a CPU the native kernels, or plain torch where there are none. `flash-attn` is
-    FlashAttention 3 where that is installed and the device is one that it is written for.
+    `auto` is triton on a CUDA device. On a CPU it is the native kernels, or plain torch if there are none. `flash-attn`
+    is FlashAttention 3 if that is installed and the device is one that it is written for.
 
     Raises:
-        FeatureDisabled: the backend cannot serve this model on this device.
+        FeatureDisabled: The backend cannot serve this model on this device.
     """
     on_cuda = site.device.startswith("cuda")
     if requested == "auto":
@@ -75,7 +75,7 @@ def _obstacle(requested: str, site: AttentionSite, *, on_cuda: bool) -> str | No
     if requested == "torch":
         return _obstacle_to_torch(site, on_cuda=on_cuda)
     if not on_cuda:
-        return f"it runs on CUDA devices alone, and this is {site.device}; set it to auto"
+        return f"it runs on CUDA devices only, and this is {site.device}; set it to auto"
     if requested == "flash-attn":
         return _obstacle_to_flash_attn(site)
     if requested == "flashinfer":
@@ -85,10 +85,10 @@ def _obstacle(requested: str, site: AttentionSite, *, on_cuda: bool) -> str | No
 
 def _obstacle_to_torch(site: AttentionSite, *, on_cuda: bool) -> str | None:
     if site.device != "cpu" and not on_cuda:
-        return f"nothing attends on a device that is {site.device}; set it to auto"
+        return f"there is no attention on a device that is {site.device}; set it to auto"
     if site.device == "cpu" and site.kv_dtype not in _UNSCALED_DTYPES:
         return (
-            f"on CPUs cache.dtype = {site.kv_dtype} is read by the native kernels alone; set cache.dtype or this to "
+            f"on CPUs cache.dtype = {site.kv_dtype} is read by the native kernels only; set cache.dtype or this to "
             "auto"
         )
     return None
@@ -100,7 +100,7 @@ def _obstacle_to_flash_attn(site: AttentionSite) -> str | None:
     if not _has_flash_attn_3(site):
         if FLASH_ATTN not in site.packages:
             return (
-                f"FlashAttention 3 alone is installed, which runs on compute capability {_HOPPER}.x, and this "
+                f"only FlashAttention 3 is installed, which runs on compute capability {_HOPPER}.x, and this "
                 f"device has {_dotted(site.compute_capability)}; install flash-attn, or set it to auto"
             )
         if site.block_size % _FLASH_ATTN_PAGE:
@@ -150,7 +150,7 @@ def _has_flash_attn_3(site: AttentionSite) -> bool:
 
 
 def _hint_at_flash_attn_3(site: AttentionSite) -> str:
-    """Where to get it, on a device that it is written for; else nothing."""
+    """Return where to get FlashAttention 3, on a device that it is written for; else an empty string."""
     if site.compute_capability[0] != _HOPPER:
         return ""
     return (

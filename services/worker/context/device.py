@@ -1,4 +1,4 @@
-"""Choosing the device and the threads, and what torch says of them."""
+"""The device and the threads of this process, and what torch knows of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
 _NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Extensions that multiply bfloat16: two of x86, and that of ARM."""
+"""CPU extensions that multiply bfloat16: two of x86, and one of ARM."""
 
 _KERNEL_FLAGS = ("avx2", "fma", "f16c")  # the least that native kernels are built for
 
@@ -37,8 +37,8 @@ def resolve_config(
     """Join the operator's config, the checkpoint's architecture and this machine's facts.
 
     Raises:
-        ConfigError: a device that is not there, or a max_model_len above the model's own.
-        FeatureDisabled: a value that this build knows and does not serve.
+        ConfigError: The device does not exist, or max_model_len is above the model's own.
+        FeatureDisabled: A value is not supported on this machine.
     """
     device = choose_device(engine.worker.device, engine.worker.local_rank)
     native_bfloat16 = has_native_bfloat16(device, root)
@@ -55,10 +55,10 @@ def resolve_config(
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """The device that `worker.device` means on this machine: `cpu` or `cuda:<local_rank>`.
+    """Return the device that `worker.device` means on this machine: `cpu` or `cuda:<local_rank>`.
 
     Raises:
-        ConfigError: `cuda` where torch sees no such device.
+        ConfigError: It is `cuda`, and torch sees no such device.
     """
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and num_devices == 0):
@@ -76,19 +76,19 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
-    """Whether the device multiplies bfloat16 itself, rather than converting at every product."""
+    """Return whether the device multiplies bfloat16 itself, rather than converting at every product."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; older ones emulate
     return not _NATIVE_BFLOAT16.isdisjoint(host.cpu_flags(root))
 
 
 def has_native_float8(device: torch.device) -> bool:
-    """Whether the device multiplies 8-bit floats itself: Ada, Hopper and newer."""
+    """Return whether the device multiplies 8-bit floats itself: Ada, Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def missing_kernels(root: Path = host.ROOT) -> str:
-    """Return why this machine's CPU has no native kernels in use, and what helps; empty: they are in use."""
+    """Return why no native kernels are in use on this CPU, and the remedy; empty if they are in use."""
     if isa():
         return ""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -103,8 +103,8 @@ def use_threads(requested: int) -> int:
     """Give native kernels and torch the model's CPU threads, process-wide, and return how many each has.
 
     Args:
-        requested: 0: the physical cores that we may use, since a second thread per core only fights for the same
-            vector unit.
+        requested: Number of threads; 0: the physical cores that this process may use, since a second thread per core
+            only competes for the same vector unit.
     """
     num_threads = requested or host.usable_cores()
     use_native_threads(num_threads)
@@ -113,16 +113,16 @@ def use_threads(requested: int) -> int:
 
 
 def leave_cores_to_kernels() -> None:
-    """Let torch do its small remainder of a step on the thread that calls it; native kernels keep their threads."""
+    """Let torch use one thread, for its small part of a step; native kernels keep their threads."""
     torch.set_num_threads(1)
 
 
 def use_device(device: torch.device) -> None:
-    """Make the device the calling thread's own, and set torch up for it; before anything is allocated on it.
+    """Make a device current on the calling thread and set torch up for it, before anything is allocated on it.
 
-    Segments that grow in place keep memory from being cut up by steps of many sizes. Settings that the operator gave
-    torch's allocator in the environment are left alone. Products that cuBLAS cuts into parts are added up in float32:
-    torch would let it add them up in 16 bits.
+    Segments that grow in place keep steps of many sizes from fragmenting memory. An allocator setting in the
+    environment takes precedence. Products that cuBLAS computes in parts are summed in float32; torch's default lets it
+    sum them in 16 bits.
     """
     if device.type != "cuda":
         return
@@ -134,7 +134,7 @@ def use_device(device: torch.device) -> None:
 
 
 def _set_allocator() -> None:
-    """Let segments grow in place, by functions of torch that are private and may be gone in another version."""
+    """Let segments grow in place, by private functions of torch that other versions may not have."""
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
         torch.cuda.memory, "_set_allocator_settings", None
     )
@@ -153,7 +153,7 @@ def _set_allocator() -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes on `device` that this process can still take."""
+    """Return the number of bytes on `device` that this process can still allocate."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -161,12 +161,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes on `device` that this process has taken."""
+    """Return the number of bytes on `device` that this process has allocated."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return host.resident_memory()
 
 
 def device_name(device: torch.device) -> str:
-    """The processor's name, for people."""
+    """Return the processor's name, for people."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else host.cpu_name()

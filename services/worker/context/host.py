@@ -1,7 +1,7 @@
-"""What the operating system grants this process: cores, free memory, instruction sets.
+"""The cores, the free memory and the instruction sets that the operating system grants this process.
 
-Linux answers in files under /proc and /sys. Where there are none, as on macOS, Python's own functions answer what they
-can: every core that the machine has, half of its memory, no instruction set.
+Linux provides these in files under /proc and /sys. Elsewhere, as on macOS, Python's own functions provide less: every
+core of the machine, half of its memory, no instruction set.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")  # every function takes another root, so that tests can lay out a machine of their own
 
-_NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" as a page-aligned 2**63; nobody has an exbibyte
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "unlimited" as a page-aligned 2**63, and no machine has an exbibyte
 
 
 def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
-    """Physical cores that this process may use: its affinity, siblings counted once, within its CPU quota.
+    """Return the number of physical cores that this process may use, within its affinity and its CPU quota.
 
     Args:
-        root: where `proc` and `sys` are found.
-        affinity: logical CPUs allowed; None: as the kernel says.
+        root: Directory that contains `proc` and `sys`.
+        affinity: Logical CPUs allowed; None: as the kernel has it.
     """
     allowed = _allowed_cpus() if affinity is None else affinity
     core_of = _core_of_cpu(root)
@@ -35,7 +35,7 @@ def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> 
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """Instruction set extensions of the first CPU, as /proc/cpuinfo spells them; empty where there is none."""
+    """Return the instruction set extensions of the first CPU as /proc/cpuinfo has them; empty without that file."""
     for key, text in _cpuinfo(root):
         if key in ("flags", "Features"):  # of x86, of ARM
             return frozenset(text.split())
@@ -43,16 +43,16 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """Marketing name of the first CPU; where the kernel does not say, its kind, such as aarch64."""
+    """Return the marketing name of the first CPU, or its architecture, such as aarch64, if the kernel has no name."""
     name = next((text for key, text in _cpuinfo(root) if key == "model name"), "")
     return name or platform.processor() or platform.machine() or "cpu"
 
 
 def numa_nodes(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
-    """Memory nodes whose CPUs this process may use; 1 where the kernel does not tell.
+    """Return the number of memory nodes with CPUs that this process may use; 1 if the kernel does not list them.
 
     Args:
-        affinity: as in `usable_cores`.
+        affinity: As in `usable_cores`.
     """
     allowed = _allowed_cpus() if affinity is None else affinity
     nodes = [
@@ -62,24 +62,24 @@ def numa_nodes(root: Path = ROOT, affinity: Collection[int] | None = None) -> in
 
 
 def huge_pages(root: Path = ROOT) -> str:
-    """What the kernel grants of transparent huge pages: `always`, `madvise`, `never`; `none` where it has none."""
+    """Return the kernel's mode of transparent huge pages: `always`, `madvise` or `never`; `none` if it has none."""
     modes = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return modes.partition("[")[2].partition("]")[0] or "none"
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process can still take: what the machine has, within its control groups' limits."""
+    """Return the bytes that this process can still allocate, within the limits of its control groups."""
     return min([_available_memory(root), *_cgroup_free_memory(root)])
 
 
 def resident_memory(root: Path = ROOT) -> int:
-    """Bytes of memory behind this process's pages; 0 where the kernel does not say."""
+    """Return the bytes of memory behind this process's pages; 0 if the kernel does not provide them."""
     sizes = _read(root / "proc/self/statm").split()  # in pages: all that is mapped, then what is resident
     return int(sizes[1]) * os.sysconf("SC_PAGE_SIZE") if sizes else 0
 
 
 def _allowed_cpus() -> Collection[int]:
-    """Logical CPUs that this process may run on; all where the system restricts no process to some."""
+    """Return the logical CPUs that this process may run on; all of them on systems without affinity."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)
@@ -93,7 +93,7 @@ def _cpuinfo(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
-    """Logical CPU -> (socket, core); a CPU whose core the kernel does not name is left out."""
+    """Return logical CPU -> (socket, core), without CPUs of which the kernel names no core."""
     core_of: dict[int, tuple[str, str]] = {}
     cpu, socket = 0, "0"
     for key, text in _cpuinfo(root):
@@ -112,13 +112,13 @@ def _available_memory(root: Path) -> int:
             return int(line.split()[1]) * 1024
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         num_pages = os.sysconf("SC_AVPHYS_PAGES")
-    else:  # macOS tells only how much there is; half of it is seldom taken
+    else:  # macOS provides only the total; half of it is usually free
         num_pages = os.sysconf("SC_PHYS_PAGES") // 2
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_free_memory(root: Path) -> Iterator[int]:
-    """Bytes left under each limit; file pages that the kernel would drop first do not count as used."""
+    """Yield the bytes left under each limit, not counting file pages that the kernel would drop first as used."""
     for group in _cgroups("memory", root):
         for limit_name, used_name, cache_key in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -131,7 +131,7 @@ def _cgroup_free_memory(root: Path) -> Iterator[int]:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPUs' worth of time per period that this control group may take; None: no limit."""
+    """Return the CPUs' worth of time per period that this control group may use; None if there is no limit."""
     quota, _, period = _read(group / "cpu.max").partition(" ")
     if not period:
         quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
@@ -141,9 +141,9 @@ def _cpu_quota(group: Path) -> float | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Directories of the control groups that this process is in, innermost first, version 2 or 1.
+    """Yield the directories of the control groups that this process is in, innermost first, version 2 or 1.
 
-    Inside a container the path that the kernel tells may be the host's; its group is then the mount's root.
+    Inside a container the kernel's path may be the host's; the group of the container is then the mount's root.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -158,7 +158,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _cpu_list(text: str) -> set[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}"""
+    """Parse a list of CPUs: `0-3,8` -> {0, 1, 2, 3, 8}."""
     cpus: set[int] = set()
     for span in text.split(",") if text else ():
         first, _, last = span.partition("-")
@@ -167,7 +167,7 @@ def _cpu_list(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """Content of a kernel file; empty where this kernel has none."""
+    """Return the content of a kernel file; empty if this kernel does not have it."""
     try:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,4 +1,4 @@
-"""What the operator's config means for a model on a device, and what of it is refused. Needs no torch."""
+"""The meaning of the operator's config for a model on a device, and its unsupported values. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
 
 _GROUP_SIZE = 32  # of quantized weights
-_WEIGHTS_ALONE = ("q4", "q8")
-"""Forms whose inputs stay in `model.dtype`; on CUDA devices their products of many rows are several times slower
-where they must not depend on the batch."""
+_WEIGHT_ONLY = ("q4", "q8")
+"""Forms whose inputs stay in `model.dtype`. On CUDA devices their products of many rows are several times slower if
+they must not depend on the batch."""
 
 
 def resolve_for_device(
@@ -30,18 +30,19 @@ def resolve_for_device(
     compute_capability: tuple[int, int] = (0, 0),
     attention_packages: frozenset[str] = frozenset(),
 ) -> ResolvedConfig:
-    """Join the operator's config, the checkpoint's architecture and what is known of the device.
+    """Join the operator's config, the checkpoint's architecture and the facts of the device.
 
     Args:
         device: `cpu`, `cuda:<local_rank>` or `simulated`.
-        native_bfloat16: whether it multiplies bfloat16 itself.
-        native_kernels: whether the native kernels for CPUs are built and understood here.
-        native_float8: whether it multiplies 8-bit floats itself.
-        compute_capability: of a CUDA device.
-        attention_packages: see `installed_packages`.
+        native_bfloat16: Whether the device multiplies bfloat16 itself.
+        native_kernels: Whether the native kernels for CPUs are built and run on this processor.
+        native_float8: Whether the device multiplies 8-bit floats itself.
+        compute_capability: Compute capability of a CUDA device.
+        attention_packages: As of `installed_packages`.
+
     Raises:
-        ConfigError: a max_model_len above the model's own, or a rank that its group does not have.
-        FeatureDisabled: a value that this build knows and does not serve.
+        ConfigError: max_model_len is above the model's own, or the group has no such rank.
+        FeatureDisabled: A value is not supported on this device.
     """
     rank = find_rank(engine, device)
     own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
@@ -89,8 +90,8 @@ def find_rank(engine: EngineConfig, device: str) -> RankFacts:
     """Return this process's place among the ranks.
 
     Raises:
-        ConfigError: there is no such rank.
-        FeatureDisabled: layers on other ranks.
+        ConfigError: There is no such rank.
+        FeatureDisabled: Layers would be on other ranks.
     """
     parallel, rank = engine.parallel, engine.worker.rank
     size = parallel.tensor_parallel_size
@@ -111,11 +112,12 @@ def find_rank(engine: EngineConfig, device: str) -> RankFacts:
 
 
 def check_supported(engine: EngineConfig) -> None:
-    """Refuse, naming key and value, what the config can say and no served worker does yet: an engine feeds one worker,
-    though runners of several ranks can be created.
+    """Check that one worker computes the model: an engine does not feed several ranks yet.
+
+    Runners of several ranks can be created all the same; this check is for a worker that serves.
 
     Raises:
-        FeatureDisabled: more than one worker per model.
+        FeatureDisabled: The config asks for more than one worker per model; names key and value.
     """
     for key, value, served in (
         ("parallel.tensor_parallel_size", engine.parallel.tensor_parallel_size, 1),
@@ -125,20 +127,20 @@ def check_supported(engine: EngineConfig) -> None:
         if value != served:
             raise FeatureDisabled(
                 f"{key} = {value}",
-                f"an engine does not feed several workers yet, so a worker serves {key} = {served} alone; set it so",
+                f"an engine does not feed several workers yet, so a worker serves {key} = {served} only; set it so",
             )
 
 
 def choose_dtype(
     requested: str, architecture: ModelArchitecture, *, device: str, native_bfloat16: bool
 ) -> str:
-    """Return the precision that `model.dtype` means; `auto` is the checkpoint's, where the device can do it.
+    """Return the precision that `model.dtype` means; `auto` is the checkpoint's, if the device computes in it.
 
-    GGUF files are quantized, so their own precision says nothing: they count as bfloat16, which becomes
+    GGUF files are quantized, so the precision of their tensors is no guide: they count as bfloat16, which becomes
     float32 on a device that would only emulate it. So does float16 on a CPU, where no native kernel takes it.
 
     Args:
-        device: as `resolve_for_device` takes it.
+        device: As of `resolve_for_device`.
     """
     if requested != "auto":
         return requested
@@ -155,10 +157,11 @@ def choose_kv_dtype(
     """Return the precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
 
     Args:
-        dtype: of activations.
-        device, native_kernels, native_float8: as `resolve_for_device` takes them.
+        dtype: Precision of activations.
+        device, native_kernels, native_float8: As of `resolve_for_device`.
+
     Raises:
-        FeatureDisabled: 8 bits where no kernel reads them: plain torch would first spell them out, so it would cost
+        FeatureDisabled: It is 8 bits, and no kernel reads them: plain torch would first convert them, which would cost
             time instead of saving it.
     """
     if requested == "auto":
@@ -175,7 +178,7 @@ def choose_kv_dtype(
 
 def _obstacle_to_float8(device: str, *, native_float8: bool) -> str | None:
     if device == "cpu":
-        return "8-bit floats are read on CUDA devices alone; set it to int8, or to"
+        return "8-bit floats are read on CUDA devices only; set it to int8, or to"
     if device.startswith("cuda") and not native_float8:
         return (
             "8-bit floats are converted by devices of compute capability 8.9 and above, which this is not; set it to "
@@ -187,7 +190,7 @@ def _obstacle_to_float8(device: str, *, native_float8: bool) -> str | None:
 def _obstacle_to_int8_on_cpu(dtype: str, *, native_kernels: bool) -> str | None:
     if not native_kernels:
         return (
-            "on CPUs it is read by the native kernels alone, which are not in use here; on Linux and x86-64 with AVX2 "
+            "on CPUs it is read by the native kernels only, which are not in use here; on Linux and x86-64 with AVX2 "
             "`python -m triptych_kernels.cpu.build` builds them; or set it to"
         )
     if dtype not in NATIVE_DTYPES:
@@ -205,17 +208,18 @@ def choose_quantization(
     native_float8: bool = False,
     num_ranks: int = 1,
 ) -> str:
-    """The form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
+    """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
 
-    `auto` is q4 where the native kernels for CPUs serve it, else none: on CUDA devices nobody has measured yet which
-    is the fastest.
+    `auto` is q4 if the native kernels for CPUs compute it, else none: which form is the fastest on CUDA devices has not
+    been measured yet.
 
     Args:
-        dtype: of activations.
-        device, native_kernels, native_float8: as `resolve_for_device` takes them.
-        num_ranks: that share out the inputs of some layers.
+        dtype: Precision of activations.
+        device, native_kernels, native_float8: As of `resolve_for_device`.
+        num_ranks: Number of ranks that share the inputs of some layers.
+
     Raises:
-        FeatureDisabled: a form that no kernel multiplies there.
+        FeatureDisabled: No kernel multiplies this form there.
     """
     if requested == "none":
         return "none"
@@ -233,19 +237,20 @@ def choose_quantization(
 
 
 def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantization: str) -> bool:
-    """Whether a request's numbers must not depend on its batch: what `model.batch_invariant` means.
+    """Return whether a request's numbers must not depend on its batch, which `model.batch_invariant` decides.
 
     Args:
-        site: where attention and products are computed.
-        quantization: resolved.
+        site: The model and the device.
+        quantization: Form of linear weights, resolved.
+
     Raises:
-        FeatureDisabled: they must not, but something that was asked for lets them.
+        FeatureDisabled: They must not, and another option makes them depend on it.
     """
     requested = engine.model.batch_invariant
     obstacle = _batch_dependence(engine.worker.attention_backend, site, quantization)
     if requested == "auto":
-        is_dear = site.device.startswith("cuda") and quantization in _WEIGHTS_ALONE
-        return engine.model.quantization != "auto" and obstacle is None and not is_dear
+        is_slow = site.device.startswith("cuda") and quantization in _WEIGHT_ONLY
+        return engine.model.quantization != "auto" and obstacle is None and not is_slow
     if requested == "true" and obstacle is not None:
         raise FeatureDisabled(
             "model.batch_invariant = true", f"{obstacle}, or model.batch_invariant to auto or false"
@@ -254,7 +259,7 @@ def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantizat
 
 
 def _batch_dependence(attention: str, site: AttentionSite, quantization: str) -> str | None:
-    """What makes sums follow the rows that share a step, and what to set."""
+    """Return what makes sums depend on the rows that share a step, and the remedy; None if they do not."""
     if attention not in BATCH_INVARIANT_CHOICES:
         return f"worker.attention_backend = {attention} cuts its sums by the rows that share a step; set that to auto"
     if site.device.startswith("cuda") and (quantization == "none" or site.architecture.num_experts):
@@ -278,10 +283,10 @@ def _batch_dependence(attention: str, site: AttentionSite, quantization: str) ->
 
 def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> str | None:
     if quantization in ("int8", "fp8"):
-        return "inputs in 8 bits are multiplied on CUDA devices alone; q8 holds weights in 8 bits here"
+        return "inputs in 8 bits are multiplied on CUDA devices only; q8 holds weights in 8 bits here"
     if not native_kernels:
         return (
-            "on CPUs quantized weights are multiplied by the native kernels alone, which are not in use here"
+            "on CPUs quantized weights are multiplied by the native kernels only, which are not in use here"
         )
     if dtype not in NATIVE_DTYPES:
         return f"the kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}"
@@ -290,14 +295,14 @@ def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> 
 
 def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) -> str | None:
     if not device.startswith("cuda"):
-        return f"weights are quantized on CPUs and CUDA devices alone, and this is {device}"
+        return f"weights are quantized on CPUs and CUDA devices only, and this is {device}"
     if quantization == "fp8" and not native_float8:
         return "8-bit floats are multiplied by devices of compute capability 8.9 and above, which this is not"
     return None
 
 
 def _indivisible_inputs(architecture: ModelArchitecture, num_ranks: int) -> str | None:
-    """Why groups would be cut, by the layers themselves or by the ranks that share out their inputs."""
+    """Return why quantized groups would be split, by a layer or by the ranks that share its inputs; None if not."""
     for name, size, num_shares in (
         ("hidden_size", architecture.hidden_size, 1),
         ("intermediate_size", architecture.intermediate_size, num_ranks),

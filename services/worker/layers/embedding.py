@@ -1,4 +1,4 @@
-"""Token ids to hidden states, and hidden states to logits; ranks share out the vocabulary."""
+"""Token ids to hidden states, and hidden states to logits; ranks share the vocabulary."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from triptych_kernels.ops import embedding, linear
 
 
 class VocabEmbedding(WeightedLayer):
-    """A row of weights per token: where the residual stream begins, so in float32, see docs/adr/0003.
+    """One row of weights per token. Its output starts the residual stream, so it is float32: docs/adr/0003.
 
-    A model that ties it to its `LogitsHead` holds it in the form that products want.
+    A model that ties it to its `LogitsHead` holds it in the form that the product reads.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
         self.vocab_size = vocab_size
-        """Of all ranks together."""
+        """Number of tokens, of all ranks together."""
         self.group = context.group
         lengths, rank = vocab_lengths(vocab_size, rank=context.rank), context.rank.tensor_parallel_rank
         self.start, length = sum(lengths[:rank]), lengths[rank]
@@ -41,13 +41,13 @@ class VocabEmbedding(WeightedLayer):
             self.weight = empty_parameter(length, hidden_size, context=context)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] int64 -> float32 [num_tokens, hidden_size], on every rank"""
+        """Map [num_tokens] int64 to float32 [num_tokens, hidden_size], on every rank."""
         if self.group.size == 1:
             return embedding(token_ids, self.weight, out_dtype=torch.float32)
         own_ids = token_ids - self.start
         elsewhere = (own_ids < 0) | (own_ids >= self.weight.shape[0])
         found = embedding(own_ids.masked_fill_(elsewhere, 0), self.weight, out_dtype=torch.float32)
-        # in float32 the sum, of which one rank has all, is exact whatever form the weights are held in
+        # one rank has the row and the others add zeros, so the float32 sum is exact
         hidden: Tensor = self.group.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
         return hidden
 
@@ -57,12 +57,12 @@ class VocabEmbedding(WeightedLayer):
 
 
 class LogitsHead(WeightedLayer):
-    """A score per token: each rank computes its part of the vocabulary, and all are given the whole.
+    """A score per token: each rank computes its part of the vocabulary, and all ranks gather the whole.
 
     Every rank then draws the same tokens: the gathered logits have the same bits, the random numbers are keyed by the
-    request, and equal kernels on equal processors choose alike. So no token is sent.
+    request, and equal kernels on equal processors choose alike. So no tokens are sent between ranks.
 
-    Tied, it reads the weight of the embedding and has none of its own.
+    A tied head reads the weight of the embedding and has none of its own.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LogitsHead(WeightedLayer):
             self.weight = tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> float32 logits [num_rows, vocab_size], on every rank"""
+        """Map [num_rows, hidden_size] to float32 logits [num_rows, vocab_size], on every rank."""
         own = linear(hidden, self.weight, out_dtype=torch.float32)
         logits: Tensor = self.group.all_gather(own, self.lengths)
         return logits

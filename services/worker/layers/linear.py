@@ -1,8 +1,8 @@
 """Projections: weights [out_features, in_features], packed where the checkpoint has them in pieces.
 
 With more than one tensor-parallel rank, the packed projections hold a share of their outputs (whole heads,
-whole MLP columns), and `RowLinear`, which follows them, the matching share of its inputs: what it computes is
-then a part of a sum over the ranks, which it takes.
+whole MLP columns). `RowLinear`, which follows them, holds the matching share of its inputs. Its product is one term of
+a sum over the ranks, and it computes that sum.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Piece:
     name: str
     """The last part of its module's name in the checkpoint: `q_proj`."""
     out_features: int
-    """In the checkpoint."""
+    """Number of outputs in the checkpoint."""
     start: int
-    """The first of them that this rank holds."""
+    """Index of the first output that this rank holds."""
     length: int
-    """How many it holds."""
+    """Number of outputs that this rank holds."""
 
 
 class PackedLinear(WeightedLayer):
-    """Several projections of the same input as one product; the outputs stand one after the other.
+    """Several projections of the same input as one product, with their outputs one after the other.
 
     weight  [ q_proj | k_proj | v_proj ]   along the outputs, each this rank's share
     """
@@ -61,7 +61,7 @@ class PackedLinear(WeightedLayer):
         self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, sum of this rank's pieces]"""
+        """Map [num_tokens, in_features] to [num_tokens, sum of this rank's pieces]."""
         return linear(x, self.weight, self.bias)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -89,8 +89,8 @@ class PackedLinear(WeightedLayer):
 class QKVLinear(PackedLinear):
     """The query, key and value projections; `prefix` is that of the attention module.
 
-    Ranks share out the heads, a key head with the query heads that read it; where there are more ranks than
-    key heads, neighbouring ranks hold the same one.
+    Ranks share the heads, a key head with the query heads that read it. If there are more ranks than key heads,
+    neighbouring ranks hold the same key head.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class QKVLinear(PackedLinear):
         super().__init__(hidden_size, pieces, bias=bias, context=context, prefix=prefix)
         self.head_dim = head_dim
         self.num_heads = heads[1]
-        """This rank's."""
+        """Number of query heads of this rank."""
         self.num_kv_heads = kv_heads[1]
-        """This rank's."""
+        """Number of key heads of this rank."""
 
     def split_heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` gave, as views: query [num_tokens, num_heads, head_dim], key and value likewise."""
+        """Return views of the output of `forward`: query [num_tokens, num_heads, head_dim], key and value likewise."""
         heads = packed.view(packed.shape[0], -1, self.head_dim)
         first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
         return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
@@ -145,7 +145,7 @@ class GatedLinear(WeightedLayer):
         self.prefix = prefix
         self.activation = activation
         self.intermediate_size = intermediate_size
-        """Of all ranks together."""
+        """Number of columns, of all ranks together."""
         self.start, self.length = share(intermediate_size, what="intermediate_size", rank=context.rank)
         self.weight, self.bias = create_linear_weight(
             2 * self.length,
@@ -158,7 +158,7 @@ class GatedLinear(WeightedLayer):
         self.has_bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> activation(gate) * up, [num_tokens, this rank's columns]"""
+        """Map [num_tokens, hidden_size] to activation(gate) * up, [num_tokens, this rank's columns]."""
         return gated_linear(x, self.weight, self.bias, activation=self.activation)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -182,7 +182,7 @@ class GatedLinear(WeightedLayer):
 
 
 class RowLinear(WeightedLayer):
-    """A projection of inputs that ranks share out, and the sum over ranks; the first of them adds the bias."""
+    """A projection of inputs that ranks share, and the sum over ranks; rank 0 adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, prefix: str
@@ -191,17 +191,17 @@ class RowLinear(WeightedLayer):
         self.prefix = prefix
         self.group = context.group
         self.in_features = in_features
-        """Of all ranks together."""
+        """Number of inputs, of all ranks together."""
         self.start, length = share(in_features, what=f"inputs of {prefix}", rank=context.rank)
         self.adds_bias = bias and context.rank.tensor_parallel_rank == 0
         self.weight, self.bias = create_linear_weight(
             out_features, length, sources=[f"{prefix}.weight"], context=context, bias=self.adds_bias
         )
         self.has_bias = bias
-        """In the checkpoint."""
+        """Whether the checkpoint has a bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, this rank's inputs] -> [num_tokens, out_features], on every rank"""
+        """Map [num_tokens, this rank's inputs] to [num_tokens, out_features], on every rank."""
         out: Tensor = self.group.all_reduce(linear(x, self.weight, self.bias))
         return out
 

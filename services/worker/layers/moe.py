@@ -1,7 +1,7 @@
-"""Sparse mixtures of experts: a router, and as many gated MLPs of which each token goes through a few.
+"""Sparse mixtures of experts: a router, and many gated MLPs of which each token passes through a few.
 
-With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, and they sum
-up their results. The router is whole on each: equal inputs and kernels make equal choices.
+With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, and the
+results are summed over the ranks. Every rank holds the whole router: equal inputs and kernels make equal choices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family calls the three projections of an expert."""
+    """The names that a family gives to the three projections of an expert."""
 
     gate: str
     up: str
@@ -38,15 +38,15 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Of each expert, and this rank's share of it."""
+    """The sizes of each expert, and this rank's share of it."""
 
     hidden_size: int
     intermediate_size: int
-    """Of all ranks together."""
+    """Number of columns, of all ranks together."""
     start: int
-    """The first column that this rank holds."""
+    """Index of the first column that this rank holds."""
     length: int
-    """How many it holds."""
+    """Number of columns that this rank holds."""
 
 
 class SparseMoE(nn.Module):
@@ -66,8 +66,8 @@ class SparseMoE(nn.Module):
     ) -> None:
         """
         Args:
-            top_k: how many experts a token goes through.
-            renormalize: weigh them by the softmax over them, rather than over all experts.
+            top_k: Number of experts that a token passes through.
+            renormalize: Whether they are weighted by the softmax over them, rather than over all experts.
         """
         super().__init__()
         self.group = context.group
@@ -83,7 +83,7 @@ class SparseMoE(nn.Module):
         self.experts = create(sizes, num_experts, expert_names, context=context, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> likewise"""
+        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank."""
         mixed = fused_moe(
             x,
             self.router(x),
@@ -97,7 +97,7 @@ class SparseMoE(nn.Module):
 
 
 class Router(WeightedLayer):
-    """A score for each expert; never quantized, as it is small and a wrong choice is no small error."""
+    """A score for each expert. It is never quantized: it is small, and a wrong choice is a large error."""
 
     def __init__(self, hidden_size: int, num_experts: int, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Router(WeightedLayer):
             self.weight = empty_parameter(num_experts, hidden_size, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> logits [num_tokens, num_experts]"""
+        """Map [num_tokens, hidden_size] to logits [num_tokens, num_experts]."""
         return linear(x, self.weight)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -119,7 +119,7 @@ class Router(WeightedLayer):
 
 
 class StackedExperts(WeightedLayer):
-    """All experts' weights in two plain tensors, for kernels that walk over them."""
+    """All experts' weights in two plain tensors, for kernels that compute all experts in one launch."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class StackedExperts(WeightedLayer):
 
 
 class PackedExperts(nn.Module):
-    """Each expert's weights as its device's products want them: packed, quantized."""
+    """Each expert's weights in the form that the device's products read: packed or quantized."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedExpert(WeightedLayer):
-    """One expert's weights."""
+    """The weights of one expert."""
 
     def __init__(
         self, w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
@@ -186,7 +186,7 @@ class PackedExpert(WeightedLayer):
 
 
 def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
-    """Whether experts' weights are more than plain tensors, stacked."""
+    """Return whether experts' weights are packed or quantized, rather than stacked plain tensors."""
     if context.device.type != "cpu":
         return context.config.quantization != "none"
     dtype = context.dtype
@@ -201,14 +201,14 @@ def _create_packed(
     gated: bool,
     context: ModelContext,
 ) -> Sequence[LinearWeight]:
-    """Storage for one product of every expert: each for itself on CPUs, else quantized, in one piece.
+    """Allocate the weights of one product of every expert: one by one on CPUs, else quantized, as one tensor.
 
     Args:
-        sources: of each expert, the tensors of the checkpoint that it is made of.
+        sources: For each expert, the names of the checkpoint's tensors that its weight is made of.
     """
     if context.device.type != "cpu":
         format = choose_format([name for names in sources for name in names], context=context)
-        assert format is not None, "plain ones are stacked"
+        assert format is not None, "plain weights are stacked"
         return create_quantized_experts(
             len(sources), out_features, in_features, format, gated=gated, context=context
         )
@@ -217,7 +217,7 @@ def _create_packed(
         weight, _ = create_linear_weight(
             out_features, in_features, sources=names, context=context, gated=gated
         )
-        assert isinstance(weight, LinearWeight), "_are_packed has asked whether they can be packed"
+        assert isinstance(weight, LinearWeight), "_are_packed has checked that they can be packed"
         weights.append(weight)
     return weights
 

@@ -25,7 +25,7 @@ class RMSNorm(WeightedLayer):
     @overload
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x; with a residual, normalise `x + residual` and return that sum too."""
+        """Normalise x; with a residual, normalise `x + residual` and also return that sum."""
         return rms_norm(x, self.weight, self.eps, residual)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

@@ -1,4 +1,4 @@
-"""In which form a linear layer's weight is held, by what the operator asked for and what the checkpoint has."""
+"""The form in which a linear layer's weight is held, from the operator's choice and the checkpoint's form."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _QUANTIZED_TO = {
     "q8": QuantizedFormat(8, is_affine=False),
 }
 _CHANNEL_FORMATS = {"int8": ChannelFormat(torch.int8), "fp8": ChannelFormat(torch.float8_e4m3fn)}
-_HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # nothing after it evens out its errors
+_HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # no later layer averages out its errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlocks:
-    """A matrix as its file holds it, for weights that keep the blocks."""
+    """A matrix as its file stores it, for weights that keep the blocks."""
 
     type: str
     """One of `triptych_kernels.weights.formats.BLOCK_FORMATS`."""
@@ -33,18 +33,20 @@ class StoredBlocks:
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
     dequantize: Callable[[], Tensor]
-    """[rows, columns] floating point, for whoever cannot keep them."""
+    """Returns [rows, columns] floating point, for weights that cannot keep the blocks."""
 
 
 def choose_format(
     sources: Sequence[str], *, is_head: bool = False, context: ModelContext
 ) -> WeightFormat | None:
-    """The format for a weight made of these tensors of the checkpoint, the smallest that loses nothing.
+    """Return the smallest lossless format for a weight made of these tensors of the checkpoint.
 
     Args:
-        is_head: it computes logits; what of it is not in blocks is quantized to 8 bits.
+        sources: Names of the tensors.
+        is_head: Whether the weight computes logits; tensors that are not stored in blocks are then quantized to 8 bits.
+
     Returns:
-        None: in `config.dtype`, not quantized.
+        None if the weight is not quantized.
     """
     quantization = context.config.quantization
     if quantization == "none":
@@ -60,8 +62,11 @@ def choose_format(
 
 
 def keeps_blocks(type: str, quantization: str) -> bool:
-    """Whether linear weights keep the blocks of tensors stored in this form: those of 4 bits under q8 as well,
-    since 8 bits could only say the same. With inputs in 8 bits there are none."""
+    """Return whether linear weights keep the blocks of tensors stored in this form.
+
+    Under q8 blocks of 4 bits are kept as well, since 8 bits would hold the same values. The kernels for inputs in 8
+    bits read no blocks.
+    """
     return quantization in _QUANTIZED_TO and type in BLOCK_FORMATS
 
 
@@ -74,10 +79,10 @@ def create_quantized_weight(
     bias: bool,
     context: ModelContext,
 ) -> LinearWeight:
-    """Storage for a linear layer's weight in the form that products on this rank's device read."""
+    """Allocate a linear layer's weight in the form that products on this rank's device read."""
     dtype, device = context.dtype, context.device
     if device.type == "cpu":
-        assert isinstance(format, QuantizedFormat), "choose_quantization refuses the others"
+        assert isinstance(format, QuantizedFormat), "choose_quantization allows no other format on CPUs"
         return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
     # Triton comes with the CUDA builds of torch
     from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
@@ -108,7 +113,7 @@ def create_quantized_experts(
     gated: bool,
     context: ModelContext,
 ) -> Sequence[LinearWeight]:
-    """Storage for one product of a mixture's experts in the form that products on this rank's CUDA device read."""
+    """Allocate one product of a mixture's experts in the form that products on this rank's CUDA device read."""
     from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
     from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 

@@ -15,8 +15,7 @@ ROPE_KINDS = ("default", "linear", "llama3")
 
 
 class RotaryEmbedding(nn.Module):
-    """One table for all layers of a model, as long as the longest sequence that this worker admits; `Attention`
-    rotates by it."""
+    """The table that all layers of a model rotate by, as long as the longest sequence that this worker admits."""
 
     def __init__(self, head_dim: int, rope: RopeParameters, *, context: ModelContext) -> None:
         super().__init__()
@@ -30,13 +29,13 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, rope: RopeParameters) -> Tensor:
-    """[head_dim / 2] float32 radians per position, largest first.
+    """Return [head_dim / 2] float32 radians per position, largest first.
 
-    Float32 throughout, in the order of operations that models were trained with: at position 8,000 a
-    frequency that is exact instead moves the angle by 5e-4.
+    All operations are float32, in the order that models were trained with: at position 8,000 an exact frequency would
+    change the angle by 5e-4.
 
     Raises:
-        FeatureDisabled: a kind of scaling that is not built.
+        FeatureDisabled: The kind of scaling is not supported.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -50,14 +49,14 @@ def inverse_frequencies(head_dim: int, rope: RopeParameters) -> Tensor:
 
 
 def cos_sin_table(frequencies: Tensor, max_positions: int) -> Tensor:
-    """[max_positions, 2 * num_frequencies] float32: cosines, then sines."""
+    """Return [max_positions, 2 * num_frequencies] float32: cosines, then sines."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def _scale_llama3(frequencies: Tensor, rope: RopeParameters) -> Tensor:
-    """Slow long waves down by the factor, leave short ones alone, and blend in between.
+    """Divide low frequencies by the factor, keep high ones, and interpolate in between.
 
     Source: Llama 3.1's reference code, https://github.com/meta-llama/llama-models, `apply_scaling`.
     """

@@ -1,4 +1,4 @@
-"""How checkpoint tensors find their way into parameters: a table from name to place, filled once each."""
+"""Loading of checkpoint tensors into parameters: a table from name to place, each filled once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 AnyWeight = nn.Parameter | LinearWeight
-"""[out_features, in_features] in the form that the device's product wants; the ops take either."""
+"""[out_features, in_features] in the form that the device's product reads; the ops take either."""
 
 _NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
 
@@ -28,29 +28,29 @@ class WeightTarget:
     """The place of one checkpoint tensor, or of this rank's share of it."""
 
     fill: Callable[[Tensor], object]
-    """Takes this rank's share and keeps a copy, rounded to the form in which the weight is held."""
+    """Takes this rank's share and stores a copy, rounded to the weight's form."""
     checkpoint_shape: tuple[int, ...]
-    """Of the whole tensor, as every rank reads it."""
+    """Shape of the whole tensor, as every rank reads it."""
     length: int
-    """Of this rank's share, on the axis that ranks share out."""
+    """Length of this rank's share, on the axis that ranks share."""
     dim: int = 0
-    """That axis."""
+    """The axis that ranks share."""
     start: int = 0
-    """Where this rank's share begins on it."""
+    """Start of this rank's share on that axis."""
     fill_blocks: Callable[[str, Tensor], object] | None = None
-    """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8. None:
-    the weight is not held in blocks."""
+    """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8.
+    None if the weight is not held in blocks."""
 
     @property
     def num_elements(self) -> int:
-        """Of this rank's share."""
+        """Number of elements of this rank's share."""
         return math.prod(self.checkpoint_shape) // self.checkpoint_shape[self.dim] * self.length
 
     def load(self, name: str, tensor: Tensor | StoredBlocks) -> None:
-        """Hand this rank's share of `tensor` to `fill`, or of its blocks to `fill_blocks`.
+        """Pass this rank's share of `tensor` to `fill`, or of its blocks to `fill_blocks`.
 
         Raises:
-            ModelError: the tensor has another shape; names both.
+            ModelError: The tensor has another shape; names both.
         """
         if tuple(tensor.shape) != self.checkpoint_shape:
             raise ModelError(
@@ -61,7 +61,7 @@ class WeightTarget:
             if self.fill_blocks is not None:
                 start, length = self.start, self.length
                 if self.dim == 1:
-                    # blocks lie along the inputs, and no rank holds a part of one: see `choose_quantization`
+                    # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
                     row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
                     start, length = start * row_bytes // columns, length * row_bytes // columns
                 self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
@@ -73,7 +73,7 @@ class WeightTarget:
 def parameter_target(
     parameter: Tensor, checkpoint_shape: tuple[int, ...], *, dim: int = 0, start: int = 0
 ) -> WeightTarget:
-    """The place of a tensor in (a part of) a parameter, which it fills."""
+    """Return the place of a tensor that fills (a part of) a parameter."""
     return WeightTarget(parameter.copy_, checkpoint_shape, parameter.shape[dim], dim, start)
 
 
@@ -82,11 +82,11 @@ class WeightedLayer(nn.Module, ABC):
 
     @abstractmethod
     def weight_targets(self) -> dict[str, WeightTarget]:
-        """Name in the checkpoint -> place, for every tensor that this layer's parameters are made of."""
+        """Return name in the checkpoint -> place, for every tensor that this layer's parameters are made of."""
 
 
 def empty_parameter(*shape: int, context: ModelContext) -> nn.Parameter:
-    """Storage in `config.dtype` on this rank's device; its content is undefined until it is loaded."""
+    """Allocate a parameter in the model's precision on this rank's device; its content is undefined."""
     storage = torch.empty(shape, dtype=context.dtype, device=context.device)
     return nn.Parameter(storage, requires_grad=False)
 
@@ -101,15 +101,18 @@ def create_linear_weight(
     bias: bool = False,
     is_head: bool = False,
 ) -> tuple[AnyWeight, nn.Parameter | None]:
-    """Storage for a linear layer's weight and, where that does not hold it itself, its bias.
+    """Allocate a linear layer's weight and its bias.
 
-    Quantized if the operator asked for it, else packed for the native product where there is one, else a plain
+    The weight is quantized if the operator asked for it, else packed if there is a native product, else a plain
     parameter.
 
     Args:
-        sources: the tensors of the checkpoint that it is made of.
-        gated: the two halves of the outputs are an MLP's gate and up.
-        is_head: it computes logits.
+        sources: Names of the checkpoint's tensors that the weight is made of.
+        gated: Whether the two halves of the outputs are an MLP's gate and up.
+        is_head: Whether the weight computes logits.
+
+    Returns:
+        The weight and the bias; the bias is None if there is none, or if the weight contains it.
     """
     dtype = context.dtype
     format = choose_format(sources, is_head=is_head, context=context)
@@ -125,7 +128,7 @@ def create_linear_weight(
 
 
 def unused_target(checkpoint_shape: tuple[int, ...]) -> WeightTarget:
-    """For a tensor of the checkpoint that another rank has use for; this one only checks its shape."""
+    """Return the target of a tensor that only other ranks use; this rank checks its shape."""
     return WeightTarget(lambda tensor: None, checkpoint_shape, length=0)
 
 
@@ -139,13 +142,14 @@ def linear_target(
     start: int = 0,
     half: Half | None = None,
 ) -> WeightTarget:
-    """The place of one projection in a linear layer's weight.
+    """Return the place of one projection in a linear layer's weight.
 
     Args:
-        first_row: of the projection's outputs in the weight; in a gated one, within its half.
-        length: how many outputs it has there; None: all of the weight's.
-        dim: the axis that ranks share out, from `start` on.
-        half: of a gated weight.
+        first_row: Row of the projection's first output in the weight; in a gated weight, within its half.
+        length: Number of the projection's outputs in the weight; None: all of the weight's.
+        dim: The axis that ranks share.
+        start: Start of this rank's share on that axis.
+        half: Half of a gated weight.
     """
     num_rows = weight.shape[0] if length is None else length
     on_this_rank = (num_rows, weight.shape[1])[dim]
@@ -174,7 +178,7 @@ def bias_target(
     start: int = 0,
     half: Half | None = None,
 ) -> WeightTarget:
-    """The place of the bias that belongs to a projection of `out_features` outputs in the checkpoint."""
+    """Return the place of the bias of a projection that has `out_features` outputs in the checkpoint."""
     num_rows = weight.shape[0] if length is None else length
     if isinstance(weight, LinearWeight):
         return WeightTarget(
@@ -187,13 +191,13 @@ def bias_target(
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory that the weights take, tied ones counted once."""
-    held = sum(weight.num_bytes for weight in linear_weights(model))
-    return held + sum(parameter.nbytes for parameter in model.parameters())
+    """Return the memory of the weights in bytes, with tied weights counted once."""
+    num_bytes = sum(weight.num_bytes for weight in linear_weights(model))
+    return num_bytes + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
-    """Name in the checkpoint -> place, for every parameter of `model`."""
+    """Return name in the checkpoint -> place, for every parameter of `model`."""
     targets: dict[str, WeightTarget] = {}
     for module in model.modules():
         if isinstance(module, WeightedLayer):
@@ -209,13 +213,14 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
 def load_weights(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor | StoredBlocks]], *, ignored: Collection[str] = ()
 ) -> None:
-    """Fill every parameter of `model` exactly once; holds one checkpoint tensor at a time.
+    """Fill every parameter of `model` exactly once, holding one checkpoint tensor at a time.
 
     Args:
-        tensors: (name, tensor) in any order; each is copied before the next is asked for.
-        ignored: endings of names that checkpoints may hold and the model has no use for.
+        tensors: (name, tensor) in any order; each is copied before the next is read.
+        ignored: Endings of names that checkpoints may contain and the model does not use.
+
     Raises:
-        ModelError: a tensor is missing, unexpected, given twice or of another shape; names it.
+        ModelError: A tensor is missing, unexpected, given twice or of another shape; names it.
     """
     targets = find_weight_targets(model)
     missing = dict.fromkeys(targets)
@@ -242,7 +247,7 @@ def load_weights(
 
 
 def linear_weights(model: nn.Module) -> list[LinearWeight]:
-    """Each once, though layers may share it."""
+    """Return the model's packed and quantized weights, each once although layers may share it."""
     found = {
         id(value): value
         for module in model.modules()

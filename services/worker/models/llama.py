@@ -42,7 +42,7 @@ class CreateMLP(Protocol):
     """A constructor of one layer's MLP."""
 
     def __call__(self, *, context: ModelContext, prefix: str) -> nn.Module:
-        """`prefix` is the layer's; the block appends its own name in the checkpoint."""
+        """Create the MLP of the layer with this prefix; the block appends its own name in the checkpoint."""
         ...
 
 
