@@ -19,7 +19,7 @@ def assert_orderly(lines: list[str]) -> None:
         assert word not in told, told
 
 
-async def test_a_port_that_is_taken_is_told_in_one_line_with_exit_code_2(tmp_path) -> None:
+async def test_taken_port_is_one_line_and_exit_code_2(tmp_path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -65,7 +65,7 @@ async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path) -> None:
     await worker.stop()
 
 
-async def test_a_worker_that_this_config_can_never_use_ends_the_engine_and_its_streams(tmp_path) -> None:
+async def test_unusable_worker_ends_the_engine_and_its_streams(tmp_path) -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()

@@ -97,7 +97,7 @@ async def test_loss_after_tokens_names_the_resume_point() -> None:
             await anext(events)
 
 
-async def test_tokens_of_several_steps_in_one_batch_all_arrive_before_the_end() -> None:
+async def test_tokens_of_several_steps_in_one_batch_all_arrive() -> None:
     """The engine may send several steps at once: the same number stands in the columns more than once."""
     async with FakeEngine() as engine, frontend_core(engine) as core:
         both = [asyncio.create_task(answer(core.generator, raw_request())) for _ in range(2)]
@@ -132,7 +132,7 @@ async def test_a_refusal_of_the_engine_arrives_as_its_error(retry_after_ms: int)
             await tasks[2]
 
 
-async def test_an_error_in_one_request_s_tokens_ends_that_request_alone() -> None:
+async def test_an_error_in_its_tokens_ends_only_that_request() -> None:
     """This one asked for log-probabilities, which the engine forgot: a bug, and only its own."""
     async with FakeEngine() as engine, frontend_core(engine) as core:
         broken = asyncio.create_task(collect(core.generator, raw_request(sampling={"logprobs": 1})))
@@ -148,7 +148,7 @@ async def test_an_error_in_one_request_s_tokens_ends_that_request_alone() -> Non
         assert core.count("INTERNAL") == 1
 
 
-async def test_a_batch_that_breaks_the_protocol_costs_the_stream_and_not_the_frontend() -> None:
+async def test_batch_that_breaks_the_protocol_costs_only_the_stream() -> None:
     async with FakeEngine() as engine, frontend_core(engine) as core:
         waiting = asyncio.create_task(collect(core.generator, raw_request()))
         request = await engine.next_submit()
@@ -266,7 +266,7 @@ async def test_a_gap_that_stays_ends_the_requests_after_three_tries(monkeypatch:
         assert engine.hellos[4].session.resume_session == ""
 
 
-async def test_an_engine_that_has_forgotten_the_session_ends_its_requests_and_serves_on() -> None:
+async def test_forgotten_session_ends_its_requests() -> None:
     async with FakeEngine(resume_ttl_s=60) as engine, frontend_core(engine) as core:
         waiting = asyncio.create_task(collect(core.generator, raw_request()))
         await engine.next_submit()
@@ -280,7 +280,7 @@ async def test_an_engine_that_has_forgotten_the_session_ends_its_requests_and_se
         assert (await again).token_ids() == [65]
 
 
-async def test_an_engine_that_stays_away_is_given_up_after_the_time_to_live() -> None:
+async def test_absent_engine_is_given_up_after_the_time_to_live() -> None:
     async with FakeEngine(resume_ttl_s=0.1) as engine, frontend_core(engine) as core:
         waiting = asyncio.create_task(collect(core.generator, raw_request()))
         await engine.next_submit()
@@ -448,7 +448,7 @@ async def test_a_request_of_many_choices_costs_one_prompt() -> None:
     assert prompt.nbytes < message.ByteSize() < prompt.nbytes + 20_000
 
 
-async def test_choices_aborted_before_they_are_sent_end_behind_the_others() -> None:
+async def test_choices_aborted_unsent_end_behind_the_others() -> None:
     outbox = Outbox(lambda numbers, error: None)
     outbox.submit(group([1, 2, 3], np.ones(4, np.uint32)))
     outbox.submit(group([4, 5], np.ones(4, np.uint32)))
@@ -459,7 +459,7 @@ async def test_choices_aborted_before_they_are_sent_end_behind_the_others() -> N
     assert u32_from_bytes(abort.abort).tolist() == [2]
 
 
-async def test_outputs_of_others_are_no_progress_while_a_message_is_not_confirmed() -> None:
+async def test_outputs_are_no_progress_while_a_message_is_unconfirmed() -> None:
     session = EngineSession("s")
     session.submit(submission(1), [object()])  # type: ignore[list-item]
     await written_by(session.outbox, RecordingCall())

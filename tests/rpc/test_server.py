@@ -31,7 +31,7 @@ async def check(running, service: str) -> int:
 # Ports
 
 
-async def test_a_port_taken_by_another_server_is_an_error_that_names_option_and_address(serve):
+async def test_taken_port_is_an_error_that_names_option_and_address(serve):
     async with serve() as running:
         second = RpcServer(services=[], limit_bytes=1000)
         with pytest.raises(ConfigError) as caught:
@@ -140,7 +140,7 @@ async def test_reflection_lists_the_services(serve):
 # The end
 
 
-async def test_stopping_lets_a_running_call_finish_and_refuses_new_ones(serve):
+async def test_stop_finishes_running_calls_and_refuses_new_ones(serve):
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def behave():

@@ -90,9 +90,7 @@ async def test_a_unary_call_raises_what_the_door_raised(error, grpc_code, _http,
 
 
 @pytest.mark.parametrize(("error", "grpc_code", "_http"), TABLE, ids=IDS)
-async def test_a_stream_gives_its_messages_and_then_raises_what_the_door_raised(
-    error, grpc_code, _http, serve
-):
+async def test_stream_gives_its_messages_before_its_error(error, grpc_code, _http, serve):
     async with serve(raising(error)) as running:
         call = running.admin.WatchStatus(admin_pb2.WatchStatusRequest())
         assert (await call.read()).status.engine_id == "first"
@@ -126,7 +124,7 @@ def test_details_say_what_other_clients_look_for():
     assert set(details_of(errors.ModelNotFound("x"))) == {"ErrorInfo"}
 
 
-def test_a_status_carries_numbers_and_the_request_s_id_for_machines():
+def test_status_carries_metadata_and_request_id():
     error = errors.ContextLengthExceeded("prompt", "too long")
     error.metadata = {"limit": "64"}
     status = to_status(error, "my-1")
@@ -174,7 +172,7 @@ def test_a_retry_time_is_never_zero():
     assert retry.retry_delay.ToMilliseconds() == 1
 
 
-async def test_a_bug_is_internal_and_logged_once_and_tells_the_client_nothing(serve, caplog):
+async def test_bug_is_internal_and_logged_once(serve, caplog):
     async with serve(raising(KeyError("secret"))) as running:
         with caplog.at_level(logging.ERROR):
             with pytest.raises(grpc.RpcError) as caught:
@@ -260,7 +258,7 @@ def test_details_that_contradict_their_status_are_not_believed(details):
     assert rebuilt.message == "UNAVAILABLE: no healthy upstream"
 
 
-async def test_a_method_that_is_not_there_is_a_plain_error_with_the_status_in_words(serve):
+async def test_unknown_method_is_a_plain_error(serve):
     async with serve() as running:
         with pytest.raises(grpc.RpcError) as caught:
             await running.generation.Tokenize(generation_pb2.TokenizeRequest())

@@ -43,11 +43,11 @@ async def test_requests_stream_the_tokens_of_the_naive_model() -> None:
 
 
 async def test_two_steps_are_in_flight_before_the_first_result_is_back() -> None:
-    async with running_stack() as (worker, engine, frontend):
+    async with running_stack() as (worker, _, frontend):
         worker.runner.may_step.clear()
         await frontend.submit(1, make_prompt(8), sampling={"ignore_eos": True})
         async with asyncio.timeout(10):
-            while engine.loop._engine.num_in_flight < 2:
+            while worker.num_in_flight < 2:
                 await asyncio.sleep(0.005)
         assert worker.runner.num_steps == 0
         worker.runner.may_step.set()
@@ -55,7 +55,7 @@ async def test_two_steps_are_in_flight_before_the_first_result_is_back() -> None
         assert len(frontend.tokens[1]) == 16
 
 
-async def test_aborted_requests_give_their_blocks_back_and_leave_the_others_alone() -> None:
+async def test_aborted_requests_give_back_only_their_blocks() -> None:
     async with running_stack(num_blocks=2000) as (worker, _, frontend):
         worker.runner.may_step.clear()
         prompts = {number: make_prompt(20, seed=number) for number in range(1, 41)}
@@ -92,7 +92,7 @@ async def test_a_frontend_that_leaves_takes_its_requests_with_it() -> None:
         await frontend.wait_status(lambda status: status.num_used_blocks == 0)
 
 
-async def test_a_full_queue_refuses_with_a_retry_time_and_serves_the_rest() -> None:
+async def test_full_queue_refuses_with_a_retry_time() -> None:
     async with running_stack(max_num_seqs=4, max_num_waiting=8) as (worker, _, frontend):
         worker.runner.may_step.clear()
         for number in range(30):
@@ -153,7 +153,7 @@ async def test_a_lost_worker_costs_no_token_and_changes_none() -> None:
         await second.stop()
 
 
-async def test_a_request_that_kills_every_worker_is_failed_and_the_engine_goes_on() -> None:
+async def test_request_that_kills_every_worker_is_failed() -> None:
     async with running_stack() as (worker, _, frontend):
         worker.runner.fail_at = lambda plan: True
         await frontend.submit(1, make_prompt(6))
@@ -165,7 +165,7 @@ async def test_a_request_that_kills_every_worker_is_failed_and_the_engine_goes_o
         assert frontend.tokens[2] == expected(2, make_prompt(6))[0]
 
 
-async def test_a_second_engine_is_refused_by_name_while_the_first_lives() -> None:
+async def test_second_engine_is_refused_by_name() -> None:
     async with running_stack() as (worker, _, frontend):
         second = GrpcExecutor(
             address=f"127.0.0.1:{worker.port}",
@@ -181,7 +181,7 @@ async def test_a_second_engine_is_refused_by_name_while_the_first_lives() -> Non
         await frontend.wait_for(lambda: 1 in frontend.ends)
 
 
-async def test_configs_that_differ_are_refused_naming_key_and_both_values() -> None:
+async def test_config_mismatch_names_key_and_both_values() -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
@@ -214,7 +214,7 @@ async def test_no_worker_is_an_engine_that_is_not_ready_and_says_why() -> None:
     await engine.stop()
 
 
-async def test_a_token_beyond_the_vocabulary_costs_nobody_else_the_worker() -> None:
+async def test_token_beyond_the_vocabulary_fails_only_its_request() -> None:
     async with running_stack() as (_, _, frontend):
         await frontend.submit(1, [3, 61])
         await frontend.submit(2, make_prompt(6))
@@ -241,7 +241,7 @@ async def test_a_window_of_nothing_is_refused() -> None:
     await worker.stop()
 
 
-async def test_a_draining_engine_tells_its_frontends_and_finishes_what_it_has() -> None:
+async def test_draining_engine_finishes_what_it_has() -> None:
     async with running_stack() as (worker, engine, frontend):
         worker.runner.may_step.clear()
         await frontend.submit(1, make_prompt(6))
@@ -254,7 +254,7 @@ async def test_a_draining_engine_tells_its_frontends_and_finishes_what_it_has() 
         assert frontend.tokens[1] == expected(1, make_prompt(6))[0]
 
 
-async def test_rows_that_no_message_could_hold_together_enter_over_several_steps() -> None:
+async def test_rows_too_large_for_one_message_enter_over_steps() -> None:
     """64 requests with 1.4 MB of sampling parameters each wait for one step: 90 MB, where a message holds 64."""
     num_requests, allowed = 64, tuple(range(1 << 21, (1 << 21) + 350_000))
     async with running_stack(max_num_seqs=num_requests) as (worker, _, frontend):

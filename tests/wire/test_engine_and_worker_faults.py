@@ -64,7 +64,7 @@ async def wait_until(condition) -> None:
 # No worker
 
 
-async def test_an_engine_that_waits_for_its_worker_leaves_the_event_loop_to_others() -> None:
+async def test_waiting_for_a_worker_does_not_block_the_event_loop() -> None:
     engine = EngineStack(make_config(worker_port=1))
     await engine.start()
     session, _ = engine.loop.open_session()
@@ -85,7 +85,7 @@ class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
         yield
 
 
-async def test_a_worker_that_accepts_and_says_nothing_holds_up_no_deadline_and_no_newcomer() -> None:
+async def test_silent_worker_delays_no_deadline_and_no_newcomer() -> None:
     async with running_stack() as (worker, _, frontend):
         worker.runner.may_step.clear()
         await frontend.submit(1, make_prompt(6), deadline_remaining_ms=2500, sampling=LONG)
@@ -178,7 +178,7 @@ async def test_a_loss_right_behind_the_last_result_is_noticed() -> None:
     assert executor.is_closed, "the loop leaves its stream open"
 
 
-async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() -> None:
+async def test_engine_that_dials_again_replaces_itself() -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
@@ -214,7 +214,7 @@ async def test_an_engine_that_dials_again_takes_its_own_place_at_the_worker() ->
     ],
     ids=["another step", "a token too many", "a token beyond the vocabulary"],
 )
-async def test_a_wrong_result_costs_the_stream_and_no_token_and_is_told_in_one_line(spoil, caplog) -> None:
+async def test_wrong_result_costs_the_stream_and_no_token(spoil, caplog) -> None:
     async with running_stack() as (worker, _, frontend):
         honest, num_steps = worker.runner.execute, 0
 
@@ -250,7 +250,7 @@ async def test_a_failed_step_is_explained_to_the_engine(caplog) -> None:
 
 
 @pytest.mark.parametrize("is_reported_wrongly", [False, True])
-async def test_a_prompt_is_reported_once_though_its_worker_fails_in_the_middle(is_reported_wrongly) -> None:
+async def test_prompt_is_reported_once_across_a_worker_failure(is_reported_wrongly) -> None:
     async with running_stack(max_num_seqs=8, max_num_batched_tokens=8) as (worker, _, frontend):
         prompt, honest, num_steps = make_prompt(50), worker.runner.execute, 0
 
@@ -287,7 +287,7 @@ async def test_a_prompt_is_reported_once_though_its_worker_fails_in_the_middle(i
 # A worker that drains
 
 
-async def test_a_worker_that_drains_under_load_ends_after_the_steps_it_has() -> None:
+async def test_worker_drains_under_load() -> None:
     async with running_stack() as (worker, _, frontend):
         for number in range(1, 9):
             await frontend.submit(number, make_prompt(6, seed=number), sampling=LONG)
@@ -349,7 +349,7 @@ async def test_a_malformed_submit_ends_alone(fields, code) -> None:
     ],
     ids=["half an id", "half a number", "a second hello", "nothing"],
 )
-async def test_a_message_that_is_none_ends_its_stream_with_a_reason_and_no_other(message) -> None:
+async def test_invalid_message_ends_only_its_stream(message) -> None:
     async with running_stack() as (_, engine, frontend):
         other = FakeFrontend(engine.address)
         await other.start()
@@ -365,7 +365,7 @@ async def test_a_message_that_is_none_ends_its_stream_with_a_reason_and_no_other
         assert frontend.tokens[1] == expected_tokens(1, make_prompt(6))
 
 
-async def test_a_frontend_that_stops_reading_loses_its_requests_and_gets_no_gap(monkeypatch) -> None:
+async def test_frontend_that_stops_reading_loses_its_requests(monkeypatch) -> None:
     async with running_stack() as (_, engine, frontend):
         monkeypatch.setattr(loop_module, "MAX_PENDING", 5)
         session, stalled = engine.loop.open_session()
@@ -381,7 +381,7 @@ async def test_a_frontend_that_stops_reading_loses_its_requests_and_gets_no_gap(
         await frontend.wait_for(lambda: 3 in frontend.ends)
 
 
-async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
+async def test_busy_engine_takes_no_more_than_it_can_hold() -> None:
     engine = EngineStack(make_config(worker_port=1))  # its loop does not run
     session, _ = engine.loop.open_session()
     num_submitted = 0
@@ -400,7 +400,7 @@ async def test_an_engine_that_is_busy_takes_no_more_than_it_can_hold() -> None:
     await engine.stop()
 
 
-async def test_an_engine_that_is_busy_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> None:
+async def test_busy_engine_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> None:
     monkeypatch.setattr(loop_module, "_MAX_INBOX_BYTES", 100_000)
     engine = EngineStack(make_config(worker_port=1))  # its loop does not run
     session, _ = engine.loop.open_session()
@@ -435,12 +435,12 @@ async def test_a_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -
     await engine.stop()
 
 
-async def test_a_reset_of_the_cache_while_results_are_on_their_way_spoils_nothing() -> None:
+async def test_cache_reset_with_results_on_their_way() -> None:
     async with running_stack() as (worker, engine, frontend):
         await frontend.submit(1, make_prompt(40), sampling={"max_tokens": 20, "ignore_eos": True})
         await frontend.wait_for(lambda: 1 in frontend.tokens)
         worker.runner.may_step.clear()
-        await wait_until(lambda: engine.loop._engine.num_in_flight == 2)
+        await wait_until(lambda: worker.num_in_flight == 2)
         await frontend.abort(1)
         await frontend.wait_for(lambda: 1 in frontend.ends)
         assert engine.loop.reset_prefix_cache() > 0

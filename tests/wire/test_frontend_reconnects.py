@@ -169,7 +169,7 @@ async def test_a_stream_cut_while_tokens_flow_goes_on_where_it_was(num_tokens: i
 
 
 @pytest.mark.parametrize("num_bytes", [1, 700, 3000, 6000])
-async def test_a_cut_in_the_middle_of_a_message_down_loses_and_repeats_nothing(num_bytes: int) -> None:
+async def test_cut_within_a_message_down_loses_and_repeats_nothing(num_bytes: int) -> None:
     async with stand() as s:
         s.proxy.cut_after(down=num_bytes)
         s.submit(NUM_REQUESTS)
@@ -210,7 +210,7 @@ async def test_outputs_of_a_long_absence_are_gathered_and_delivered() -> None:
         await s.all_end_undisturbed()
 
 
-async def test_a_server_that_has_not_noticed_the_cut_makes_way_for_the_new_stream() -> None:
+async def test_new_stream_replaces_one_whose_cut_is_unnoticed() -> None:
     async with stand() as s:
         s.submit(NUM_REQUESTS)
         await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
@@ -219,7 +219,7 @@ async def test_a_server_that_has_not_noticed_the_cut_makes_way_for_the_new_strea
         assert s.num_sessions == 1
 
 
-async def test_what_is_submitted_and_aborted_while_the_stream_is_away_takes_effect_afterwards() -> None:
+async def test_submits_and_aborts_of_an_absence_take_effect_later() -> None:
     async with stand() as s:
         s.submit(NUM_REQUESTS, max_tokens=300, ignore_eos=True)
         await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
@@ -246,7 +246,7 @@ async def test_what_is_submitted_and_aborted_while_the_stream_is_away_takes_effe
         await s.is_idle()
 
 
-async def test_a_cut_while_aborts_are_on_their_way_aborts_each_and_nothing_else() -> None:
+async def test_cut_while_aborts_are_on_their_way() -> None:
     async with stand() as s:
         s.submit(NUM_REQUESTS, max_tokens=200, ignore_eos=True)
         await eventually(lambda: s.num_tokens >= NUM_REQUESTS)
@@ -263,7 +263,7 @@ async def test_a_cut_while_aborts_are_on_their_way_aborts_each_and_nothing_else(
         await s.is_idle()
 
 
-async def test_past_the_time_to_live_both_sides_end_the_requests_and_the_blocks_are_free() -> None:
+async def test_expired_session_ends_on_both_sides_and_frees_blocks() -> None:
     async with stand(resume_ttl_s=0.2) as s:
         s.worker.runner.may_step.clear()
         s.submit(NUM_REQUESTS, max_tokens=300, ignore_eos=True)
@@ -283,7 +283,7 @@ async def test_past_the_time_to_live_both_sides_end_the_requests_and_the_blocks_
         await s.all_end_undisturbed()
 
 
-async def test_a_session_that_was_resumed_in_time_outlives_the_time_to_live() -> None:
+async def test_resumed_session_outlives_the_time_to_live() -> None:
     async with stand(resume_ttl_s=0.5) as s:
         s.worker.runner.may_step.clear()
         s.submit(NUM_REQUESTS)
@@ -296,7 +296,7 @@ async def test_a_session_that_was_resumed_in_time_outlives_the_time_to_live() ->
         await s.all_end_undisturbed()
 
 
-async def test_a_frontend_that_vanishes_leaves_orphans_that_are_aborted() -> None:
+async def test_requests_of_a_vanished_frontend_are_aborted() -> None:
     async with stand(resume_ttl_s=0.2) as s:
         other = FakeFrontend(s.engine.address)
         await other.start()
@@ -355,7 +355,7 @@ async def test_another_engine_at_the_address_does_not_know_the_session() -> None
             await asyncio.wait([s.task])
 
 
-async def test_an_absence_longer_than_the_engine_can_remember_ends_the_requests(
+async def test_absence_beyond_the_kept_batches_ends_the_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_module, "MAX_PENDING", 20)
@@ -371,7 +371,7 @@ async def test_an_absence_longer_than_the_engine_can_remember_ends_the_requests(
         await s.is_idle()
 
 
-async def test_a_resumed_stream_begins_behind_the_last_batch_that_has_arrived() -> None:
+async def test_resumed_stream_begins_behind_the_last_batch_seen() -> None:
     async with stand() as s:
         first, second = FakeFrontend(s.engine.address), FakeFrontend(s.engine.address)
         await first.start()
@@ -387,7 +387,7 @@ async def test_a_resumed_stream_begins_behind_the_last_batch_that_has_arrived() 
         await second.stop()
 
 
-async def test_a_stream_whose_session_was_resumed_elsewhere_has_nothing_more_to_say() -> None:
+async def test_replaced_stream_takes_no_more_messages() -> None:
     async with stand() as s:
         first, second = FakeFrontend(s.engine.address), FakeFrontend(s.engine.address)
         await first.start()
@@ -470,7 +470,7 @@ async def test_an_engine_that_stops_in_order_keeps_nobody_waiting() -> None:
         assert all("the engine closed the stream" in sink.end for sink in s.sinks)
 
 
-async def test_a_message_that_breaks_the_protocol_ends_the_session_for_good() -> None:
+async def test_message_that_breaks_the_protocol_ends_the_session() -> None:
     async with stand(resume_ttl_s=3600.0) as s:
         other = FakeFrontend(s.engine.address)
         await other.start()
@@ -518,7 +518,7 @@ async def test_a_restart_after_the_loss_ends_the_session_at_once() -> None:
             frontend.vanish()
 
 
-async def test_a_session_that_its_frontend_gave_up_ends_with_the_next_hello() -> None:
+async def test_given_up_session_ends_with_the_next_hello() -> None:
     async with stand(resume_ttl_s=3600.0) as s:
         s.submit(5, max_tokens=490, ignore_eos=True)
         await s.operator.wait_status(lambda status: status.num_running > 0)

@@ -39,7 +39,7 @@ async def within_deadline(call: Coroutine[Any, Any, Any]) -> Any:
         return await call
 
 
-async def test_keep_freezes_what_runs_and_resume_goes_on_with_the_same_tokens() -> None:
+async def test_keep_freezes_requests_and_resume_continues_them() -> None:
     async with running_stack() as (worker, _, frontend):
         await submit(frontend, 1, LONG)
         await hold_in_step(worker, frontend, [1])
@@ -62,7 +62,7 @@ async def test_keep_freezes_what_runs_and_resume_goes_on_with_the_same_tokens() 
         assert not (await frontend.status()).paused
 
 
-async def test_wait_lets_those_finish_that_have_begun_and_nobody_else_begin() -> None:
+async def test_wait_finishes_started_requests_and_starts_none() -> None:
     async with running_stack(max_num_seqs=2) as (worker, _, frontend):
         for number in (1, 2, 3):
             await submit(frontend, number, LONG)
@@ -96,7 +96,7 @@ async def test_wait_takes_back_those_that_are_preempted_meanwhile() -> None:
         assert frontend.tokens == {1: expected(1, LONG), 2: expected(2, LONG)}
 
 
-async def test_abort_ends_everything_and_what_comes_later_waits_for_resume() -> None:
+async def test_abort_ends_everything_and_later_requests_wait() -> None:
     async with running_stack(max_num_seqs=1) as (worker, _, frontend):
         for number in (1, 2):
             await submit(frontend, number, LONG)
@@ -126,7 +126,7 @@ async def test_an_unknown_mode_is_refused_by_name() -> None:
         assert not (await frontend.status()).paused
 
 
-async def test_a_drain_ends_with_the_last_request_and_resume_opens_again() -> None:
+async def test_drain_ends_with_the_last_request() -> None:
     async with running_stack() as (worker, _, frontend):
         await submit(frontend, 1, LONG)
         await hold_in_step(worker, frontend, [1])

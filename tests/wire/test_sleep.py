@@ -81,7 +81,7 @@ async def test_what_is_kept_over_a_sleep_goes_on_with_the_same_tokens(level: Sle
         assert not (await frontend.status()).asleep
 
 
-async def test_a_sleep_waits_for_those_that_have_begun_unless_told_otherwise() -> None:
+async def test_sleep_waits_for_started_requests_by_default() -> None:
     async with running_stack(max_num_seqs=1) as (worker, _, frontend):
         for number in (1, 2):
             await submit(frontend, number, LONG)
@@ -99,7 +99,7 @@ async def test_a_sleep_waits_for_those_that_have_begun_unless_told_otherwise() -
         assert frontend.tokens == {1: expected(1, LONG), 2: expected(2, LONG)}
 
 
-async def test_what_is_aborted_before_a_sleep_ends_and_what_comes_later_waits() -> None:
+async def test_sleep_with_abort_ends_requests_and_later_ones_wait() -> None:
     async with running_stack() as (_, _, frontend):
         await submit(frontend, 1, LONG)
         await frontend.wait_for(lambda: 1 in frontend.tokens)
@@ -152,7 +152,7 @@ async def test_a_pause_outlasts_a_sleep() -> None:
         await frontend.wait_for(lambda: 1 in frontend.ends)
 
 
-async def test_resume_calls_off_a_sleep_that_has_not_begun_and_wakes_nobody_from_one_that_has() -> None:
+async def test_resume_cancels_pending_sleep_and_wakes_no_worker() -> None:
     async with running_stack() as (worker, _, frontend):
         await submit(frontend, 1, LONG)
         await frontend.wait_for(lambda: 1 in frontend.tokens)
@@ -174,7 +174,7 @@ async def test_resume_calls_off_a_sleep_that_has_not_begun_and_wakes_nobody_from
         await wake(frontend)
 
 
-async def test_a_sleep_may_be_asked_for_again_but_not_at_another_level_and_a_wake_always() -> None:
+async def test_repeated_sleep_must_name_the_same_level() -> None:
     async with running_stack() as (_, _, frontend):
         await wake(frontend)
         released_bytes = await sleep(frontend)
@@ -207,7 +207,7 @@ async def test_a_caller_that_leaves_changes_nothing() -> None:
         assert frontend.tokens[1] == expected(1, LONG)
 
 
-async def test_a_worker_without_the_memory_to_wake_says_so_sleeps_on_and_wakes_later() -> None:
+async def test_wake_without_memory_fails_and_can_be_repeated() -> None:
     async with running_stack() as (worker, _, frontend):
         await sleep(frontend)
         await submit(frontend, 1, SHORT)
@@ -236,7 +236,7 @@ async def test_a_worker_that_cannot_sleep_says_so_and_serves_on() -> None:
         assert not (await frontend.status()).asleep
 
 
-async def test_an_engine_that_is_started_while_the_worker_sleeps_says_so_and_can_wake_it() -> None:
+async def test_engine_started_while_the_worker_sleeps_can_wake_it() -> None:
     async with running_stack() as (worker, engine, frontend):
         await sleep(frontend)
         await engine.stop()
@@ -259,7 +259,7 @@ async def test_an_engine_that_is_started_while_the_worker_sleeps_says_so_and_can
         await successor.stop()
 
 
-async def test_a_worker_that_is_started_again_while_it_should_sleep_is_taken_at_the_next_wake() -> None:
+async def test_worker_restarted_in_its_sleep_is_taken_at_wake() -> None:
     async with running_stack() as (worker, _, frontend):
         await submit(frontend, 1, LONG)
         await frontend.wait_for(lambda: 1 in frontend.tokens)
@@ -278,7 +278,7 @@ async def test_a_worker_that_is_started_again_while_it_should_sleep_is_taken_at_
         await again.stop()
 
 
-async def test_a_sleep_whose_answer_is_lost_is_noticed_and_can_be_ended() -> None:
+async def test_sleep_whose_answer_is_lost_can_be_ended() -> None:
     async with running_stack() as (worker, _, frontend):
         await submit(frontend, 1, LONG)
         await frontend.wait_for(lambda: len(frontend.tokens.get(1, [])) > 20)
@@ -294,7 +294,7 @@ async def test_a_sleep_whose_answer_is_lost_is_noticed_and_can_be_ended() -> Non
         assert not (await frontend.status()).asleep
 
 
-async def test_a_worker_that_takes_too_long_to_sleep_is_not_waited_for_and_can_be_woken(monkeypatch) -> None:
+async def test_sleep_that_takes_too_long_is_not_waited_for(monkeypatch) -> None:
     monkeypatch.setattr("services.enginecore.worker_sleep.SLEEP_TIMEOUT_S", 0.2)
     may_sleep = threading.Event()
     async with running_stack() as (worker, _, frontend):
@@ -315,7 +315,7 @@ async def test_a_worker_that_takes_too_long_to_sleep_is_not_waited_for_and_can_b
         assert frontend.tokens[1] == expected(1, LONG)
 
 
-async def test_nobody_but_the_engine_that_holds_a_worker_puts_it_to_sleep() -> None:
+async def test_only_the_engine_that_holds_a_worker_puts_it_to_sleep() -> None:
     async with running_stack() as (worker, _, frontend):
         async with open_channel(f"127.0.0.1:{worker.port}", limit_bytes=1 << 20) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -341,7 +341,7 @@ async def test_nobody_but_the_engine_that_holds_a_worker_puts_it_to_sleep() -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_operators_ask_in_whatever_order_no_token_changes(seed: int) -> None:
+async def test_random_operator_calls_change_no_token(seed: int) -> None:
     rng = random.Random(seed)
     submitted: list[dict[str, Any]] = []
     calls: list[asyncio.Future[Any]] = []

@@ -172,7 +172,7 @@ async def test_the_window_is_capped_by_what_the_runner_takes() -> None:
         assert lease.open(replace(HELLO, max_steps_in_flight=100)).session.max_steps_in_flight == 4
 
 
-async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() -> None:
+async def test_broken_stream_resumes_with_unseen_results() -> None:
     async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
         first.submit(plan(1))
@@ -192,7 +192,7 @@ async def test_a_broken_stream_is_resumed_with_what_the_engine_has_not_seen() ->
         assert (runner.executed, runner.num_resets) == ([1, 2, 3, 4], 1)
 
 
-async def test_results_completed_while_the_engine_was_away_are_sent_first() -> None:
+async def test_results_of_an_absence_are_sent_first() -> None:
     async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
         first.submit(plan(1))
@@ -207,7 +207,7 @@ async def test_results_completed_while_the_engine_was_away_are_sent_first() -> N
         assert runner.executed == [1, 2]
 
 
-async def test_a_stream_that_was_replaced_is_told_and_takes_no_more_steps() -> None:
+async def test_replaced_stream_takes_no_more_steps() -> None:
     async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
         second = lease.open(resume(first, last_result_seen=0))
@@ -257,7 +257,7 @@ async def test_an_engine_that_starts_anew_replaces_its_own_session() -> None:
         assert runner.executed == [1, 1], "step 2 of the first session was computed"
 
 
-async def test_a_goodbye_frees_the_place_at_once_and_what_is_undone_is_never_computed() -> None:
+async def test_goodbye_frees_the_worker_and_drops_undone_steps() -> None:
     async with ready_worker() as (lease, runner, status_publisher):
         first = lease.open(HELLO)
         runner.may_step.clear()
@@ -287,7 +287,7 @@ async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
         assert not lease.open(resume(first, last_result_seen=0)).terms.is_resumed
 
 
-async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean() -> None:
+async def test_failing_step_ends_the_session_and_the_next_is_clean() -> None:
     async with ready_worker() as (lease, runner, _):
         first = lease.open(HELLO)
         runner.fail = True
@@ -304,7 +304,7 @@ async def test_a_step_that_fails_ends_the_session_and_the_next_one_starts_clean(
         assert runner.executed == [1, 1], "a step was computed on rows that are undefined"
 
 
-async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_holds() -> None:
+async def test_other_engines_are_refused_while_the_holder_lives() -> None:
     async with ready_worker() as (lease, _, _):
         lease.open(HELLO)
         for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8), replace(HELLO, epoch=6)):
@@ -312,7 +312,7 @@ async def test_while_the_holders_stream_lives_every_other_engine_is_told_who_hol
                 lease.open(other)
 
 
-async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fences_the_lower() -> None:
+async def test_higher_epoch_takes_over_a_lost_stream_and_fences() -> None:
     async with ready_worker() as (lease, _, status_publisher):
         first = lease.open(HELLO)
         lease.release(first)
@@ -331,7 +331,7 @@ async def test_once_the_stream_is_lost_a_higher_epoch_takes_over_at_once_and_fen
             lease.open(HELLO)
 
 
-async def test_a_draining_session_gives_what_is_in_flight_and_takes_no_more() -> None:
+async def test_draining_session_finishes_what_is_in_flight() -> None:
     async with ready_worker() as (lease, runner, _):
         grant = lease.open(HELLO)
         runner.may_step.clear()
@@ -356,7 +356,7 @@ async def test_an_idle_session_that_drains_ends_at_once() -> None:
             await anext(grant.outcomes)
 
 
-async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_drains() -> None:
+async def test_loading_or_draining_worker_refuses_engines() -> None:
     async with ready_worker() as (lease, _, status_publisher):
         for phase in (Phase.LOADING, Phase.DRAINING):
             status_publisher.change(phase=phase, progress=0.25)
@@ -364,7 +364,7 @@ async def test_nobody_is_let_in_before_the_model_is_loaded_or_while_the_worker_d
                 lease.open(HELLO)
 
 
-async def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason() -> None:
+async def test_model_that_cannot_be_loaded_ends_the_thread() -> None:
     def load(on_phase) -> StepCounter:
         raise ModelError("model.safetensors: was cut short")
 
@@ -392,7 +392,7 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
         await asyncio.wait([thread.ended])
 
 
-async def test_a_session_is_dismissed_by_its_name_when_no_step_is_in_flight() -> None:
+async def test_sleep_ends_an_idle_session_by_its_name() -> None:
     async with ready_worker() as (lease, runner, status_publisher):
         with pytest.raises(EngineUnavailable, match="'boot/1' has ended"):
             lease.end("boot/1")
