@@ -120,19 +120,17 @@ class SamplingColumns:
         for name in _UNSUPPORTED:
             if getattr(params, name):
                 return RowError.of_client(f"sampling.{name}: this worker does not support it; leave it out")
-        for name in _LISTS_OF_IDS:
-            if (why := self._why_outside(getattr(params, name))) is not None:
-                return RowError.of_client(f"sampling.{name}: {why}")
-        for name in _MAPS_OF_IDS:
-            if (why := self._why_outside([token_id for token_id, _ in getattr(params, name)])) is not None:
-                return RowError.of_client(f"sampling.{name}: {why}")
+        for name in _FIELDS_OF_IDS:
+            if entries := getattr(params, name):
+                is_map = SAMPLING_FIELDS[name].kind is FieldKind.BIASES
+                token_ids = [token_id for token_id, _ in entries] if is_map else entries
+                outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+                if outside:
+                    return RowError.of_client(
+                        f"sampling.{name}: token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
+                    )
         return None
-
-    def _why_outside(self, token_ids: tuple[int, ...] | list[int]) -> str | None:
-        outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
-        return f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}" if outside else None
 
 
 _UNSUPPORTED = tuple(name for name, spec in SAMPLING_FIELDS.items() if not spec.is_supported)
-_LISTS_OF_IDS = fields_of(FieldKind.TOKEN_IDS)
-_MAPS_OF_IDS = fields_of(FieldKind.BIASES)
+_FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.BIASES)

@@ -208,7 +208,10 @@ class _Processors:
         self._with_history = tuple(each for each in processors if each.needs_history)
 
     def enter(self, slot: int, params: SamplingParams) -> LogitChange:
-        return max((each.enter(slot, params) for each in self._all), default=LogitChange.NEVER)
+        change = LogitChange.NEVER
+        for processor in self._all:
+            change = max(change, processor.enter(slot, params))
+        return change
 
     def leave(self, slot: int) -> None:
         for processor in self._all:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ _STRENGTHS = {
     "repetition": "repetition_penalty",
 }
 """Column of `PenaltyColumns` -> sampling field."""
+_strengths_of = attrgetter(*_STRENGTHS.values())
+_NEUTRAL = _strengths_of(SamplingParams())
 _FIRST_CAPACITY = 64  # distinct tokens; doubles when full
 
 
@@ -51,12 +54,10 @@ class Penalties:
         """Each [max_num_seqs]."""
 
     def enter(self, slot: int, params: SamplingParams) -> LogitChange:
-        is_penalized = False
-        for column, name in _STRENGTHS.items():
-            strength = getattr(params, name)
-            self._strengths[column][slot] = strength
-            is_penalized |= strength != SAMPLING_FIELDS[name].default
-        if not is_penalized:
+        strengths = _strengths_of(params)
+        for values, strength in zip(self._strengths.values(), strengths, strict=True):
+            values[slot] = strength
+        if strengths == _NEUTRAL:
             return LogitChange.NEVER
         self._counts[slot] = TokenCounts()
         return LogitChange.ALWAYS
