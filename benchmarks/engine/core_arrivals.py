@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.engine.requests import BLOCK_SIZE, submit_of, worker_facts
 from benchmarks.harness.command import create_parser, run
@@ -46,7 +47,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 def arrivals_s(submits: list[SubmitRequest]) -> float:
     """Return the seconds from a SubmitBatch as it comes from the wire to the plan as it leaves."""
     config = EngineConfig()
-    limits = {"max_num_seqs": len(submits), "max_num_batched_tokens": BUDGET}
+    limits: dict[str, Any] = {"max_num_seqs": len(submits), "max_num_batched_tokens": BUDGET}
     engine = EngineCore(replace(config, scheduler=replace(config.scheduler, **limits)))
     facts = worker_facts(num_blocks=NUM_BLOCKS, max_model_len=8192, **limits)
     engine.worker_ready(facts, after_crash=False)

@@ -80,7 +80,7 @@ async def measure_rounds(
     sinks = []
     for submit in decoding_submits(arguments.running, SamplingParams(max_tokens=7000, ignore_eos=True)):
         sinks.append(sink := CountingSink())
-        client.submit(functools.partial(_numbered, submit=submit), [sink])
+        client.submit(functools.partial(_numbered, submit=submit), [sink])  # type: ignore[list-item]
     async with asyncio.timeout(READY_TIMEOUT_S):
         while min(sink.num_tokens for sink in sinks) < 2:
             await asyncio.sleep(0.05)

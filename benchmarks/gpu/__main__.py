@@ -84,7 +84,7 @@ def supervise(
 
 def all_rows(device: torch.device, sizes: Sizes, checkpoint: Path | None) -> Iterator[Row]:
     """Yield all rows in the order in which a budget that runs out should find them."""
-    from benchmarks.gpu import kernels, model_rows, products, start
+    from benchmarks.gpu import kernels, model_rows, start
     from benchmarks.gpu.timing import Bench
 
     bench, runners = Bench(device, sizes), model_rows.RunnerCache()
@@ -96,7 +96,6 @@ def all_rows(device: torch.device, sizes: Sizes, checkpoint: Path | None) -> Ite
     yield from start.start_rows(bench, runners, checkpoint)
     yield from model_rows.other_mode_rows(bench, runners)
     yield from kernels.elementwise_rows(bench)
-    yield from products.product_rows(bench)
     # no kernel for CPUs reads fp8
     yield from kernels.decode_rows(bench, ["int8", *(["fp8"] if device.type == "cuda" else [])])
 

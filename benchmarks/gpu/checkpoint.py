@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,15 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.models import LLAMA_8B, model_config
 from benchmarks.gpu.sizes import REAL, TINY
-from services.worker.loader import Checkpoint, open_checkpoint
+from services.worker.loader import open_checkpoint
 from services.worker.loader.safetensors import SHARD_INDEX_FILE
 from triptych.checkpoint.config_json import CONFIG_FILE
 
-SHARD_BYTES = 4 << 30
+SHARD_TENSORS = 64
+"""Tensors of one file; of Llama-3.1-8B, some 3.5 GB."""
 
 
-def write_checkpoint(
-    directory: Path, config: dict[str, Any], device: torch.device, *, shard_bytes: int = SHARD_BYTES
-) -> None:
+def write_checkpoint(directory: Path, config: dict[str, Any], device: torch.device) -> None:
     """Write the weights of a config.json in bfloat16; the index is written last."""
     index_path = directory / SHARD_INDEX_FILE
     if index_path.is_file() and json.loads((directory / CONFIG_FILE).read_text()) == config:
@@ -38,29 +35,16 @@ def write_checkpoint(
     index_path.unlink(missing_ok=True)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
     checkpoint = open_checkpoint(directory, format="random", device=device)
-    shards = list(_shards(checkpoint, shard_bytes))
+    names = list(checkpoint.tensors)
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: checkpoint.read(name, torch.bfloat16).cpu() for name in names}
+    for first in range(0, len(names), SHARD_TENSORS):
+        shard = names[first : first + SHARD_TENSORS]
+        file_name = f"model-{first:05}.safetensors"
+        tensors = {name: checkpoint.read(name, torch.bfloat16).cpu() for name in shard}
         save_file(tensors, directory / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file_name)
+        weight_map |= dict.fromkeys(shard, file_name)
         print(f"{file_name}: {(directory / file_name).stat().st_size:,} bytes", flush=True)
     index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n")
-
-
-def _shards(checkpoint: Checkpoint, shard_bytes: int) -> Iterator[list[str]]:
-    """Yield names in the checkpoint's order, as many as fit into a file, at least one."""
-    names: list[str] = []
-    taken = 0
-    for name, stored in checkpoint.tensors.items():
-        size = 2 * math.prod(stored.shape)
-        if names and taken + size > shard_bytes:
-            yield names
-            names, taken = [], 0
-        names.append(name)
-        taken += size
-    yield names
 
 
 if __name__ == "__main__":

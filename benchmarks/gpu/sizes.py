@@ -25,7 +25,7 @@ class Sizes:
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     prefills: tuple[int, ...] = (4096, 16384)
     token_counts: tuple[int, ...] = (256, 8192)
-    """Tokens of the steps that elementwise kernels and products compute."""
+    """Tokens of the steps that elementwise kernels compute."""
     hidden_size: int = 4096
     intermediate_size: int = 14336
     sampling_rows: int = 256

@@ -137,7 +137,7 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
         port: Of the worker; None for one in this process.
     """
     if port is None:
-        executor: Executor = ThreadExecutor(config)
+        executor: Executor = ThreadExecutor(config)  # type: ignore[assignment] # it never sleeps
     else:
         executor = GrpcExecutor(
             address=f"127.0.0.1:{port}",

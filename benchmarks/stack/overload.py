@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -75,14 +74,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(arguments.rounds):
         with running(config) as cluster:
             host, port = cluster.http_address.rsplit(":", 1)
-            receiver, sender = multiprocessing.Pipe(duplex=False)
-            client = multiprocessing.Process(
-                target=run_client, args=(host, int(port), arguments.rate, arguments.seconds, sender)
-            )
-            client.start()
-            sender.close()
-            outcomes: Outcomes = receiver.recv()
-            client.join()
+            with ProcessPoolExecutor(1) as client:  # a process of its own
+                offered = client.submit(run_client, host, int(port), arguments.rate, arguments.seconds)
+                outcomes = offered.result()
         good = outcomes.num_good / arguments.seconds
         yield Figure("good answers", "1/s", (good,), limit=CAPACITY)
         yield Figure("refused with 429 and Retry-After", "", (len(outcomes.refusals_s),))
@@ -93,9 +87,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         yield Figure("other outcomes", "", (num_others,), note=str(dict(outcomes.others) or ""))
 
 
-def run_client(host: str, port: int, rate: float, seconds: float, out: Connection) -> None:
-    """Send requests from a process of its own."""
-    out.send(asyncio.run(offer(host, port, rate, seconds)))
+def run_client(host: str, port: int, rate: float, seconds: float) -> Outcomes:
+    return asyncio.run(offer(host, port, rate, seconds))
 
 
 async def offer(host: str, port: int, rate: float, seconds: float) -> Outcomes:

@@ -70,7 +70,7 @@ async def serve() -> None:
     server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
     status_publisher = StatusPublisher()
     thread = RunnerThread(
-        lambda on_phase: IdleRunner(),
+        lambda on_phase: IdleRunner(),  # type: ignore[arg-type, return-value] # it never sleeps
         on_phase=lambda phase, progress: None,
         on_ready=lambda runner: status_publisher.change(phase=Phase.READY, facts=_FACTS),
     )

@@ -1,4 +1,4 @@
-"""Compiles what launchers launch, in processes without a device, some choices ahead of the one that is timed.
+"""Compiles what launchers launch, in processes without a device, one choice ahead of the one that is timed.
 
     python -m tools.tune.compiling FILE …
 
@@ -12,11 +12,11 @@ import json
 import multiprocessing
 import os
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +43,6 @@ CAPABILITY_TO_SHARED_BYTES = {
     (12, 0): 99 << 10,
 }
 """Compute capability -> shared memory of one program at most: CUDA C++ Programming Guide, technical specifications."""
-_AHEAD = 4
-"""Compilations under way or waiting, for each process: enough that none idles while a choice is timed."""
 _NUM_SMS = 132  # of an H200; grids and splits depend on it, and what is compiled hardly does
 
 _shared_bytes: list[int] = []
@@ -76,20 +74,17 @@ class AheadCompiler(AbstractContextManager["AheadCompiler"]):
 
     def compiled(self, cases: Iterable[Case]) -> Iterator[tuple[Case, list[Refusal]]]:
         """Yield the cases in order, each when its candidates are compiled, with those that are refused."""
-        left = iter(cases)
-        ahead: deque[tuple[Case, list[Future[int]]]] = deque()
-        while True:
-            while sum(len(futures) for _, futures in ahead) < _AHEAD * self._num_processes:
-                case = next(left, None)
-                if case is None:
-                    break
-                ahead.append((case, [self._submit(case, index) for index in range(len(case.candidates))]))
-            if not ahead:
-                return
-            case, futures = ahead.popleft()
-            problems = [self._problem(future) for future in futures]
-            pairs = zip(case.candidates, problems, strict=True)
-            yield case, [Refusal(config, problem) for config, problem in pairs if problem]
+        ahead: list[Future[int]] = []
+        for case, following in pairwise(chain([None], cases, [None])):
+            futures, ahead = ahead, self._submit_all(following)
+            if case is not None:
+                problems = [self._problem(future) for future in futures]
+                pairs = zip(case.candidates, problems, strict=True)
+                yield case, [Refusal(config, problem) for config, problem in pairs if problem]
+
+    def _submit_all(self, case: Case | None) -> list[Future[int]]:
+        """Compile the candidates of a choice while those of the one before it are timed."""
+        return [self._submit(case, index) for index in range(len(case.candidates))] if case else []
 
     def _submit(self, case: Case, index: int) -> Future[int]:
         try:

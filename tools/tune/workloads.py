@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import weights
 from benchmarks.kernels.attention_step import Heads, build_step
 from triptych_kernels.ops import fused_moe, gated_linear, linear
+from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
+from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 from triptych_kernels.triton.moe.expert_stack import ExpertStack
+from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.moe.routing import Routing, route
+from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.weights.formats import QuantizedFormat
 
 DECODES = (1, 8192), (16, 8192), (256, 1024)
 """Rows and keys of each: one stream, some, a full batch."""
 PROMPTS = (1, 4096), (8, 512)
 """Prompts and tokens of each."""
-_DTYPE = weights.DTYPE
+_DTYPE = torch.bfloat16
+_FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB
 _UNCACHED_BYTES = 256 << 20  # four times the L2 of an H200
 _MAX_COPIES = 16
 _MAX_LAYERS = 64
@@ -98,9 +102,14 @@ def group_workloads(
 ) -> list[Workload]:
     """Return products with weights of integers in groups."""
     format = QuantizedFormat(bits, is_affine=bool(is_affine))
-    create = partial(
-        weights.group_weight, out_features, in_features, format, device, batch_invariant=batch_invariant
-    )
+
+    def create() -> GroupQuantizedWeight:
+        weight = GroupQuantizedWeight(
+            out_features, in_features, _DTYPE, format, device=device, batch_invariant=batch_invariant
+        )
+        _fill_groups(weight.integers, weight.scales, weight.minimums)
+        return weight
+
     x = _normal(rows, in_features, device=device)
     return [_products(create, lambda weight: linear(x, weight), rows, device)]
 
@@ -109,7 +118,12 @@ def channel_workloads(
     out_features: int, in_features: int, element_dtype: torch.dtype, rows: int, *, device: torch.device
 ) -> list[Workload]:
     """Return products with 8-bit weights and inputs."""
-    create = partial(weights.channel_weight, out_features, in_features, element_dtype, device)
+
+    def create() -> ChannelQuantizedWeight:
+        weight = ChannelQuantizedWeight(out_features, in_features, _DTYPE, element_dtype, device=device)
+        _fill_channels(weight.elements, weight.scales)
+        return weight
+
     x = _normal(rows, in_features, device=device)
     return [_products(create, lambda weight: linear(x, weight), rows, device)]
 
@@ -141,9 +155,10 @@ def group_expert_workloads(
     """Return one product of a mixture, after its routing."""
     format = QuantizedFormat(bits, is_affine=bool(is_affine))
     shape = num_experts, out_features, in_features
-    stack = weights.group_experts(
-        shape, format, device, gated=bool(is_gated), batch_invariant=batch_invariant
+    stack = GroupQuantizedExperts(
+        *shape, _DTYPE, format, device=device, gated=bool(is_gated), batch_invariant=batch_invariant
     )
+    _fill_groups(stack.storage.integers, stack.storage.scales, stack.storage.minimums)
     return [_expert_product(stack, rows_per_expert, device)]
 
 
@@ -159,7 +174,8 @@ def channel_expert_workloads(
 ) -> list[Workload]:
     """Return the same with 8-bit weights and inputs."""
     shape = num_experts, out_features, in_features
-    stack = weights.channel_experts(shape, element_dtype, device, gated=bool(is_gated))
+    stack = ChannelQuantizedExperts(*shape, _DTYPE, element_dtype, device=device, gated=bool(is_gated))
+    _fill_channels(stack.elements, stack.scales)
     return [_expert_product(stack, rows_per_expert, device)]
 
 
@@ -224,3 +240,22 @@ def _num_tokens(num_experts: int, rows_per_expert: int) -> tuple[int, int]:
 
 def _normal(*shape: int, device: torch.device, dtype: torch.dtype = _DTYPE) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device).normal_()
+
+
+def _fill_groups(integers: Tensor, scales: Tensor, minimums: Tensor | None) -> None:
+    """Draw any integers, and scales and minimums of the size that weights have."""
+    integers.random_()
+    scales.uniform_(0.005, 0.01)
+    if minimums is not None:
+        minimums.uniform_(-0.08, -0.04)
+
+
+def _fill_channels(elements: Tensor, scales: Tensor) -> None:
+    """Draw integers of all sizes, or floats around one, and scales that make weights of the size that they have."""
+    if elements.dtype == torch.int8:
+        elements.random_(-127, 128)
+        scales.uniform_(0.0002, 0.0004)
+        return
+    for part in elements.view(-1).split(_FILLED_AT_ONCE):
+        part.copy_(torch.randn(part.shape, device=part.device))
+    scales.uniform_(0.01, 0.02)
