@@ -57,12 +57,12 @@ def plan_s() -> float:
         max_num_batched_tokens=8192,
     )
     worst_s = 0.0
-    while scheduler.num_running < num_choices:
+    while len(scheduler.snapshot().running) < num_choices:
         plans = []
         worst_s = max(worst_s, cpu_s(lambda: plans.append(scheduler.schedule())))  # noqa: B023 # called at once
         (plan,) = plans
         assert plan is not None
-        step = next(iter(scheduler._in_flight))
+        step = scheduler.snapshot().steps_in_flight[0]
         scheduler.update(StepResult(step.step_id, np.ones(len(step.sampling_slots), np.uint32)))
     return worst_s
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.request import Request
@@ -59,7 +60,7 @@ class EngineCore:
     @property
     def num_requests(self) -> int:
         scheduler = self._scheduler
-        return scheduler.num_running + scheduler.num_waiting if scheduler else 0
+        return scheduler.num_requests if scheduler else 0
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -92,7 +93,7 @@ class EngineCore:
             why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
             self._note_failed((self._scheduler.fail(suspect, EngineFailure(why)),))
         self._interrupted = {}
-        self._scheduler.admit_only(self._restrictions.admissible)
+        self._restrict()
 
     def worker_lost(self) -> None:
         """No result will come for what is in flight: what runs waits again, with prompt and emitted tokens."""
@@ -151,8 +152,6 @@ class EngineCore:
         """The next step, or None if there is nothing to compute now."""
         if self._scheduler is None:
             return None
-        if not self._restrictions.may_compute:
-            return None
         if self._restrictions.crashes.has_suspects:
             self._restrictions.crashes.review()
             self._restrict()
@@ -177,7 +176,7 @@ class EngineCore:
 
     def take_outputs(self) -> dict[int, OutputBatch]:
         """Session to what happened to its requests since its last batch, where somebody waits for it."""
-        return self._outputs.take(self._scheduler.num_places if self._scheduler else 0)
+        return self._outputs.take(self._scheduler.num_free_places if self._scheduler else 0)
 
     def pause(self, mode: PauseMode) -> None:
         """Plan no more than `mode` says, until `resume`; new requests queue. A second pause replaces the first."""
@@ -212,35 +211,34 @@ class EngineCore:
         """
         if self._scheduler is None:
             raise EngineUnavailable("the engine has no worker yet")
-        num_blocks = self._scheduler.num_cached_blocks
+        before = self._scheduler.snapshot()
         if not self._scheduler.reset_prefix_cache():
             raise FeatureDisabled(
                 "ResetPrefixCache",
-                f"{self._scheduler.num_used_blocks} blocks are in use; try again when no request runs",
+                f"{before.num_used_blocks} blocks are in use; try again when no request runs",
             )
-        return num_blocks
+        return before.num_cached_blocks
 
     def status(self, *, ready: bool, why_not_ready: str, steps_in_flight: int) -> EngineStatus:
-        scheduler = self._scheduler
-        counters = scheduler.counters if scheduler else None
-        return EngineStatus(
+        status = EngineStatus(
             engine_id=self._config.engine.engine_id,
             ready=ready,
             why_not_ready=why_not_ready,
-            num_running=scheduler.num_running if scheduler else 0,
-            num_waiting=scheduler.num_waiting if scheduler else 0,
-            num_blocks=scheduler.num_blocks if scheduler else 0,
-            num_used_blocks=scheduler.num_used_blocks if scheduler else 0,
-            num_cached_blocks=scheduler.num_cached_blocks if scheduler else 0,
-            num_steps=counters.num_steps if counters else 0,
             steps_in_flight=steps_in_flight,
             step_ns=int(self._step_s * 1e9),
-            prefix_queries=counters.prefix_queries if counters else 0,
-            prefix_hits=counters.prefix_hits if counters else 0,
-            num_preemptions=counters.num_preemptions if counters else 0,
-            num_scheduled_tokens=counters.num_scheduled_tokens if counters else 0,
-            num_finished=dict(counters.num_finished) if counters else {},
             paused=self.is_paused,
+        )
+        if self._scheduler is None:
+            return status
+        snapshot = self._scheduler.snapshot()
+        return replace(
+            status,
+            num_running=len(snapshot.running),
+            num_waiting=len(snapshot.waiting),
+            num_blocks=snapshot.num_blocks,
+            num_used_blocks=snapshot.num_used_blocks,
+            num_cached_blocks=snapshot.num_cached_blocks,
+            **asdict(snapshot.counters),
         )
 
     def close(self) -> None:
@@ -248,7 +246,9 @@ class EngineCore:
 
     def _restrict(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.admit_only(self._restrictions.admissible)
+            self._scheduler.restrict(
+                self._restrictions.admissible, may_compute=self._restrictions.may_compute
+            )
 
     def _note_finished(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:

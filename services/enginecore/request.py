@@ -14,42 +14,39 @@ from triptych.types.submit import SubmitRequest
 
 
 class RequestState(Enum):
-    """Where a request stands.
+    """The state of a request.
 
-    WAITING -> RUNNING -> ENDED; a preempted one goes back to WAITING, by way of DRAINING while results
-    of steps sent before are still to come. It may end from anywhere.
+    WAITING -> RUNNING -> ENDED; a preempted request goes back to WAITING. It may end in any state.
     """
 
     WAITING = auto()
-    DRAINING = auto()
     RUNNING = auto()
     ENDED = auto()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """Owned by the engine loop; the scheduler writes everything below `deadline`.
+    """One choice of a client's request. The engine loop owns it; the scheduler writes everything below `deadline`.
 
-    While it runs its counters stand in `RunningRows`, not here: a step that changes nothing but counters
-    touches no request.
+    While it runs its counters are in `RunningRows`, not here: a step that changes only counters touches no request.
     """
 
     request_id: str
     session: int
-    """Which frontend stream it came on."""
+    """Frontend session that it came on."""
     number: int
-    """u32, its name on that stream."""
+    """u32 that names it in its session."""
     content: RowContent
-    """Prompt and sampling, the same object for all choices of one client's request."""
+    """Prompt and sampling parameters, the same object for all choices of one client's request."""
     token_ids: array[int]
-    """All known tokens, prompt first. Until its first admission it may be the array of all choices, which nobody
-    writes to: `own_tokens` makes it this request's. While it runs, those of the open block may be missing: they
-    are in `RunningRows.open_block` until it is full."""
+    """All known tokens, prompt first. Until its first admission all choices may share the array, and then nothing
+    writes to it; `own_tokens` copies it. While the request runs, the tokens of its open block may be missing: they are
+    in `RunningRows.open_block` until that is full."""
     seed: int
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None
-    """On the scheduler's clock, in seconds."""
+    """Seconds on the scheduler's clock; None if it may wait for ever."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
     state: RequestState = RequestState.WAITING
@@ -58,14 +55,15 @@ class Request:
     tenant_index: int = 0
     """Index of its tenant in `FairShares`."""
     limit: int = 0
-    """Tokens it may grow to, prompt included: the smaller of max_tokens' and the model's."""
+    """Tokens that it may grow to, prompt included: the smaller of max_tokens and the model's limit."""
     slot: int = 0
-    """Its row in the worker, with `slot_version`: while RUNNING, and of its last run while DRAINING."""
+    """Slot of its row in the worker, while it runs or drains."""
     slot_version: int = 0
+    """Version of that row."""
     num_in_flight: int = 0
-    """Results still to come while DRAINING."""
+    """Results still to come while it drains."""
     num_cached_tokens: int = 0
-    """Prompt tokens that its first admission found in the cache; recomputing changes nothing here."""
+    """Prompt tokens that its first admission found in the cache. Later admissions do not change it."""
     prompt_logprobs_start: int = 0
     """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
     queued_at: float = 0.0
@@ -77,17 +75,18 @@ class Request:
     def choices_of(
         cls, submit: SubmitRequest, *, session: int, deadline: float | None = None
     ) -> list[Request]:
-        """Return a request for each choice of what came over a frontend's stream.
+        """Return one request for each choice of what a frontend submitted.
 
         Args:
-            deadline: On the scheduler's clock, in seconds.
+            submit: The client's request.
+            session: The frontend's session.
+            deadline: Seconds on the scheduler's clock; None if there is none.
         """
         prompt = array("I")
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
         content = RowContent(submit.prompt_token_ids, submit.sampling)
-        salt = submit.cache_salt.encode()
-        root = root_hash(salt) if salt else PLAIN_ROOT_HASH
+        root = root_hash(submit.cache_salt.encode()) if submit.cache_salt else PLAIN_ROOT_HASH
         requests = [
             cls(
                 request_id=submit.request_id,
@@ -125,13 +124,18 @@ class Request:
 
     @property
     def has_emitted(self) -> bool:
-        """Whether its client has seen tokens, of this engine or another. While it runs, of completed blocks only."""
+        """Whether its client has seen tokens, of this engine or another. While it runs, only full blocks count."""
         return len(self.token_ids) > len(self.content.prompt_token_ids)
 
     @property
     def was_admitted(self) -> bool:
         """Whether it has run before."""
         return self.planned_at is not None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it was preempted and results for it are still in flight."""
+        return self.num_in_flight > 0 and self.state is RequestState.WAITING
 
     @property
     def awaits_prompt_logprobs(self) -> bool:

@@ -83,7 +83,9 @@ def test_a_pause_settles_although_it_keeps_a_group_from_its_trial() -> None:
     for _ in range(2):
         assert engine.plan() is not None
         lose_the_worker(engine, runner)
-    while engine.scheduler.num_running < 2:  # the first of the three is cleared, the second is on trial
+    while (
+        len(engine.scheduler.snapshot().running) < 2
+    ):  # the first of the three is cleared, the second is on trial
         step(engine, runner)
     engine.pause(PauseMode.WAIT)
     while engine.is_settling:

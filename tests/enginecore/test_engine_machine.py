@@ -228,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.holds_together()
         assert self.expected.keys() <= self.ends.keys(), "each request ends"
         assert self.engine.scheduler is not None
-        assert self.engine.scheduler.num_used_blocks == 0
+        assert self.engine.scheduler.snapshot().num_used_blocks == 0
         for key, (tokens, reason) in self.expected.items():
             end = self.ends[key]
             if isinstance(end, RequestFailure):

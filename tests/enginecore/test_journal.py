@@ -27,7 +27,13 @@ from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
 from triptych.types.step import StepPlan
-from triptych.wire.journal import JOURNAL_SUFFIX, JournalReader, header_to_bytes, read_journal
+from triptych.wire.journal import (
+    JOURNAL_SUFFIX,
+    JOURNAL_VERSION,
+    JournalReader,
+    header_to_bytes,
+    read_journal,
+)
 
 FILE = f"engine-0-{EPOCH}{JOURNAL_SUFFIX}"
 READ_ONLY = {"take_outputs", "status", "refuse"}
@@ -319,7 +325,9 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
         "text": b"The quick brown fox jumps over the lazy dog." * 9,
         "zeros": bytes(64),
         "cut": whole[: header_bytes - 1],
-        "version": whole.replace(b"triptych-journal\x10\x02", b"triptych-journal\x10\x63"),
+        "version": whole.replace(
+            b"triptych-journal\x10" + bytes([JOURNAL_VERSION]), b"triptych-journal\x10\x63"
+        ),
         "damaged": whole[:header_bytes] + b"\x03\xff\xff\xff" + whole[header_bytes:],
     }
     for name, content in files.items():

@@ -74,9 +74,9 @@ def test_choices_are_admitted_together_or_not_at_all() -> None:
     scheduler.add(make_request(9, [1]))
     with pytest.raises(QueueFull, match="1 choices run or wait"):
         scheduler.add(*make_choices(range(4), [1]))
-    assert scheduler.num_waiting == 1
+    assert len(scheduler.snapshot().waiting) == 1
     scheduler.add(*make_choices(range(3), [1]))
-    assert scheduler.num_waiting == 4
+    assert len(scheduler.snapshot().waiting) == 4
 
 
 def test_more_choices_than_ever_fit_are_refused_for_good() -> None:

@@ -32,7 +32,7 @@ def test_the_queue_is_bounded_beyond_the_seats_and_says_when_to_come_back() -> N
     assert refusal.value.retry_after_s > 0
     engine.plan()
     engine.finish_step()
-    assert engine.scheduler.num_running + engine.scheduler.num_waiting == 9
+    assert len(engine.scheduler.snapshot().running) + len(engine.scheduler.snapshot().waiting) == 9
     engine.add(make_request(10, make_prompt(4), max_tokens=1))
     engine.run()
     assert len(engine.outcomes) == 11
@@ -117,7 +117,7 @@ def test_an_abort_frees_the_blocks_at_once_wherever_the_request_stands() -> None
             engine.finish_step()
         engine.plan()
     running, draining, waiting = 0, 1, 2
-    assert len(scheduler._states.draining) == 1
+    assert len(scheduler.snapshot().draining) == 1
     for number in (draining, waiting, running):
         outcome = scheduler.abort(0, number)
         assert isinstance(outcome, Finished)
@@ -125,7 +125,11 @@ def test_an_abort_frees_the_blocks_at_once_wherever_the_request_stands() -> None
         engine.note(outcome)
         scheduler.check_integrity()
         assert scheduler.abort(0, number) is None, "it ends once"
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_blocks) == (0, 0, 0)
+    assert (
+        len(scheduler.snapshot().running),
+        len(scheduler.snapshot().waiting),
+        scheduler.snapshot().num_used_blocks,
+    ) == (0, 0, 0)
     assert not scheduler.has_work
     while engine.plans:
         assert len(engine.finish_step().token_ids) == 0, "what was in flight is nobody's"
@@ -170,7 +174,7 @@ def test_one_hundred_cancels_among_two_hundred_leave_the_others_unchanged() -> N
         prompt = make_prompt(1 + number % 50, seed=number)
         expected = naive_generation(prompt, number, SamplingParams(max_tokens=12), (), 2048)
         assert engine.tokens[0, number] == expected[0]
-    assert engine.scheduler.num_used_blocks == 0
+    assert engine.scheduler.snapshot().num_used_blocks == 0
 
 
 def test_what_expires_while_it_waits_is_never_computed() -> None:
@@ -203,7 +207,7 @@ def test_a_deadline_ends_a_running_request_and_frees_its_blocks() -> None:
     engine.finish_step()
     (failed,) = engine.scheduler.expired(clock.now + 1.5)
     assert "ran" in failed.error.message
-    assert engine.scheduler.num_used_blocks == 0
+    assert engine.scheduler.snapshot().num_used_blocks == 0
     engine.scheduler.check_integrity()
     engine.run()
     assert len(engine.tokens[0, 0]) == 1
@@ -216,11 +220,7 @@ def test_clients_that_come_and_go_leave_nothing_in_the_queues() -> None:
     for number in range(1, 2000):
         scheduler.add(make_request(number, [1], deadline=clock.now + number))
         scheduler.abort(0, number)
-    (level,) = scheduler._states.waiting._short._levels.values()
-    (lane,) = level._lanes.values()
-    for heap in (lane, level._accounts, scheduler._deadlines):
-        assert len(heap) <= 1
-        assert len(heap._entries) < 100
+    assert scheduler.snapshot().num_heap_entries < 300
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

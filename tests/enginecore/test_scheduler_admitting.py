@@ -76,15 +76,15 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
 def test_only_those_named_are_admitted_until_that_is_lifted() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2))
     add(engine, 11, 12, 13, 14, max_tokens=2)
-    requests = {request.number: request for request in engine.scheduler._states}
-    engine.scheduler.admit_only([requests[1], requests[3]])
+    requests = {request.number: request for request in engine.scheduler.snapshot().requests}
+    engine.scheduler.restrict([requests[1], requests[3]])
     add(engine, 15, first=4, max_tokens=2)
     assert steps(engine, 2) == [{1: 12, 3: 14}, {1: 1, 3: 1}]
     assert engine.plan() is None, "the others wait, new arrivals too"
-    assert engine.scheduler.num_waiting == 3
-    engine.scheduler.admit_only([requests[2]])
+    assert len(engine.scheduler.snapshot().waiting) == 3
+    engine.scheduler.restrict([requests[2]])
     assert steps(engine, 1) == [{2: 13}]
-    engine.scheduler.admit_only(None)
+    engine.scheduler.restrict(None)
     assert steps(engine, 1) == [{0: 11, 2: 1}]
     engine.run()
     assert len(engine.outcomes) == 5
@@ -94,10 +94,10 @@ def test_holding_back_leaves_alone_what_runs() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1))
     add(engine, 11, 12)
     engine.plan()
-    engine.scheduler.admit_only([])
+    engine.scheduler.restrict([])
     engine.run_while_it_can()
     assert list(engine.outcomes) == [(0, 0)]
-    engine.scheduler.admit_only(None)
+    engine.scheduler.restrict(None)
     engine.run()
     assert list(engine.outcomes) == [(0, 0), (0, 1)]
 
@@ -106,14 +106,16 @@ def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), steps_in_flight=1)
     for number in range(12):
         engine.add(make_request(number, make_prompt(10), tenant="ab"[number % 2], max_tokens=1))
-    held = [request for request in engine.scheduler._states if request.tenant == "b"]
-    engine.scheduler.admit_only([request for request in engine.scheduler._states if request.tenant == "a"])
+    held = [request for request in engine.scheduler.snapshot().requests if request.tenant == "b"]
+    engine.scheduler.restrict(
+        [request for request in engine.scheduler.snapshot().requests if request.tenant == "a"]
+    )
     steps(engine, 5)
     outcome = engine.scheduler.abort(0, held[0].number)
     assert outcome is not None
     engine.note(outcome)
     engine.scheduler.check_integrity()
-    engine.scheduler.admit_only(None)
+    engine.scheduler.restrict(None)
     engine.run()
     assert [number for _, number in engine.outcomes] == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 11, 10]
 
@@ -121,8 +123,8 @@ def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
 def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
     engine = Engine(make_scheduler())
     add(engine, 11, 12, 13)
-    only = next(request for request in engine.scheduler._states if request.number == 1)
-    engine.scheduler.admit_only([only])
+    only = next(request for request in engine.scheduler.snapshot().requests if request.number == 1)
+    engine.scheduler.restrict([only])
     successor = make_scheduler()
     successor.adopt(engine.scheduler)
     successor.check_integrity()
@@ -154,11 +156,11 @@ def test_choices_of_a_long_prompt_enter_over_several_steps() -> None:
     for number in range(8):
         scheduler.add(make_request(number, prompt, max_tokens=100))
     num_entered = []
-    while scheduler.num_waiting:
+    while len(scheduler.snapshot().waiting):
         plan = scheduler.schedule()
         assert plan is not None
         num_entered.append(len(plan.new_rows))
-        num_sampling = len(next(iter(scheduler._in_flight)).sampling_slots)
+        num_sampling = len(scheduler.snapshot().steps_in_flight[0].sampling_slots)
         scheduler.update(StepResult(plan.step_id, np.zeros(num_sampling, np.uint32)))
     assert num_entered == [1, 3, 3, 1]
     assert scheduler.counters.prefix_hits == 7 * 15_999

@@ -40,7 +40,7 @@ def test_lower_priority_numbers_run_first_and_ties_go_by_arrival() -> None:
     for number, priority in enumerate((3, 2, 0, 2)):
         engine.add(make_request(number, make_prompt(5, seed=number), priority=priority, max_tokens=2))
     assert plan_counts(engine) == {2: 5}
-    assert engine.scheduler.num_waiting == 3
+    assert len(engine.scheduler.snapshot().waiting) == 3
     engine.run()
     assert [number for _, number in engine.outcomes] == [2, 1, 3, 0]
 
@@ -100,12 +100,13 @@ def test_a_request_that_finds_too_few_blocks_changes_nothing() -> None:
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt))
     engine.plan()
-    pool = engine.scheduler._blocks._pool
-    before = list(pool._free), list(pool._references), dict(pool._hash_to_block)
+    before = engine.scheduler.snapshot()
     engine.add(make_request(1, prompt[:48] + make_prompt(100, seed=1)))  # 3 hits, 7 more blocks; 3 are free
     assert plan_counts(engine) == {0: 1}
-    assert (list(pool._free), list(pool._references), dict(pool._hash_to_block)) == before
-    assert engine.scheduler.num_waiting == 1
+    after = engine.scheduler.snapshot()
+    assert after.num_used_blocks == before.num_used_blocks
+    assert after.num_cached_blocks == before.num_cached_blocks
+    assert len(after.waiting) == 1
 
 
 def test_a_cache_salt_keeps_prefixes_apart() -> None:

@@ -67,7 +67,7 @@ def test_nobody_reads_what_a_failed_row_should_have_written(steps_in_flight: int
     survivors = {1: (1, 3), 2: (1, 2, 3), 3: (1, 3)}[steps_in_flight]
     for number in survivors:
         expect_oracle(engine, number, prompt, 8)
-    assert engine.scheduler.num_used_blocks == 0
+    assert engine.scheduler.snapshot().num_used_blocks == 0
 
 
 def test_a_failed_row_takes_back_what_its_earlier_steps_wrote() -> None:
@@ -96,11 +96,11 @@ def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (draining,) = engine.scheduler._states.draining.values()
-    assert engine.scheduler._states.cached_blocks(draining)
+    (draining,) = engine.scheduler.snapshot().draining
+    assert engine.scheduler.find_cached_blocks(draining)
     engine.finish_step(failing_slots=[draining.slot])
     assert draining.state is RequestState.ENDED
-    assert not engine.scheduler._states.cached_blocks(draining)
+    assert not engine.scheduler.find_cached_blocks(draining)
     engine.run()
 
 
@@ -183,10 +183,10 @@ def test_a_request_that_relied_on_a_failed_row_starts_over_without_passing_the_g
     engine.add(make_request(1, prompt, max_tokens=8))
     for _ in range(4):  # the first fills its first block, the second reads it and gets to position 16
         engine.plan()
-    assert scheduler._rows.computed[:2].tolist() == [15, 16]
+    assert [scheduler.row_counts(request).computed for request in scheduler.snapshot().running] == [15, 16]
     engine.finish_step()
     engine.finish_step(failing_slots=[0])
-    assert scheduler.num_running == 0
+    assert len(scheduler.snapshot().running) == 0
     engine.run()
     engine.add(make_request(2, prompt, max_tokens=8))
     engine.run()
@@ -201,7 +201,7 @@ def test_a_parked_request_that_relied_on_a_failed_row_keeps_no_token_of_it() -> 
     engine.add(make_request(1, [*prompt, 1, 2], max_tokens=8))
     engine.plan()
     engine.plan()  # the first needs a fourth block, the second has the last one
-    (draining,) = engine.scheduler._states.draining.values()
+    (draining,) = engine.scheduler.snapshot().draining
     assert (draining.number, draining.num_in_flight) == (1, 1)
     engine.finish_step(failing_slots=[0])
     assert engine.tokens[0, 1] == []
@@ -217,7 +217,7 @@ def test_a_parked_request_may_fail() -> None:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (draining,) = engine.scheduler._states.draining.values()
+    (draining,) = engine.scheduler.snapshot().draining
     output = engine.finish_step(failing_slots=[draining.slot])
     assert [failed.request for failed in output.failed] == [draining]
     engine.run()
@@ -260,8 +260,8 @@ def test_a_lost_worker_costs_no_token_and_repeats_none(steps_in_flight: int, num
             if engine.plans:
                 engine.finish_step()
         engine.lose_worker()
-        assert (scheduler.num_running, scheduler.num_in_flight) == (0, 0)
-        assert (scheduler.num_used_blocks, scheduler.num_cached_blocks) == (0, 0)
+        assert (len(scheduler.snapshot().running), scheduler.num_in_flight) == (0, 0)
+        assert (scheduler.snapshot().num_used_blocks, scheduler.snapshot().num_cached_blocks) == (0, 0)
     engine.run()
     for number, prompt in enumerate(prompts):
         expected = naive_generation(prompt, number, SamplingParams(max_tokens=25), (EOS,), 200)
@@ -292,9 +292,9 @@ def test_a_reset_of_the_prefix_cache_is_refused_while_anything_runs() -> None:
     engine.plan()
     assert not engine.scheduler.reset_prefix_cache()
     engine.run()
-    assert engine.scheduler.num_cached_blocks == 4
+    assert engine.scheduler.snapshot().num_cached_blocks == 4
     assert engine.scheduler.reset_prefix_cache()
-    assert engine.scheduler.num_cached_blocks == 0
+    assert engine.scheduler.snapshot().num_cached_blocks == 0
     engine.add(make_request(1, prompt, max_tokens=2))
     assert counts_by_number(engine.scheduler, engine.plan()) == {1: 64}
 

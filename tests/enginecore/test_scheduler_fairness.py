@@ -9,14 +9,17 @@ import pytest
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Scheduler
 from services.enginecore.scheduler.fairness import OUTPUT_WEIGHT
-from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler
+from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
 
 
-def service_of(scheduler: Scheduler, tenant: str, priority: int = 0) -> int:
-    """The counter of a tenant that is known."""
-    scheduler._states.settle()
-    shares = scheduler._states.shares
-    return int(shares.tokens_served[shares._levels[priority].accounts[tenant].index])
+def served_to(scheduler: Scheduler, tenant: str, priority: int = 0) -> int:
+    """Return the counter of a tenant that is known."""
+    shares = {(share.priority, share.tenant): share for share in scheduler.tenant_shares()}
+    return shares[priority, tenant].tokens_served
+
+
+def known_tenants(scheduler: Scheduler) -> list[str]:
+    return sorted(share.tenant for share in scheduler.tenant_shares())
 
 
 def admission_order(engine: Engine) -> list[int]:
@@ -24,8 +27,7 @@ def admission_order(engine: Engine) -> list[int]:
     order: list[int] = []
     for _ in range(100_000):
         while len(engine.plans) < engine.steps_in_flight and (plan := engine.plan()) is not None:
-            rows = engine.scheduler._rows.slot_to_request
-            order += [rows[row.slot].number for row in plan.new_rows]
+            order += [request_in(engine.scheduler, row.slot).number for row in plan.new_rows]
         if not engine.plans:
             return list(dict.fromkeys(order))
         engine.finish_step()
@@ -76,10 +78,10 @@ def test_idling_saves_nothing_up() -> None:
     add(engine, 0, "late", max_tokens=1)
     for number in range(1, 40):
         add(engine, number, "busy", max_tokens=4)
-    while service_of(engine.scheduler, "busy") < 10 * (10 + 4 * OUTPUT_WEIGHT):
+    while served_to(engine.scheduler, "busy") < 10 * (10 + 4 * OUTPUT_WEIGHT):
         engine.plan()
         engine.finish_step()
-    waiting = sorted(request.number for request in engine.scheduler._states.waiting._members)
+    waiting = sorted(request.number for request in engine.scheduler.snapshot().waiting)
     for number in range(40, 50):
         add(engine, number, "late", max_tokens=4)
     order = admission_order(engine)
@@ -108,15 +110,15 @@ def test_counters_hold_prompts_computed_once_and_outputs_weighted() -> None:
     engine.plan()
     engine.add(make_request(1, prompt, tenant="b", max_tokens=200))
     engine.plan()
-    assert service_of(engine.scheduler, "a") == 100
-    assert service_of(engine.scheduler, "b") == 100 + 4, (
+    assert served_to(engine.scheduler, "a") == 100
+    assert served_to(engine.scheduler, "b") == 100 + 4, (
         "lifted to the only other, and charged what no cache held"
     )
     for _ in range(20):
         engine.finish_step()
         engine.plan()
     assert len(engine.end_of(0)[0]) == 7
-    assert service_of(engine.scheduler, "b") == 104 + OUTPUT_WEIGHT * len(engine.tokens[0, 1])
+    assert served_to(engine.scheduler, "b") == 104 + OUTPUT_WEIGHT * len(engine.tokens[0, 1])
 
 
 def test_preemptions_are_not_charged_and_every_token_is_once() -> None:
@@ -126,12 +128,12 @@ def test_preemptions_are_not_charged_and_every_token_is_once() -> None:
     add(engine, 0, "watcher")  # keeps the level alive, and so the counters
     for number in range(1, 7):
         add(engine, number, "ab"[number % 2], 20 + number, max_tokens=30)
-    engine.scheduler.admit_only([request for request in engine.scheduler._states if request.number])
+    engine.scheduler.restrict([request for request in engine.scheduler.snapshot().requests if request.number])
     engine.run_while_it_can()
     assert engine.scheduler.counters.num_preemptions > 0
     assert len(engine.outcomes) == 6
-    assert service_of(engine.scheduler, "a") == 22 + 24 + 26 + OUTPUT_WEIGHT * 3 * 30
-    assert service_of(engine.scheduler, "b") == 21 + 23 + 25 + OUTPUT_WEIGHT * 3 * 30
+    assert served_to(engine.scheduler, "a") == 22 + 24 + 26 + OUTPUT_WEIGHT * 3 * 30
+    assert served_to(engine.scheduler, "b") == 21 + 23 + 25 + OUTPUT_WEIGHT * 3 * 30
 
 
 def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
@@ -151,12 +153,12 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
         while len(engine.plans) < 2:
             engine.plan()
         engine.finish_step()
-        waiting = {request.tenant for request in engine.scheduler._states.waiting._members}
-        services = [service_of(engine.scheduler, tenant) for tenant in waiting]
-        widest = max(widest, max(services) - min(services))
+        waiting = {request.tenant for request in engine.scheduler.snapshot().waiting}
+        served = [served_to(engine.scheduler, tenant) for tenant in waiting]
+        widest = max(widest, max(served) - min(served))
     assert len(waiting) == 3
     assert 0 < widest <= bound
-    assert min(services) > 2 * bound, "long enough to tell"
+    assert min(served) > 2 * bound, "long enough to tell"
 
 
 def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_had_the_most() -> None:
@@ -170,10 +172,7 @@ def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_h
     while not engine.scheduler.counters.num_preemptions:
         engine.finish_step()
         engine.plan()
-    head = engine.scheduler._states.waiting.peek()
-    assert head is not None
-    assert head.number == 1
-    engine.run()
+    assert admission_order(engine) == [1, 2]
     assert [number for _, number in engine.outcomes] == [0, 2, 1]
 
 
@@ -185,7 +184,7 @@ def test_what_was_interrupted_by_a_lost_worker_goes_first_in_its_old_order() -> 
     engine.lose_worker()
     plan = engine.plan()
     assert plan is not None
-    assert [engine.scheduler._rows.slot_to_request[row.slot].number for row in plan.new_rows] == [0, 1, 2, 3]
+    assert [request_in(engine.scheduler, row.slot).number for row in plan.new_rows] == [0, 1, 2, 3]
 
 
 def test_a_level_does_not_pay_for_what_its_tenants_have_had_on_another() -> None:
@@ -204,10 +203,10 @@ def test_shares_outlive_the_worker() -> None:
     for number in range(3, 9):
         add(engine, number, "b", 10, max_tokens=2)
     engine.plan()
-    before = service_of(engine.scheduler, "a")
+    before = served_to(engine.scheduler, "a")
     successor = make_scheduler(max_num_seqs=1, max_model_len=256, num_blocks=50)
     assert successor.adopt(engine.scheduler) == ()
-    assert service_of(successor, "a") == before
+    assert served_to(successor, "a") == before
     engine = Engine(successor, tokens=engine.tokens)
     assert admission_order(engine) == [0, 3, 4, 5, 6, 7, 8, 1, 2]
 
@@ -220,27 +219,25 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
     for number in range(3, 3000):
         add(engine, number, f"tenant {number}", max_tokens=2)
         engine.scheduler.abort(0, number)
-    shares = engine.scheduler._states.shares
-    (level,) = shares._levels.values()
-    assert len(level.accounts) <= 3, "who has had no more than others is forgotten at once"
-    for heap in (level.waiting, level.idle):
-        assert len(heap._entries) < 100
-    assert len(shares.tokens_served) <= 8
+    shares = engine.scheduler.tenant_shares()
+    assert len(shares) <= 3, "a tenant that was served no more than others is forgotten at once"
+    assert engine.scheduler.snapshot().num_heap_entries < 400
+    assert all(share.index < 8 for share in shares)
 
 
 def test_no_more_debtors_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.enginecore.scheduler.fairness._MOST_IDLE", 5)
+    monkeypatch.setattr("services.enginecore.scheduler.fairness._MAX_IDLE", 5)
     engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     add(engine, 0, "starved", 10, priority=0, max_tokens=1)
-    shares = engine.scheduler._states.shares
-    engine.scheduler.admit_only([])
+    engine.scheduler.restrict([])
     for number in range(1, 30):
         request = add(engine, number, f"tenant {number}", 10 + number, max_tokens=1)
-        engine.scheduler.admit_only([request])
+        engine.scheduler.restrict([request])
         engine.plan()
         engine.finish_step()
-    (level,) = shares._levels.values()
-    assert sorted(level.accounts) == sorted(["starved", *(f"tenant {number}" for number in range(25, 30))])
+    assert known_tenants(engine.scheduler) == sorted(
+        ["starved", *(f"tenant {number}" for number in range(25, 30))]
+    )
 
 
 def test_without_requests_a_level_forgets_everything() -> None:
@@ -248,10 +245,7 @@ def test_without_requests_a_level_forgets_everything() -> None:
     for number in range(20):
         add(engine, number, f"tenant {number % 5}", priority=number % 3, max_tokens=3)
     engine.run()
-    shares = engine.scheduler._states.shares
-    assert not shares._levels
-    assert not shares.has_rivals
-    assert not shares.tokens_served.any()
+    assert engine.scheduler.tenant_shares() == []
 
 
 def test_what_runs_is_charged_up_to_the_choice() -> None:
@@ -265,9 +259,7 @@ def test_what_runs_is_charged_up_to_the_choice() -> None:
     plan = engine.plan()
     assert plan is not None
     (row,) = plan.new_rows
-    assert engine.scheduler._rows.slot_to_request[row.slot].tenant == "b", (
-        "two of the other's have run for long"
-    )
+    assert request_in(engine.scheduler, row.slot).tenant == "b", "two of the other's have run for long"
 
 
 def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_left() -> None:
@@ -278,11 +270,11 @@ def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_l
     while (0, 1) not in engine.outcomes:
         engine.finish_step()
         engine.plan()
-    assert sorted(engine.scheduler._states.shares._levels[0].accounts) == ["a"]
-    engine.scheduler.admit_only([])
+    assert known_tenants(engine.scheduler) == ["a"]
+    engine.scheduler.restrict([])
     for number, tenant in ((2, "new"), (3, "a"), (4, "new")):
         add(engine, number, tenant, max_tokens=1)
-    engine.scheduler.admit_only(None)
+    engine.scheduler.restrict(None)
     assert admission_order(engine) == [2, 3, 4]
 
 
@@ -295,5 +287,5 @@ def test_who_comes_is_lifted_to_what_the_others_have_had_up_to_now() -> None:
         engine.finish_step()
     for number in range(3, 6):
         add(engine, number, "new", 3, max_tokens=1)
-    assert service_of(engine.scheduler, "new") == 10 + 30 * OUTPUT_WEIGHT
-    assert service_of(engine.scheduler, "a") == 10 + 30 * OUTPUT_WEIGHT
+    assert served_to(engine.scheduler, "new") == 10 + 30 * OUTPUT_WEIGHT
+    assert served_to(engine.scheduler, "a") == 10 + 30 * OUTPUT_WEIGHT

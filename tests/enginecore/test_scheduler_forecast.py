@@ -9,7 +9,7 @@ import pytest
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler import StepOutput
-from services.enginecore.scheduler.forecast import EndingPace, FirstTokenForecast, StepPace
+from services.enginecore.scheduler.forecast import EndingPace, StepPace
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DeadlineUnreachable, QueueFull
 
@@ -48,10 +48,6 @@ def request_of(
     assert engine.clock is not None
     deadline = None if in_s is None else engine.clock.now + in_s
     return make_request(number, make_prompt(length, seed=number), deadline=deadline, **kwargs)  # type: ignore[arg-type]
-
-
-def forecast_of(engine: TimedEngine) -> FirstTokenForecast:
-    return engine.scheduler._admission.forecast
 
 
 def prefill_bound(engine: TimedEngine) -> Request:
@@ -125,7 +121,7 @@ def test_the_first_token_comes_about_when_predicted(
     engine = make_engine(steps_in_flight, max_num_batched_tokens=512, max_num_seqs=16, **blocks)
     warm_up(engine)
     request = scene(engine)
-    predicted = forecast_of(engine).wait_s(request, engine.scheduler._states)
+    predicted = engine.scheduler.predict_wait_s(request)
     engine.add(request)
     engine.run()
     assert request.first_token_at is not None
@@ -141,7 +137,7 @@ def test_chunks_of_a_long_prompt_take_a_step_each() -> None:
     warm_up(engine)
     engine.add(request_of(engine, 0, 10))
     request = request_of(engine, 1, 1000, max_tokens=1)
-    predicted = forecast_of(engine).wait_s(request, engine.scheduler._states)
+    predicted = engine.scheduler.predict_wait_s(request)
     engine.add(request)
     while (0, 1) not in engine.outcomes:
         engine.plan()
@@ -155,13 +151,13 @@ def test_what_cannot_make_its_deadline_is_refused_with_the_predicted_wait() -> N
     warm_up(engine)
     for number in range(40):
         engine.add(request_of(engine, number, 500, max_tokens=2))
-    wait_s = forecast_of(engine).wait_s(request_of(engine, 100, 50), engine.scheduler._states)
+    wait_s = engine.scheduler.predict_wait_s(request_of(engine, 100, 50))
     assert wait_s is not None
     assert wait_s > 40 * 500 * TOKEN_S
     with pytest.raises(DeadlineUnreachable, match=rf"in {wait_s:.2f} s .* in 1\.50 s") as refusal:
         engine.scheduler.add(request_of(engine, 100, 50, in_s=1.5))
     assert refusal.value.retry_after_s == wait_s
-    assert engine.scheduler.num_waiting == 40
+    assert len(engine.scheduler.snapshot().waiting) == 40
     engine.scheduler.check_integrity()
     engine.add(request_of(engine, 100, 50, in_s=wait_s + 0.01))
     engine.add(request_of(engine, 101, 50))
@@ -206,7 +202,7 @@ def test_prompts_ahead_count_for_what_the_cache_is_likely_to_lack() -> None:
         engine.run()
     for number in range(200, 260):
         engine.add(make_request(number, prompt, max_tokens=2))
-    predicted = forecast_of(engine).wait_s(make_request(300, prompt), engine.scheduler._states)
+    predicted = engine.scheduler.predict_wait_s(make_request(300, prompt))
     assert predicted is not None
     assert predicted < 61 * 500 * TOKEN_S / 4, "each computes 4 of its 500 tokens"
 

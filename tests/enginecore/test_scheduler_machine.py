@@ -20,6 +20,7 @@ from tests.helpers.scheduling import (
     make_request,
     make_scheduler,
     naive_generation,
+    request_in,
 )
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
 from triptych.types.outputs import FinishReason
@@ -113,6 +114,10 @@ class NaiveOrder:
         waiting = [other for other in self.alive if other not in self.admitted]
         if all((other.priority, other.tenant) != mine for other in waiting):
             self.last_waited[request.priority] = request.tenant
+
+
+def is_ready(request: Request) -> bool:
+    return request.state is RequestState.WAITING and not request.is_draining
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -224,13 +229,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         scheduler, counters = self.engine.scheduler, self.engine.scheduler.counters
-        running, preemptions = scheduler.num_running, counters.num_preemptions
-        candidates = [request for request in self.order.alive if request.state is RequestState.WAITING]
-        rows = scheduler._rows
-        num_long = sum(
-            self.is_long(rows.num_expected[slot], rows.computed[slot]) for slot in rows.slot_to_request
-        )
-        self.check_blocked()
+        running, preemptions = len(scheduler.snapshot().running), counters.num_preemptions
+        candidates = [request for request in self.order.alive if is_ready(request)]
+        rows = [scheduler.row_counts(request) for request in scheduler.snapshot().running]
+        num_long = sum(self.is_long(row.num_expected, row.computed) for row in rows)
         plan = self.engine.plan()
         if plan is None:
             is_stuck = scheduler.has_work and not scheduler.num_in_flight
@@ -238,26 +240,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.check_plan(plan, running, has_preempted=counters.num_preemptions > preemptions)
         self.check_order(plan, candidates, num_long)
-
-    def check_blocked(self) -> None:
-        """A request that is not looked up again since it cannot fit does not fit."""
-        scheduler, states = self.engine.scheduler, self.engine.scheduler._states
-        arrival, min_free_blocks = scheduler._planner._blocked
-        num_promised = scheduler._rows.num_promised_blocks()
-        for request in states.waiting._members:
-            if request.arrival == arrival and states.blocks.room - num_promised < min_free_blocks:
-                hits = states.cached_blocks(request)
-                assert states.blocks.num_lacking(len(request.token_ids), hits, num_promised) > 0
+        if counters.num_preemptions == preemptions:
+            self.check_nothing_fits(plan, candidates)
 
     def check_plan(self, plan: StepPlan, num_running: int, *, has_preempted: bool) -> None:
         config, scheduler = self.config, self.engine.scheduler
         assert 0 < plan.num_tokens <= config["max_num_batched_tokens"]
-        assert scheduler.num_running <= config["max_num_seqs"]
+        assert len(scheduler.snapshot().running) <= config["max_num_seqs"]
         if threshold := config["long_prefill_token_threshold"]:
             assert all(length <= threshold for length in plan.chunk_lengths.tolist())
         if has_preempted:
             assert plan.new_rows == (), "the waiting do not gain from a preemption"
-            assert scheduler.num_running < num_running
+            assert len(scheduler.snapshot().running) < num_running
+
+    def check_nothing_fits(self, plan: StepPlan, candidates: list[Request]) -> None:
+        """The first of those that are not admitted does not fit beside those that run."""
+        scheduler, snapshot = self.engine.scheduler, self.engine.scheduler.snapshot()
+        has_budget = plan.num_tokens < self.config["max_num_batched_tokens"]
+        has_row = len(snapshot.running) < self.config["max_num_seqs"]
+        new_slots = {row.slot for row in plan.new_rows}
+        has_chunks = not new_slots.issuperset(plan.chunk_slots.tolist())  # they may have grown last of all
+        is_limited = (
+            self.config["max_long_partial_prefills"] or not self.is_chunked or self.allowed is not None
+        )
+        if not candidates or not has_budget or not has_row or has_chunks or is_limited:
+            return
+        head = min(candidates, key=self.order.place_of)
+        held = {block for request in snapshot.running for block in request.blocks.block_ids}
+        num_free = snapshot.num_blocks - len(held)
+        for request in snapshot.running:
+            num_needed = -(-scheduler.row_counts(request).known // self.block_size)
+            num_free -= max(num_needed - len(request.blocks.block_ids), 0)
+        num_hits = len(held.intersection(scheduler.find_cached_blocks(head)))
+        num_needed = -(-len(head.token_ids) // self.block_size) - num_hits
+        assert num_needed > num_free, "a request that fits is left behind"
 
     def check_order(self, plan: StepPlan, candidates: list[Request], num_long: int) -> None:
         """`num_long`: those in partial prefill before it."""
@@ -268,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eligible = candidates
             if most_long and num_long >= most_long:
                 eligible = [request for request in candidates if not self.is_long(len(request.token_ids))]
-            request = self.engine.scheduler._rows.slot_to_request[row.slot]
+            request = request_in(self.engine.scheduler, row.slot)
             assert request is min(eligible, key=self.order.place_of), "admitted out of order"
             self.order.admit(request, row.num_computed_tokens)
             candidates.remove(request)
@@ -352,16 +368,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 1 << 12))
     def admit_only(self, choice: int) -> None:
         self.allowed = {request for place, request in enumerate(self.order.alive) if choice >> place & 1}
-        self.engine.scheduler.admit_only(self.allowed)
+        self.engine.scheduler.restrict(self.allowed)
 
     @rule()
     def admit_all(self) -> None:
         self.allowed = None
-        self.engine.scheduler.admit_only(None)
+        self.engine.scheduler.restrict(None)
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        is_idle = self.engine.scheduler.num_used_blocks == 0
+        is_idle = self.engine.scheduler.snapshot().num_used_blocks == 0
         assert self.engine.scheduler.reset_prefix_cache() == is_idle
 
     @invariant()
@@ -369,10 +385,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
         assert scheduler.num_in_flight == len(self.engine.plans)
-        assert self.order.alive == list(scheduler._states)
-        in_flight = [r for r in self.order.alive if r.state in (RequestState.RUNNING, RequestState.DRAINING)]
+        assert self.order.alive == list(scheduler.snapshot().requests)
+        in_flight = [r for r in self.order.alive if r.state is RequestState.RUNNING or r.is_draining]
         assert scheduler.requests_in_flight().keys() == set(in_flight if self.engine.plans else [])
-        assert scheduler.num_running + scheduler.num_waiting == len(self.expected) - len(self.engine.outcomes)
+        assert len(scheduler.snapshot().running) + len(scheduler.snapshot().waiting) == len(
+            self.expected
+        ) - len(self.engine.outcomes)
         for key, tokens in self.engine.tokens.items():
             expected, reason, stop_token_id = self.expected[key]
             assert tokens == expected[: len(tokens)]
@@ -390,7 +408,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note_ends()
         self.holds_together()
         assert self.engine.outcomes.keys() == self.expected.keys(), "each request ends exactly once"
-        assert self.engine.scheduler.num_used_blocks == 0
+        assert self.engine.scheduler.snapshot().num_used_blocks == 0
         for outcome in self.engine.outcomes.values():
             if isinstance(outcome, Failed):
                 assert isinstance(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -65,7 +66,7 @@ def test_few_blocks_yield_the_same_tokens_as_many(
     for number, (prompt, sampling) in cases.items():
         expected = naive_generation(prompt, number, sampling, (EOS,), 200)
         assert engine.end_of(number) == expected
-    assert scheduler.num_used_blocks == 0
+    assert scheduler.snapshot().num_used_blocks == 0
 
 
 def crowded(policy: str, priorities: tuple[int, ...], *, steps_in_flight: int = 1) -> Engine:
@@ -90,7 +91,7 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
 ) -> None:
     engine = crowded(policy, priorities)
     engine.add(make_request(9, make_prompt(1)))
-    (victims_slot,) = (r.slot for r in engine.scheduler._states.running if r.number == victim)
+    (victims_slot,) = (r.slot for r in engine.scheduler.snapshot().running if r.number == victim)
     plan = engine.plan()
     assert plan is not None
     others = {0, 1, 2} - {victim}
@@ -151,15 +152,16 @@ def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps
     while not engine.scheduler.counters.num_preemptions:
         engine.finish_step()
         engine.plan()
-    (draining,) = engine.scheduler._states.draining.values()
+    (draining,) = engine.scheduler.snapshot().draining
     assert draining.number == 1
     num_known, expected = len(engine.tokens[0, 1]), draining.num_in_flight
     assert expected == steps_in_flight - 1
     for _ in range(expected):
-        assert engine.scheduler._states.waiting.peek() is None
+        assert engine.scheduler.snapshot().draining == (draining,)
         engine.finish_step()
     assert len(engine.tokens[0, 1]) == num_known + expected
-    assert engine.scheduler._states.waiting.peek() is draining
+    snapshot = engine.scheduler.snapshot()
+    assert (snapshot.draining, snapshot.waiting) == ((), (draining,))
     assert list(draining.token_ids) == make_prompt(30, seed=1) + engine.tokens[0, 1]
     engine.run()
     outputs, _, _ = naive_generation(make_prompt(30, seed=1), 1, SamplingParams(max_tokens=20), (), 64)
@@ -174,11 +176,11 @@ def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
         if len(engine.plans) == 2:
             engine.finish_step()
         engine.plan()
-    (draining,) = engine.scheduler._states.draining.values()
+    (draining,) = engine.scheduler.snapshot().draining
     assert len(draining.token_ids) == 30 + 1
     engine.finish_step()
     assert engine.outcomes[0, 1].request is draining
-    assert engine.scheduler.num_waiting == 0
+    assert len(engine.scheduler.snapshot().waiting) == 0
     engine.run()
     assert [len(engine.tokens[0, number]) for number in (0, 1)] == [20, 2]
 
@@ -211,7 +213,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
     for _ in range(3):  # 32, 64, 96 tokens of the first: from 2 to 6 blocks
         engine.plan()
         engine.finish_step()
-        assert scheduler.num_running == 1, "its first chunk alone would fit, but not its whole"
+        assert len(scheduler.snapshot().running) == 1, "its first chunk alone would fit, but not its whole"
     engine.run()
     assert len(engine.outcomes) == 2
     assert scheduler.counters.num_preemptions == 0
@@ -234,8 +236,8 @@ def test_prompts_in_chunks_never_evict_each_other(threshold: int, is_caching: bo
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
-        most_running = max(most_running, scheduler.num_running)
-        num_sampling = len(next(iter(scheduler._in_flight)).sampling_slots)
+        most_running = max(most_running, len(scheduler.snapshot().running))
+        num_sampling = len(scheduler.snapshot().steps_in_flight[0].sampling_slots)
         scheduler.update(StepResult(plan.step_id, np.zeros(num_sampling, np.uint32)))
     assert most_running == 2
     assert scheduler.counters.num_preemptions == 0
@@ -245,10 +247,10 @@ def test_prompts_in_chunks_never_evict_each_other(threshold: int, is_caching: bo
 def test_the_waiting_never_make_the_running_give_way() -> None:
     engine = crowded("priority", (5, 5, 5))
     engine.add(make_request(9, make_prompt(20, seed=9), priority=-1))
-    running = engine.scheduler.num_running
+    running = len(engine.scheduler.snapshot().running)
     engine.plan()  # preempts for the running themselves
     engine.finish_step()
-    assert engine.scheduler.num_running < running
+    assert len(engine.scheduler.snapshot().running) < running
     assert engine.scheduler.counters.num_preemptions == 1
     engine.run()
     assert len(engine.outcomes) == 4
@@ -317,11 +319,13 @@ def test_a_part_of_a_prompt_that_is_not_due_breaks_the_protocol(changes: dict[st
 class OneAtATime(StepPlanner):
     """Looks again after each preemption."""
 
-    def _preempt_for_space(
-        self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int
-    ) -> int:
-        self._states.preempt(candidates.pop())
-        return 1
+    def choose_victims(
+        self, candidates: Sequence[Request], slot_to_need: Mapping[int, int], num_lacking: int
+    ) -> list[Request]:
+        return [candidates[-1]]
+
+
+PLANNER = "services.enginecore.scheduler.scheduler.StepPlanner"
 
 
 @settings(max_examples=60, deadline=None)
@@ -337,19 +341,21 @@ class OneAtATime(StepPlanner):
 def test_victims_preempted_together_are_those_of_one_at_a_time(
     prompts, num_blocks, budget, policy, is_caching
 ) -> None:
-    schedulers = [
-        make_scheduler(
-            num_blocks=num_blocks,
-            block_size=4,
-            max_model_len=44,
-            policy=policy,
-            max_num_seqs=14,
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=is_caching,
-        )
-        for _ in range(2)
-    ]
-    schedulers[1]._planner.__class__ = OneAtATime
+    schedulers = []
+    for planner in (StepPlanner, OneAtATime):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PLANNER, planner)
+            schedulers.append(
+                make_scheduler(
+                    num_blocks=num_blocks,
+                    block_size=4,
+                    max_model_len=44,
+                    policy=policy,
+                    max_num_seqs=14,
+                    max_num_batched_tokens=budget,
+                    enable_prefix_caching=is_caching,
+                )
+            )
     for number, (length, seed, priority) in enumerate(prompts):
         for scheduler in schedulers:
             priority = priority if policy == "priority" else 0
@@ -360,7 +366,7 @@ def test_victims_preempted_together_are_those_of_one_at_a_time(
         plans = [scheduler.schedule() for scheduler in schedulers]
         assert is_same(*plans)
         assert plans[0] is not None
-        step = next(iter(schedulers[0]._in_flight))
+        step = schedulers[0].snapshot().steps_in_flight[0]
         token_ids = np.arange(len(step.sampling_slots), dtype=np.uint32)
         for scheduler in schedulers:
             scheduler.update(StepResult(plans[0].step_id, token_ids))

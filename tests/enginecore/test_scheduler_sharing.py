@@ -95,11 +95,11 @@ def test_no_step_leaves_tokens_that_somebody_wants(arrivals, budget, policy) -> 
     for number, (num_steps, length, priority) in enumerate(arrivals):
         add(engine, number, length, priority if policy == "priority" else 0)
         for _ in range(num_steps):
-            rows = scheduler._rows
-            num_wanted = int(rows.wanted(rows.running_order()).sum())
+            running = scheduler.snapshot().running
+            num_wanted = sum(scheduler.row_counts(request).wanted for request in running)
             num_wanted += sum(
-                len(request.token_ids) - len(scheduler._states.cached_blocks(request)) * 16
-                for request in scheduler._states.waiting._members
+                len(request.token_ids) - len(scheduler.find_cached_blocks(request)) * 16
+                for request in scheduler.snapshot().waiting
             )
             if (plan := engine.plan()) is None:
                 break

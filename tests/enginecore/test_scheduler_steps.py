@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.enginecore.request import Request
 from services.enginecore.scheduler.running_rows import WatchedTokens
 from tests.helpers.scheduling import (
     EOS,
@@ -30,13 +31,13 @@ def result(step_id: int, *token_ids: int) -> StepResult:
     return StepResult(step_id, np.array(token_ids, np.uint32))
 
 
-class Untouchable(dict[Any, Any]):
-    """Stands in for the requests while none may be looked at."""
+class Untouchable(Request):
+    """A request while it must not be looked at."""
 
-    def __getitem__(self, key: Any) -> Any:
-        raise AssertionError(f"request in slot {key} is touched by a step in which nothing happens to it")
+    __slots__ = ()
 
-    get = values = items = __getitem__  # type: ignore[assignment]
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} of a request is read by a step in which nothing happens to it")
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -48,8 +49,9 @@ def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int
     for _ in range(steps_in_flight):
         engine.plan()
     engine.finish_step()
-    touchable = scheduler._rows.slot_to_request
-    scheduler._rows.slot_to_request = Untouchable(touchable)
+    running = scheduler.snapshot().running
+    for request in running:
+        request.__class__ = Untouchable
     for _ in range(8):  # positions 19..26: no block ends, nobody stops
         plan = scheduler.schedule()
         assert plan is not None
@@ -60,7 +62,8 @@ def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int
         engine.plans.append(plan)
         output = scheduler.update(engine.worker.execute(engine.plans.popleft()))
         assert output.numbers.tolist() == [0, 1, 2, 3, 4]
-    scheduler._rows.slot_to_request = touchable
+    for request in running:
+        object.__setattr__(request, "__class__", Request)
     scheduler.check_integrity()
 
 
@@ -362,11 +365,10 @@ def test_watched_tokens_are_those_of_the_living() -> None:
 
 def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
     engine = Engine(make_scheduler())
-    watched = engine.scheduler._rows.watched
-    before = len(watched)
+    before = engine.scheduler.snapshot().num_watched_tokens
     engine.add(make_request(0, [1], stop_token_ids=(5, 6), max_tokens=3))
     engine.run()
-    assert len(watched) == before
+    assert engine.scheduler.snapshot().num_watched_tokens == before
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])

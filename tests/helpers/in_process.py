@@ -75,7 +75,7 @@ class InProcessEngine:
             for number, token_id in zip(output.numbers.tolist(), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)
         self.scheduler.check_integrity()
-        assert self.scheduler.num_used_blocks == 0
+        assert self.scheduler.snapshot().num_used_blocks == 0
         return list(tokens.values())
 
     def scores_of(self, number: int) -> PromptLogprobs:

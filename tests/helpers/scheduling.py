@@ -153,7 +153,7 @@ class NaiveWorker:
         self.cells: dict[tuple[int, int], int] = {}
         self.num_tokens_computed = 0
         self.has_failed = False
-        self._block_size = block_size
+        self.block_size = block_size
         self._last_step_id = 0
 
     def execute(
@@ -254,7 +254,7 @@ class NaiveWorker:
 
     def _write(self, row: WorkerRow, span: range, *, is_garbage: bool) -> None:
         assert span.stop <= len(row.tokens), "computes a token that nobody knows"
-        assert span.stop <= len(row.block_ids) * self._block_size, "computes beyond its blocks"
+        assert span.stop <= len(row.block_ids) * self.block_size, "computes beyond its blocks"
         fingerprints = prefix_fingerprints(row.tokens)
         for position in span:
             if position >= row.new.num_cached_tokens:
@@ -280,7 +280,7 @@ class NaiveWorker:
         return all(self.cells.get(self._cell(row, at)) == own for at, own in enumerate(fingerprints))
 
     def _cell(self, row: WorkerRow, position: int) -> tuple[int, int]:
-        return row.block_ids[position // self._block_size], position % self._block_size
+        return row.block_ids[position // self.block_size], position % self.block_size
 
 
 @dataclass
@@ -358,7 +358,7 @@ class Engine:
 
     def lose_worker(self) -> None:
         self.plans.clear()
-        self.worker = NaiveWorker(self.worker._block_size)
+        self.worker = NaiveWorker(self.worker.block_size)
         self.scheduler.requeue_all()
         self.scheduler.check_integrity()
 
@@ -378,11 +378,17 @@ class Engine:
         raise AssertionError(f"not done after {max_steps} steps")
 
 
+def request_in(scheduler: Scheduler, slot: int) -> Request:
+    """Return the running request in a slot."""
+    (request,) = (request for request in scheduler.snapshot().running if request.slot == slot)
+    return request
+
+
 def counts_by_number(scheduler: Scheduler, plan: StepPlan | None) -> dict[int, int]:
-    """How many tokens each running request computes in `plan`, just made, by its number; absent: none."""
+    """Return how many tokens each running request computes in `plan`, just made, by its number; absent: none."""
     assert plan is not None, "nothing was planned"
-    rows = scheduler._rows
-    counts = dict.fromkeys(rows.slot_to_request, 1)
+    slot_to_number = {request.slot: request.number for request in scheduler.snapshot().running}
+    counts = dict.fromkeys(slot_to_number, 1)
     counts.update(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True))
     counts.update(dict.fromkeys(plan.skipped_slots.tolist(), 0))
-    return {rows.slot_to_request[slot].number: count for slot, count in counts.items() if count}
+    return {slot_to_number[slot]: count for slot, count in counts.items() if count}

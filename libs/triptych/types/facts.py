@@ -98,23 +98,23 @@ class EngineStatus:
     engine_id: str
     ready: bool
     why_not_ready: str
-    num_running: int
-    num_waiting: int
-    num_blocks: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
     """Blocks that requests may hold (the null block is not one)."""
-    num_used_blocks: int
-    num_cached_blocks: int
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
     """Free blocks whose content can still be hit."""
-    num_steps: int
-    steps_in_flight: int
-    step_ns: int
+    num_steps: int = 0
+    steps_in_flight: int = 0
+    step_ns: int = 0
     """Moving average between two results while busy."""
-    prefix_queries: int
+    prefix_queries: int = 0
     """Prompt tokens looked up since start."""
-    prefix_hits: int
-    """Queried blocks that were found in the prefix cache."""
-    num_preemptions: int
-    num_scheduled_tokens: int
+    prefix_hits: int = 0
+    """Tokens among them that the prefix cache held."""
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)
     """Requests ended, by reason (stop, length, abort, error)."""
     paused: bool = False

@@ -2,6 +2,20 @@
 
 from services.enginecore.scheduler.admission import check_config
 from services.enginecore.scheduler.scheduler import Scheduler
-from services.enginecore.scheduler.step_results import Failed, Finished, SchedulerCounters, StepOutput
+from services.enginecore.scheduler.step_results import (
+    Failed,
+    Finished,
+    SchedulerCounters,
+    SchedulerSnapshot,
+    StepOutput,
+)
 
-__all__ = ["Failed", "Finished", "Scheduler", "SchedulerCounters", "StepOutput", "check_config"]
+__all__ = [
+    "Failed",
+    "Finished",
+    "Scheduler",
+    "SchedulerCounters",
+    "SchedulerSnapshot",
+    "StepOutput",
+    "check_config",
+]

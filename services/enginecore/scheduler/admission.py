@@ -1,4 +1,4 @@
-"""What the scheduler takes, and what it refuses at once."""
+"""Decides which new requests are queued, and which are refused at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.forecast import FirstTokenForecast
+from services.enginecore.scheduler.policy import SchedulingPolicy
 from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
@@ -13,7 +14,11 @@ from triptych.types.submit import MAX_SUBMIT_BYTES
 
 
 def check_config(config: SchedulerConfig) -> None:
-    """Raises ConfigError, naming both values, for options that cannot work together, whatever the worker."""
+    """Check that options can work together, whatever the worker is.
+
+    Raises:
+        ConfigError: They cannot; names both values.
+    """
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below scheduler.max_num_seqs "
@@ -32,7 +37,11 @@ def check_config(config: SchedulerConfig) -> None:
 
 
 def check_facts(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Raises ConfigError, naming both values, where a request might be admitted that could never finish."""
+    """Check that every request that could be admitted could finish.
+
+    Raises:
+        ConfigError: It could not; names both values.
+    """
     if max_model_len > (num_blocks - 1) * block_size:
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit into {num_blocks - 1} KV blocks of {block_size} tokens: "
@@ -45,40 +54,45 @@ def check_facts(config: SchedulerConfig, *, num_blocks: int, block_size: int, ma
         )
 
 
-class Admission:
-    """Owned by the scheduler."""
+def max_choices(config: SchedulerConfig) -> int:
+    """Return how many choices can run and wait together."""
+    return config.max_num_seqs + config.max_num_waiting
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int) -> None:
+
+class Admission:
+    """Checks new requests and makes room in the queue. The scheduler owns it."""
+
+    def __init__(self, config: SchedulerConfig, policy: SchedulingPolicy, max_model_len: int) -> None:
         self.forecast = FirstTokenForecast(config)
+        self.max_choices = max_choices(config)
+        """Choices that can run and wait together."""
         self._config = config
+        self._has_priorities = policy.has_priorities
         self._max_model_len = max_model_len
 
     def limit_of(self, request: Request) -> int:
-        """Tokens that a request may grow to, prompt included."""
+        """Return the number of tokens that a request may grow to, prompt included."""
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             return self._max_model_len
         return min(self._max_model_len, request.num_prompt_tokens + max_tokens)
 
-    @property
-    def max_choices(self) -> int:
-        """Choices that can be running and waiting together."""
-        return self._config.max_num_seqs + self._config.max_num_waiting
-
     def check(self, choices: Sequence[Request], states: RequestStates, now: float) -> None:
-        """Check that the choices of one client's request may be added, room in the queue aside.
+        """Check that the choices of one client's request may be added, whether or not the queue has room.
 
         Args:
-            now: On the clock of the deadlines, in seconds.
+            choices: All choices of the request.
+            states: All requests that have not ended.
+            now: Seconds on the clock of the deadlines.
 
         Raises:
-            InvalidRequest: It can never run: no prompt, no room for an output, more choices than ever fit, a
-                priority under `fcfs`.
-            DuplicateRequest: Its request_id, or a number, is alive on its session.
-            DeadlineUnreachable: By all that is measured its first token would come too late.
+            InvalidRequest: It can never run: no prompt, no room for an output, more choices than ever fit, or a
+                priority under a policy that has none.
+            DuplicateRequest: Its request_id, or a number, is in use in its session.
+            DeadlineUnreachable: Its first token is predicted for after its deadline.
         """
         config, first = self._config, choices[0]
-        num_prompt = first.num_prompt_tokens
+        num_prompt, num_bytes = first.num_prompt_tokens, first.content.num_bytes
         if not num_prompt:
             raise InvalidRequest("prompt", "0 tokens: at least one is needed")
         if num_prompt >= self._max_model_len:
@@ -86,19 +100,20 @@ class Admission:
                 "prompt",
                 f"{num_prompt} tokens leave no room for an output: max_model_len is {self._max_model_len}",
             )
-        if config.policy == "fcfs" and first.priority:
-            raise InvalidRequest("priority", f"{first.priority} is not 0, and scheduler.policy is fcfs")
+        if first.priority and not self._has_priorities:
+            raise InvalidRequest(
+                "priority", f"{first.priority} is not 0, and scheduler.policy is {config.policy}"
+            )
         if len(choices) > self.max_choices:
             raise InvalidRequest(
                 "n",
                 f"{len(choices)} choices are above the limit {self.max_choices}: scheduler.max_num_seqs "
                 f"{config.max_num_seqs} plus scheduler.max_num_waiting {config.max_num_waiting}",
             )
-        if first.content.num_bytes > MAX_SUBMIT_BYTES:
+        if num_bytes > MAX_SUBMIT_BYTES:
             raise InvalidRequest(
                 "sampling",
-                f"prompt and sampling parameters take {first.content.num_bytes} bytes, above the limit "
-                f"{MAX_SUBMIT_BYTES}",
+                f"prompt and sampling parameters take {num_bytes} bytes, above the limit {MAX_SUBMIT_BYTES}",
             )
         if states.has_id(first.session, first.request_id):
             raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
@@ -114,14 +129,14 @@ class Admission:
             self._check_deadline(first, states, first.deadline - now)
 
     def displace_for(self, choices: Sequence[Request], states: RequestStates) -> list[Request]:
-        """Decide who leaves a full queue so that these choices can be added; nobody where there is room.
+        """Decide which requests leave a full queue so that these choices can be added; none if there is room.
 
-        Those that leave have never run, here or elsewhere. They belong to the tenant with the most waiting requests on
-        the least urgent level; its last come first, all choices of a client's request together. They leave for a more
-        urgent request, or for one whose tenant has fewer waiting even with it.
+        Requests that leave have never run, here or elsewhere. They belong to the tenant with the most waiting requests
+        on the least urgent level. Its last requests leave first, all choices of a client's request together. They leave
+        for a more urgent request, or for one of a tenant that has fewer waiting even with it.
 
         Raises:
-            QueueFull: There is no room for all of them, and nobody has to leave.
+            QueueFull: There is no room for all of the choices, and no request has to leave.
         """
         first, config = choices[0], self._config
         num_places = self.max_choices
@@ -142,11 +157,11 @@ class Admission:
         greediest = shares.greediest()
         if greediest is not None and greediest.priority >= first.priority:
             is_more_urgent = greediest.priority > first.priority
-            num_mine = shares.num_waiting(first.priority, first.tenant) + len(choices)
-            for group in states.waiting.latest_of(greediest.account):
+            num_own = shares.num_waiting(first.priority, first.tenant) + len(choices)
+            for group in states.waiting.latest_of(greediest.index):
                 if len(group) != states.num_alive_of(group[0]):
                     continue  # some of its choices run
-                if not is_more_urgent and greediest.num_waiting - len(leaving) - len(group) < num_mine:
+                if not is_more_urgent and greediest.num_waiting - len(leaving) - len(group) < num_own:
                     break
                 leaving += group
                 if len(leaving) >= num_missing:
@@ -157,7 +172,7 @@ class Admission:
             self._retry_after_s(states),
         )
 
-    def displaced(self, states: RequestStates) -> QueueFull:
+    def displaced_error(self, states: RequestStates) -> QueueFull:
         """Return the error for a waiting request that has to make room for another."""
         return QueueFull(
             "the queue is full, and this request was the last of the tenant with the most waiting requests; "
@@ -169,7 +184,7 @@ class Admission:
         return self.forecast.endings.refuse(states.num_usable_rows)
 
     def _check_deadline(self, request: Request, states: RequestStates, remaining_s: float) -> None:
-        """What has expired already is not refused here: it ends as expired."""
+        """Refuse a request whose first token would come too late. One that has expired already ends as expired."""
         wait_s = self.forecast.wait_s(request, states)
         if wait_s is not None and wait_s > remaining_s > 0:
             raise DeadlineUnreachable(

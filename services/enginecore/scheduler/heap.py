@@ -1,4 +1,4 @@
-"""A priority queue whose members may leave from the middle, and sink while they are in."""
+"""A priority queue with members that may leave from the middle, and sink while they are in it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-Key = tuple[float, int]
-"""What sorts first, and then what settles most ties; of equals the first to come is first."""
+Key = tuple[float, ...]
+"""Sort key, lowest first. Of equal keys the one pushed first goes first."""
 
-_LEAST_DEAD = 64  # fewer dead entries than this cost less than sweeping them out
+_MIN_DEAD = 64  # fewer dead entries than this cost less than removing them
 
 
 class LazyHeap(Generic[T]):
-    """Smallest key first. A member's key may grow while it is in, never fall: an entry is a lower bound, and
-    is looked at again only when it comes to the top. Who leaves out of turn is crossed out at once and swept
-    out later; the dead never outnumber the living by more than a constant, whatever clients do."""
+    """A queue with the smallest key first.
+
+    A member's key may grow while it is in the queue, but not fall: an entry holds a lower bound of its key, which is
+    compared again only when the entry comes to the top. A member whose key has fallen must be discarded and pushed
+    again. Entries of members that left are removed later; there are never more of them than of members, by more than a
+    constant.
+    """
 
     def __init__(self, key: Callable[[T], Key]) -> None:
         self._key = key
@@ -33,16 +37,21 @@ class LazyHeap(Generic[T]):
         return member in self._members
 
     def __iter__(self) -> Iterator[T]:
-        """In no order."""
+        """Iterate over the members in no particular order."""
         return iter(self._members)
 
+    @property
+    def num_entries(self) -> int:
+        """Number of entries, those of members that left included."""
+        return len(self._entries)
+
     def push(self, member: T) -> None:
-        assert member not in self._members, f"{member} queues twice"
+        assert member not in self._members, f"{member} is in the queue already"
         self._members.add(member)
         heappush(self._entries, (self._key(member), next(self._ticks), member))
 
     def peek(self) -> T | None:
-        """The first; it stays."""
+        """Return the first member, which stays in; None if there is none."""
         entries = self._entries
         while entries:
             noted, tick, first = entries[0]
@@ -56,9 +65,9 @@ class LazyHeap(Generic[T]):
         return None
 
     def discard(self, member: T) -> None:
-        """Take a member out, if it is in, wherever it stands. It may come again."""
+        """Remove a member, if it is in, from wherever it is. It may be pushed again."""
         self._members.discard(member)
-        if len(self._entries) > 2 * len(self._members) + _LEAST_DEAD:
+        if len(self._entries) > 2 * len(self._members) + _MIN_DEAD:
             living = {member: tick for _, tick, member in self._entries if member in self._members}
             self._entries = [(self._key(member), tick, member) for member, tick in living.items()]
             heapify(self._entries)

@@ -1,51 +1,49 @@
-"""The decision of a step: who computes how many tokens of what is known of them.
+"""Decides which requests compute how many of their tokens in a step.
 
-There is no prefill phase and no decode phase: each request has a computed count that chases its horizon,
-and a step is a number of tokens for each request. Chunked prefill, prefix hits, preemption and overlap
-fall out of that.
+There is no prefill phase and no decode phase. Each request has a computed count that follows the count of its expected
+tokens, and a step is a number of tokens for each request. Chunked prefill, prefix hits, preemption and overlap follow
+from that.
 
-Where more is wanted than the budget of a step:
+If requests want more tokens than the budget of a step has:
 
     ├─ decodes and short prompts ─┼──────── long prompts, the most urgent first ────────┼── quarter ──┤
-                                                                                          those that wait; what they
+                                                                                          waiting requests; what they
                                                                                           leave goes to the long ones
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 import numpy as np
 
 from services.enginecore.request import Request
+from services.enginecore.scheduler.policy import SchedulingPolicy
 from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Ints, Slots
 from triptych.config import SchedulerConfig
 from triptych.types.step import U32, NewRow, StepPlan, empty_u32
 
 LONG_SHARE = 4
-"""A prompt that wants more than this part of a step is long, and leaves this part of its tokens to those that wait."""
-
+"""A prompt that wants more than this part of a step is long, and leaves this part of its tokens to waiting requests."""
 
 _MAX_LOOKED_UP = 8192
-"""Cached blocks that the requests admitted in one step find, the last of them apart: a quarter of a microsecond each.
-Counted, not timed, so that a journal can be replayed."""
-
+"""Cached blocks that the requests admitted in one step may find together, not counting the last of them. Each takes a
+quarter of a microsecond. The bound is a count rather than a time, so that a journal can be replayed."""
 
 _MAX_NEW_BYTES = 8 << 20
-"""Of the new rows of one step, the last of them apart, which takes `MAX_SUBMIT_BYTES` and its block ids at most. So a
-step stays far below the 64 MiB of a message, whatever clients send."""
+"""Bytes of the new rows of one step, not counting the last, which takes at most `MAX_SUBMIT_BYTES` and its block ids.
+So a step stays far below the 64 MiB of a message, whatever clients send."""
 
 
 def max_short_tokens(config: SchedulerConfig) -> int:
-    """The most tokens that a row may want of one step and not be long."""
+    """Return the most tokens that a row may want of one step without being long."""
     return max(config.max_num_batched_tokens // LONG_SHARE, 1)
 
 
 def share_budget(wanted: Ints, budget: int) -> Ints:
-    """What each row gets of `budget` tokens, first come, first served: [len(wanted)]."""
+    """Return how many of `budget` tokens each row gets, first come, first served: [len(wanted)]."""
     if wanted.sum() <= budget:
         return wanted
     wanted_before = wanted.cumsum() - wanted
@@ -54,41 +52,43 @@ def share_budget(wanted: Ints, budget: int) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class StepBuilder:
-    """Owned by one call of `Scheduler.schedule`."""
+    """A step while it is being decided. One call of `Scheduler.schedule` owns it."""
 
     slots: Slots
-    """[r] rows that were running before this step, in running order."""
+    """[r] rows that were running before this step, in the order of admission."""
     wanted: Ints
     """[r] tokens that each could compute."""
     counts: Ints
     """[r] tokens that each computes; 0 skips it."""
     ends: Ints
-    """[r] where that leaves its computed count."""
+    """[r] computed count of each after the step."""
     budget: int
     """Tokens left."""
     num_preempted: int
-    """Requests that had to make room."""
+    """Requests that were preempted."""
     num_reserved: int
-    """Tokens of `budget` that long prompts leave to those that wait."""
+    """Tokens of `budget` that long prompts leave to waiting requests."""
     block_slots: list[int] = field(default_factory=list)
     """[b] the running rows that grow, once per block."""
     block_ids: list[int] = field(default_factory=list)
     """[b] the blocks that they grow by."""
     admitted: list[Request] = field(default_factory=list)
+    """[n] requests that enter."""
     new_rows: list[NewRow] = field(default_factory=list)
-    """Parallel to `admitted`."""
+    """[n] their rows."""
     new_counts: list[int] = field(default_factory=list)
+    """[n] tokens that each of them computes."""
     num_new_bytes: int = 0
-    """What the new rows and their contents take in a message, at most."""
+    """Bytes that the new rows and their contents take in a message, at most."""
     _content_ids: set[int] = field(default_factory=set)
-    """id() of each content that is counted."""
+    """id() of each content that is counted in `num_new_bytes`."""
 
     @property
     def is_empty(self) -> bool:
         return not self.new_rows and not self.counts.any()
 
     def add_row(self, request: Request, row: NewRow, count: int) -> None:
-        """A request that enters and computes `count` tokens at once."""
+        """Add a request that enters and computes `count` tokens."""
         self.admitted.append(request)
         self.new_rows.append(row)
         self.new_counts.append(count)
@@ -99,7 +99,7 @@ class StepBuilder:
             self.num_new_bytes += row.content.num_bytes
 
     def close(self) -> None:
-        """Let the new rows stand in the columns beside the others."""
+        """Append the new rows to the columns of the others."""
         if self.new_rows:
             starts = [row.num_computed_tokens for row in self.new_rows]
             counts = np.array(self.new_counts, np.int64)
@@ -108,7 +108,7 @@ class StepBuilder:
             self.ends = np.concatenate([self.ends, counts + np.array(starts, np.int64)])
 
     def to_plan(self, step_id: int, last_result_seen: int, removed_slots: Sequence[int]) -> StepPlan:
-        """The closed draft as the worker takes it: only what is not one token per row is spelled out."""
+        """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
         chunk_slots = chunk_lengths = skipped_slots = empty_u32()
         if (self.counts != 1).any():
             is_chunk, is_skipped = self.counts > 1, self.counts == 0
@@ -130,22 +130,31 @@ class StepBuilder:
 
 
 class StepPlanner:
-    """Owned by the scheduler. What it gives out stands in the roster at once; counters advance when the
-    draft is committed."""
+    """Decides steps. The scheduler owns it.
 
-    def __init__(self, config: SchedulerConfig, states: RequestStates, block_size: int) -> None:
+    Rows and blocks that it gives out are in `RequestStates` at once; counters advance when the step is committed.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulingPolicy,
+        states: RequestStates,
+        block_size: int,
+    ) -> None:
         self._config = config
+        self._policy = policy
         self._states = states
         self._block_size = block_size
-        # A request takes at most this much of a step; the budget alone limits where no threshold is set.
+        # A request takes at most this much of a step; only the budget limits it where no threshold is set.
         self._max_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._max_short = max_short_tokens(config)
         self._blocked: tuple[int, int] = (-1, 0)
-        """Arrival of the last request that blocks were too few for, and the room in which it may fit."""
+        """Arrival of the last request that there were too few blocks for, and the `room` in which it may fit."""
 
     def build(self) -> StepBuilder:
-        """The running come first; the waiting only if nobody had to make room."""
-        if len(self._states.waiting):
+        """Decide a step: running requests first, and waiting ones only if none had to be preempted."""
+        if self._states.waiting.num_ready:
             self._release_planned()
         build = self._plan_running()
         self._states.is_short_of_blocks = build.num_preempted > 0
@@ -156,7 +165,7 @@ class StepPlanner:
         return build
 
     def _release_planned(self) -> None:
-        """Take the rows and blocks of those whose last token is planned: others need them while it is in flight."""
+        """Take the rows and blocks of requests whose last token is planned: others need them while it is in flight."""
         rows = self._states.rows
         slots = rows.running_order()
         for slot in slots[rows.num_expected[slots] > rows.last[slots]].tolist():
@@ -165,9 +174,9 @@ class StepPlanner:
     def _plan_running(self) -> StepBuilder:
         """Share the budget, and preempt until the free blocks suffice for it.
 
-        Who is preempted is settled before anyone is given anything. So a victim's tokens are refunded by
-        sharing the budget again, and a block that a victim would have filled was never offered. Since those who stay
-        may grow by what is refunded, there may be a second round.
+        Requests are preempted before any is given anything. So a victim's tokens are refunded by sharing the budget
+        again, and a block that a victim would have filled was never cached. The others may grow by what is refunded, so
+        there may be a second round.
         """
         rows, blocks, budget = self._states.rows, self._states.blocks, self._config.max_num_batched_tokens
         candidates: list[Request] | None = None
@@ -184,9 +193,13 @@ class StepPlanner:
             if num_lacking <= 0:
                 break
             if candidates is None:
-                candidates = self._most_urgent_first()
+                candidates = self._policy.running_order(self._states.running)
             slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))
-            num_preempted += self._preempt_for_space(candidates, slot_to_need, num_lacking)
+            victims = self.choose_victims(candidates, slot_to_need, num_lacking)
+            del candidates[-len(victims) :]
+            for victim in victims:
+                self._states.preempt(victim)
+            num_preempted += len(victims)
         build = StepBuilder(
             slots, wanted, counts, ends, budget - int(counts.sum()), num_preempted, num_reserved
         )
@@ -195,7 +208,7 @@ class StepPlanner:
         return build
 
     def _share(self, slots: Slots, wanted: Ints, *, may_reserve: bool) -> tuple[Ints, int]:
-        """Return what each row gets of the budget, [len(slots)], and how much is left to those that wait."""
+        """Return what each row gets of the budget, [len(slots)], and how much is left to waiting requests."""
         budget = self._config.max_num_batched_tokens
         if wanted.sum() < budget:
             return wanted, 0
@@ -204,14 +217,14 @@ class StepPlanner:
             return share_budget(wanted, budget), 0
         counts = share_budget(np.where(is_long, 0, wanted), budget)
         rest, num_reserved = budget - int(counts.sum()), 0
-        if may_reserve and self._states.rows.num_free and len(self._states.waiting):
+        if may_reserve and self._states.rows.num_free and self._states.waiting.num_ready:
             num_reserved = rest // LONG_SHARE
         places = self._by_urgency(slots, np.flatnonzero(is_long))
         counts[places] = share_budget(wanted[places], rest - num_reserved)
         return counts, num_reserved
 
     def _extend_chunks(self, build: StepBuilder) -> None:
-        """Give the long prompts what those that wait have left, as far as there are blocks for it."""
+        """Give long prompts the tokens that waiting requests have left, as far as there are blocks for them."""
         places = self._by_urgency(build.slots, np.flatnonzero(build.wanted > build.counts))
         extra = share_budget((build.wanted - build.counts)[places], build.budget)
         room = self._states.rows.capacity[build.slots[places]] - build.ends[places]
@@ -230,27 +243,24 @@ class StepPlanner:
             build.block_ids += block_ids
 
     def _by_urgency(self, slots: Slots, places: Slots) -> Slots:
-        """Sort places in `slots` as they are served: by priority and arrival, or in running order."""
-        if self._config.policy == "fcfs" or len(places) < 2:
+        """Sort places in `slots` as the policy serves their requests."""
+        if len(places) < 2:
             return places
         slot_to_request = self._states.rows.slot_to_request
-        by_urgency = sorted(
-            places.tolist(), key=lambda place: _by_urgency(slot_to_request[int(slots[place])])
-        )
-        return np.array(by_urgency, np.intp)
+        slot_to_place = dict(zip(slots[places].tolist(), places.tolist(), strict=True))
+        ordered = self._policy.running_order([slot_to_request[slot] for slot in slot_to_place])
+        return np.array([slot_to_place[request.slot] for request in ordered], np.intp)
 
-    def _most_urgent_first(self) -> list[Request]:
-        """Return those who run in the order in which they keep their blocks; the last makes room first."""
-        running = self._states.running
-        if self._config.policy == "priority":
-            running.sort(key=_by_urgency)
-        return running
+    def choose_victims(
+        self, candidates: Sequence[Request], slot_to_need: Mapping[int, int], num_lacking: int
+    ) -> list[Request]:
+        """Return the fewest requests with blocks and needs that cover `num_lacking` blocks.
 
-    def _preempt_for_space(
-        self, candidates: list[Request], slot_to_need: dict[int, int], num_lacking: int
-    ) -> int:
-        """Preempt, and take from the end of `candidates`, the fewest whose blocks and needs cover `num_lacking` blocks;
-        returns how many."""
+        Args:
+            candidates: Running requests. The victims are taken from its end.
+            slot_to_need: Slot to the blocks that its request would grow by.
+            num_lacking: Blocks that are wanted and not free.
+        """
         victims: list[Request] = []
         freed = self._states.blocks.blocks_freed_by(request.blocks for request in reversed(candidates))
         for num_freed in freed:
@@ -259,25 +269,24 @@ class StepPlanner:
             num_lacking -= num_freed + slot_to_need.get(victim.slot, 0)
             if num_lacking <= 0:
                 break
-        del candidates[-len(victims) :]
-        for victim in victims:
-            self._states.preempt(victim)
-        return len(victims)
+        return victims
 
     def _plan_waiting(self, build: StepBuilder) -> None:
-        """Admit in order until rows, budget or blocks run out. Nobody is preempted, and nobody skips ahead but
-        past long prompts that wait for others of their kind."""
+        """Admit in order until rows, budget or blocks run out.
+
+        No request is preempted for it. Requests are passed only where they are held, or held back by a limit.
+        """
         states, blocks = self._states, self._states.blocks
-        if not (build.budget and states.rows.num_free and len(states.waiting)):
+        if not (build.budget and states.rows.num_free and states.waiting.num_ready):
             return
         states.settle()
-        num_long_left = self._num_long_left(build)
+        states.waiting.begin_step(states.rows, build.slots)
         num_promised = states.rows.num_promised_blocks()
         num_looked_up = 0
         while build.budget and states.rows.num_free:
             if num_looked_up >= _MAX_LOOKED_UP or build.num_new_bytes >= _MAX_NEW_BYTES:
                 break
-            request = states.waiting.peek(pass_over_long=num_long_left <= 0)
+            request = states.waiting.peek()
             if request is None:
                 break
             arrival, min_free_blocks = self._blocked
@@ -300,24 +309,13 @@ class StepPlanner:
                 states.is_short_of_blocks = True
                 break
             count = min(count, build.budget)
-            num_long_left -= num_known - num_computed > self._max_per_request
+            states.waiting.note_admitted(request, num_known - num_computed)
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
             num_promised += blocks.blocks_for(num_known) - len(request.blocks.block_ids)
 
-    def _num_long_left(self, build: StepBuilder) -> float:
-        """How many more long prompts may be in partial prefill: with more left to compute than one chunk."""
-        if not (most := self._config.max_long_partial_prefills):
-            return inf
-        wanted = self._states.rows.wanted(build.slots)
-        return most - int(np.count_nonzero(wanted > self._max_per_request))
-
-
-def _by_urgency(request: Request) -> tuple[int, int]:
-    return request.priority, request.arrival
-
 
 def _column(values: Sequence[int] | Ints | Slots) -> U32:
-    """A read-only copy as u32."""
+    """Return a read-only copy as u32."""
     if not len(values):
         return empty_u32()
     column = np.array(values, np.uint32)

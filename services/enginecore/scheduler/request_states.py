@@ -1,4 +1,4 @@
-"""Where each request stands, and every way from one place to another."""
+"""The state of each request, and what every change of state entails."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 from services.enginecore.kv import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.fairness import FairShares
+from services.enginecore.scheduler.heap import Key, LazyHeap
+from services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
 from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
-from services.enginecore.scheduler.waiting_queue import WaitingQueue
+from services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 from triptych.types.step import NewRow, RowKey, empty_u32
 
 
 class RequestStates:
-    """Owned by the scheduler. Others decide who moves; here stands what a move entails.
+    """All requests that have not ended. The scheduler owns it and decides which of them move.
 
     add -> waiting -- admit --> running -- end -->
               ^                    |
               |<---- requeue ------|
               |                    | preempt
-              '----- parked <------'
-            finish_draining    while its results are in flight
+              '---- draining <-----'
+        finish_draining   waiting as well, but held until the results in flight have come
     """
 
     def __init__(
@@ -31,35 +33,38 @@ class RequestStates:
         *,
         rows: RunningRows,
         blocks: BlockManager,
-        long_prompt_tokens: int | None = None,
+        policy: SchedulingPolicy,
+        limits: Sequence[AdmissionLimit] = (),
     ) -> None:
-        """Prompts of more than `long_prompt_tokens` may be passed over by shorter ones; None: none may."""
         self.rows = rows
         self.blocks = blocks
         self.shares = FairShares()
-        self.waiting = WaitingQueue(self.shares, long_prompt_tokens)
+        self.waiting = WaitingQueue(self.shares, policy, limits)
         self.draining: dict[tuple[int, int], Request] = {}
-        """By the slot and generation that their results still come for."""
+        """Slot and slot version -> waiting request that results for this row are still to come for."""
         self.removed_slots: list[int] = []
-        """Rows that the worker holds and does not know to be gone: the next plan tells it."""
+        """Slots that are empty here and not in the worker. The next plan removes them there."""
         self.is_short_of_blocks = False
-        """Whether the blocks, and nothing else, kept somebody from running in the last step planned."""
-        self._alive: dict[tuple[int, int], Request] = {}
-        """By session and number."""
-        self._id_to_num_alive: dict[tuple[int, str], int] = {}
-        """Session and request_id -> choices that are alive."""
+        """Whether only a lack of blocks kept a request from running in the last step planned."""
         self.num_content_bytes = 0
-        """Of the prompts and sampling parameters of all requests; those of one request's choices count once."""
+        """Bytes of the prompts and sampling parameters of all requests. Choices of one request count once."""
+        self._alive: dict[tuple[int, int], Request] = {}
+        """Session and number -> request, in the order of arrival."""
+        self._id_to_num_alive: dict[tuple[int, str], int] = {}
+        """Session and request_id -> choices that have not ended."""
+        self._deadlines: LazyHeap[Request] = LazyHeap(_by_deadline)
+        self._num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self._alive)
 
     def __iter__(self) -> Iterator[Request]:
+        """Iterate over all requests in the order of their arrival."""
         return iter(self._alive.values())
 
     @property
     def running(self) -> list[Request]:
-        """A copy, in running order."""
+        """A copy of the list of running requests, in the order of their admission."""
         return list(self.rows.slot_to_request.values())
 
     @property
@@ -67,34 +72,54 @@ class RequestStates:
         """Requests that can run at once: one for each row, or as many as run now while blocks are short."""
         return max(len(self.rows.slot_to_request), 1) if self.is_short_of_blocks else len(self.rows.known)
 
+    @property
+    def num_entries(self) -> int:
+        """Number of entries in all heaps, those of requests that left included."""
+        return self._deadlines.num_entries + self.waiting.num_entries + self.shares.num_entries
+
     def has_id(self, session: int, request_id: str) -> bool:
         return (session, request_id) in self._id_to_num_alive
 
     def num_alive_of(self, request: Request) -> int:
-        """Return how many choices of this one's client request are alive."""
+        """Return how many choices of a client's request have not ended.
+
+        Args:
+            request: One of the choices.
+        """
         return self._id_to_num_alive[request.session, request.request_id]
 
     def by_number(self, session: int, number: int) -> Request | None:
         return self._alive.get((session, number))
 
     def by_row(self, row: RowKey) -> Request | None:
-        """Return the request that a row's results belong to, running or draining; None: no request that is alive."""
+        """Return the running or draining request that results for a row belong to; None if it has ended."""
         request = self.rows.slot_to_request.get(row.slot)
         if request is not None and request.slot_version == row.slot_version:
             return request
         return self.draining.get(row)
 
+    def next_expired(self, now: float) -> Request | None:
+        """Return a request with a deadline that has passed, the earliest deadline first; None if there is none."""
+        request = self._deadlines.peek()
+        return request if request is not None and _by_deadline(request)[0] <= now else None
+
     def reads_cache(self, request: Request) -> bool:
-        """Logprobs of a prompt are not in the cache: who waits for them computes all of it."""
+        """Return whether a request may use cached blocks.
+
+        The cache holds no log-probabilities of prompts, so a request that wants them computes all of its prompt.
+        """
         return self.blocks.enable_prefix_caching and not request.awaits_prompt_logprobs
 
     def cached_blocks(self, request: Request) -> list[int]:
-        """What the cache holds of a waiting request's beginning."""
+        """Return the blocks in the cache that hold the beginning of a waiting request."""
         if not self.reads_cache(request):
             return []
         return self.blocks.get_computed_blocks(request.blocks, request.token_ids)
 
     def add(self, request: Request) -> None:
+        """Let a new request wait for its admission."""
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
         self._alive[request.session, request.number] = request
         key = request.session, request.request_id
         if key not in self._id_to_num_alive:
@@ -104,24 +129,34 @@ class RequestStates:
         self.shares.open(request)
         self.settle()
         self.waiting.add(request)
+        if request.deadline is not None:
+            self._deadlines.push(request)
 
     def adopt(self, previous: RequestStates) -> None:
-        """Take over all that wait in the roster of a worker that is gone, with their tenants' accounts."""
-        assert not self._alive, "only an empty roster takes over another"
+        """Take over all requests of an engine's previous worker, which all wait, with their tenants' shares."""
+        assert not self._alive, "requests cannot be mixed"
         assert len(previous.waiting) == len(previous), "something still runs there"
         self.shares, self.waiting = previous.shares, previous.waiting
         self._alive, self._id_to_num_alive = previous._alive, previous._id_to_num_alive
+        self._deadlines, self._num_arrivals = previous._deadlines, previous._num_arrivals
         self.num_content_bytes = previous.num_content_bytes
 
     def settle(self) -> None:
-        """Bring the tenants' counters up to date, if there is anything to compare them with."""
+        """Bring the tenants' counters up to date, if there is anything to compare."""
         if self.shares.has_rivals:
             self.shares.settle(self.rows)
 
     def admit(self, request: Request, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:
-        """Give a waiting request a row that computes `count` tokens at once, and blocks for them.
+        """Give a waiting request a row and blocks.
 
-        Its tenant is charged for the whole prompt now, once in its life, so that the next choice knows of it.
+        Its tenant is charged for the whole prompt now, once in the request's life, so that the next comparison of
+        tenants takes it into account.
+
+        Args:
+            request: The request.
+            hits: Cached blocks that hold its beginning.
+            num_computed_tokens: Tokens that need not be computed.
+            count: Tokens after those that the step computes.
         """
         self.waiting.remove(request)
         if not request.was_admitted:
@@ -129,7 +164,7 @@ class RequestStates:
             request.own_tokens()
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
-        assert allocated is not None, "admitted without room"
+        assert allocated is not None, "admitted without enough blocks"
         self.blocks.cache_full_blocks(table, request.token_ids, num_tokens)
         self.rows.place(request, num_computed_tokens)
         emitted = request.token_ids[request.num_prompt_tokens :]
@@ -149,17 +184,23 @@ class RequestStates:
         )
 
     def grow(self, slots: Slots, ends: Ints) -> tuple[list[int], list[int]]:
-        """Give each running row the blocks that its first `ends` tokens need: [g], there must be as many.
+        """Give running rows more blocks. There must be enough free ones.
 
-        Returns the blocks, and the slots that they went to, in parallel. Others may now find what the
-        rows have filled with known tokens.
+        Others may find what the rows have filled with known tokens from now on.
+
+        Args:
+            slots: [g] rows that grow.
+            ends: [g] tokens that each must have blocks for.
+
+        Returns:
+            In parallel, the slots that grow, once per block, and the blocks.
         """
         rows, block_slots, block_ids = self.rows, [], []
         num_filled = np.minimum(rows.known[slots], ends)
         for slot, end, filled in zip(slots.tolist(), ends.tolist(), num_filled.tolist(), strict=True):
             request = rows.slot_to_request[slot]
             added = self.blocks.allocate(request.blocks, end)
-            assert added is not None, "grown without room"
+            assert added is not None, "grown without enough blocks"
             self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
             block_slots += [slot] * len(added)
             block_ids += added
@@ -168,8 +209,10 @@ class RequestStates:
         return block_slots, block_ids
 
     def fill_blocks(self, slots: Slots) -> None:
-        """The open blocks of these rows are full of known tokens: others may find them once a planned step
-        computes them whole."""
+        """Close the open blocks of rows that have filled them with known tokens.
+
+        Others may find a block once a planned step computes all of it.
+        """
         rows = self.rows
         num_filled = np.minimum(rows.known[slots], rows.computed[slots])
         for slot, filled in zip(slots.tolist(), num_filled.tolist(), strict=True):
@@ -178,41 +221,52 @@ class RequestStates:
             self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's row and blocks. It starts over with all its tokens, those in flight included, unless
-        they end it."""
+        """Take a running request's row and blocks. It starts over with all its tokens, those in flight included."""
         self._take_off(request)
         if request.num_in_flight:
-            request.state = RequestState.DRAINING
             self.draining[request.slot, request.slot_version] = request
+            self._wait(request, waits_for=WaitsFor.RESULTS)
         else:
             self._wait(request)
 
-    def finish_draining(self, request: Request) -> None:
-        """Let a parked request wait for admission; what is still in flight for it is nobody's."""
-        del self.draining[request.slot, request.slot_version]
-        self._wait(request)
-
     def append_late(self, request: Request, token_id: int) -> None:
-        """A token that was in flight when its request was parked."""
+        """Add a token that was in flight when its request was preempted."""
         request.token_ids.append(token_id)
         request.num_in_flight -= 1
+        self.waiting.count_late_token(request)
         self.shares.charge(request, num_output_tokens=1)
 
+    def finish_draining(self, request: Request) -> None:
+        """Let a draining request be admitted. Results that are still in flight for it are dropped."""
+        del self.draining[request.slot, request.slot_version]
+        request.num_in_flight = 0
+        self.waiting.release(request, WaitsFor.RESULTS)
+
     def requeue(self, request: Request) -> None:
-        """Start a running request over from its known tokens, on a worker that cannot be trusted to have
-        computed anything of it. What is in flight is lost and will be the same again: sampling is keyed."""
+        """Start a running request over from its known tokens, on a worker that may not have computed any of it.
+
+        Tokens in flight are lost. They will be the same again, because sampling is keyed.
+        """
         self._take_off(request, is_trusted=False)
+        request.num_in_flight = 0
         self._wait(request)
 
     def end(self, request: Request, *, is_trusted: bool = True) -> None:
-        """A request leaves, wherever it stands. `is_trusted`: its blocks hold what was planned."""
+        """Remove a request, whatever its state.
+
+        Args:
+            request: The request.
+            is_trusted: Whether its blocks hold what was planned, so that others may find them.
+        """
         if request.state is RequestState.RUNNING:
             self._take_off(request, is_trusted=is_trusted)
-        elif request.state is RequestState.DRAINING:
-            del self.draining[request.slot, request.slot_version]
         else:
+            row = request.slot, request.slot_version
+            if self.draining.get(row) is request:
+                del self.draining[row]
             self.waiting.remove(request)
         self.shares.close(request)
+        self._deadlines.discard(request)
         del self._alive[request.session, request.number]
         key = request.session, request.request_id
         self._id_to_num_alive[key] -= 1
@@ -222,7 +276,11 @@ class RequestStates:
         request.state = RequestState.ENDED
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming what is off."""
+        """Check every request.
+
+        Raises:
+            AssertionError: Names the request and what is wrong.
+        """
         self.rows.check_integrity()
         running = self.running
         self.blocks.check_integrity(request.blocks for request in running)
@@ -232,23 +290,24 @@ class RequestStates:
         assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
         num_bytes = sum({(r.session, r.request_id): r.content.num_bytes for r in self}.values())
         assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
-        assert len(running) + len(self.draining) + len(self.waiting) == len(self._alive), "a request is lost"
+        assert len(running) + len(self.waiting) == len(self._alive), "a request is lost"
+        draining = {request for request in self if request.is_draining}
+        assert draining == set(self.draining.values()), "draining requests are lost, or not draining"
         for request in self:
             name = f"request {request.request_id}"
+            has_deadline = request in self._deadlines
+            assert has_deadline == (request.deadline is not None), f"{name} is lost to its deadline"
             if request.state is RequestState.RUNNING:
                 assert self.rows.slot_to_request.get(request.slot) is request, f"{name} has no row"
                 continue
             assert not request.blocks.block_ids, f"{name} holds blocks and does not run"
-            if request.state is RequestState.DRAINING:
-                assert self.draining.get((request.slot, request.slot_version)) is request, (
-                    f"{name} is not parked"
-                )
-                assert request.num_in_flight > 0, f"{name} is parked for nothing"
-            else:
-                assert request in self.waiting, f"{name} is {request.state} and not in the queue"
+            assert request in self.waiting, f"{name} is {request.state} and not in the queue"
+            if request.is_draining:
+                row = request.slot, request.slot_version
+                assert self.draining.get(row) is request, f"{name} does not get its results"
 
     def _take_off(self, request: Request, *, is_trusted: bool = True) -> None:
-        """Empty its row, and give back its blocks: with their content, if that is to be trusted."""
+        """Empty a request's row and give back its blocks, with their content if it is trusted."""
         num_computed_tokens = int(self.rows.computed[request.slot])
         (num_tokens_to_charge,) = self.rows.take_tokens_to_charge(np.array([request.slot])).tolist()
         self.shares.charge(request, num_output_tokens=num_tokens_to_charge)
@@ -259,7 +318,11 @@ class RequestStates:
         self.blocks.free(request.blocks)
         self.removed_slots.append(request.slot)
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
         request.state = RequestState.WAITING
-        request.num_in_flight = 0
-        self.waiting.add(request)
+        self.waiting.add(request, waits_for=waits_for)
+
+
+def _by_deadline(request: Request) -> Key:
+    assert request.deadline is not None
+    return request.deadline, request.arrival

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -17,6 +18,17 @@ Slots = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 _NO_TOKEN = 0xFFFFFFFF  # outside of every vocabulary; keeps the table of watched tokens from being empty
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """The counters of one running request; see the picture in `RunningRows`."""
+
+    known: int
+    computed: int
+    num_expected: int
+    wanted: int
+    """Tokens that a step could compute now."""
 
 
 class RunningRows:
@@ -58,6 +70,9 @@ class RunningRows:
         """[max_num_seqs] index of the request's tenant in `FairShares`."""
         self.awaits_first_token: Flags = np.zeros(max_num_seqs, np.bool_)
         """[max_num_seqs] whether the request has had no token yet."""
+        self.may_compute: Flags = np.ones(max_num_seqs, np.bool_)
+        """[max_num_seqs] whether a step may compute tokens of the row. A held row keeps its blocks and wants 0 tokens.
+        `hold` and `release` write it; it is true for empty slots."""
         self.open_block: U32 = np.zeros((max_num_seqs, block_size), np.uint32)
         """[max_num_seqs, block_size] tokens of each row's last, unfilled block, at position % block_size.
         The table stays small enough for the nearest cache, however long the sequences are."""
@@ -68,6 +83,8 @@ class RunningRows:
         self._block_size = block_size
         self._charged: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] known tokens that came with the row or that `take_tokens_to_charge` has returned."""
+        self._num_held = 0
+        """Rows that may not compute."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
 
@@ -108,12 +125,33 @@ class RunningRows:
         self.slot_version[slot] += 1
         del self.slot_to_request[slot]
         heappush(self._free_slots, slot)
+        self.release(slot)
         self.watched.discard(request.sampling.stop_token_ids)
         self._running_order = None
 
+    def hold(self, slot: int) -> None:
+        """Keep a row from computing until `release`. Steps in flight go on."""
+        self._num_held += bool(self.may_compute[slot])
+        self.may_compute[slot] = False
+
+    def release(self, slot: int) -> None:
+        """Let a row compute again."""
+        if self._num_held and not self.may_compute[slot]:
+            self._num_held -= 1
+            self.may_compute[slot] = True
+
     def wanted(self, slots: Slots) -> Ints:
         """Return how many tokens each row could compute now, [len(slots)]."""
-        return np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
+        wanted = np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
+        return np.where(self.may_compute[slots], wanted, 0) if self._num_held else wanted
+
+    def counts_of(self, request: Request) -> RowCounts:
+        """Return the counters of a running request."""
+        slot = request.slot
+        (wanted,) = self.wanted(np.array([slot])).tolist()
+        return RowCounts(
+            int(self.known[slot]), int(self.computed[slot]), int(self.num_expected[slot]), wanted
+        )
 
     def num_promised_blocks(self) -> int:
         """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""
@@ -173,7 +211,10 @@ class RunningRows:
                 f"{name}: caches tokens that are not computed"
             )
             assert known - len(request.token_ids) < self._block_size, f"{name}: the open block overflows"
+        held = set(np.flatnonzero(~self.may_compute).tolist())
+        assert len(held) == self._num_held, "held rows are counted wrongly"
         in_use = set(self.slot_to_request)
+        assert held <= in_use, "an empty slot is held"
         free = set(self._free_slots)
         assert len(free) == len(self._free_slots), "a slot is free twice"
         assert not in_use & free, "a slot is free and in use"

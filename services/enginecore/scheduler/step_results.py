@@ -1,4 +1,4 @@
-"""The steps that the worker has been sent, and how their results are read."""
+"""The steps that the worker has been sent, and what their results mean for requests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.request_states import RequestStates
+from services.enginecore.request import Request
 from services.enginecore.scheduler.running_rows import Ints, Slots
-from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
+from triptych.errors import ProtocolViolation, TriptychError
 from triptych.types.outputs import FinishReason
-from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, StepResult
-
-_MAX_PREFIXES = 64  # remembered, of requests that failed after they had found them in the cache
+from triptych.types.step import U32, PromptLogprobs, StepResult
 
 
 @dataclass(slots=True)
@@ -164,105 +161,31 @@ class StepsInFlight:
         self._last_step_id = self._last_result_seen = 0
 
 
-def find_stop(
-    request: Request, token_id: int, num_known: int, eos_token_ids: Sequence[int]
-) -> tuple[FinishReason, int | None] | None:
-    """Return why a token ends its request, and the stop id that did; None if the request goes on.
+@dataclass(frozen=True, slots=True, eq=False)
+class SchedulerSnapshot:
+    """The state of a scheduler between two calls, for status, metrics and tests. Its requests must not be changed."""
 
-    Only the engine decides this. The order is: min_tokens, EOS, stop_token_ids, length. min_tokens defers token ids
-    only; the length limit always holds.
-
-    Args:
-        token_id: The token at position `num_known - 1`.
-        eos_token_ids: The tokenizer's own EOS first. Another EOS that the model names is reported like a stop id.
-    """
-    sampling = request.sampling
-    if num_known - request.num_prompt_tokens >= sampling.min_tokens:
-        if token_id in eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP, token_id if token_id != eos_token_ids[0] else None
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP, token_id
-    if num_known >= request.limit:
-        return FinishReason.LENGTH, None
-    return None
-
-
-def match_prompt_logprobs(
-    result: StepResult, states: RequestStates
-) -> tuple[tuple[Request, PromptLogprobs], ...]:
-    """Return the requests that a result's prompt log-probabilities belong to, without those of rows that are gone.
-
-    A row reports from the position at which its request was admitted. So a request that starts over gets nothing
-    twice: a late report of its former row matches no row, and the next row computes it again.
-
-    Raises:
-        ProtocolViolation: A part does not begin at the position that is due.
-    """
-    reported = []
-    for row, part in result.prompt_logprobs.items():
-        request = states.by_row(row)
-        if request is None:
-            continue
-        due = max(request.prompt_logprobs_start, 1)
-        if part.first_position != due or not due < part.end <= request.num_prompt_tokens:
-            raise ProtocolViolation(
-                f"result of step {result.step_id}: slot {row.slot} reports positions {part.first_position} to "
-                f"{part.end - 1} of a prompt of {request.num_prompt_tokens} tokens; position {due} is due"
-            )
-        reported.append((request, part))
-    return tuple(reported)
-
-
-def to_client_error(step_id: int, error: RowError) -> TriptychError:
-    """Return the error that a client gets for the failure of its row."""
-    if error.code is RowErrorCode.INVALID_REQUEST:
-        field_name, _, description = error.message.partition(": ")
-        return InvalidRequest(field_name, description)
-    return EngineFailure(f"the worker failed this request in step {step_id}: {error.message}")
-
-
-class SuspectBlocks:
-    """Removes from the prefix cache what a failed row may have spoiled. The scheduler owns it.
-
-    A chunk of a prompt samples nothing, so garbage in its KV is noticed steps later at the earliest. Therefore nothing
-    that a failed request has written stays cached, whichever step wrote it.
-    """
-
-    def __init__(self, states: RequestStates, in_flight: StepsInFlight) -> None:
-        self._states = states
-        self._in_flight = in_flight
-        self._prefixes: deque[bytes] = deque(maxlen=_MAX_PREFIXES)
-        """First block hashes of requests that failed after hits. At a second failure the hits are suspect as well."""
-
-    def find(self, request: Request) -> set[int]:
-        """Return the blocks that a started request may have filled with garbage."""
-        table = request.blocks
-        if request.state is RequestState.DRAINING:  # its blocks are given back, under their hashes
-            return set(self._states.blocks.named_blocks(table))
-        first = table.num_hits
-        if first:
-            prefix = table.hashes[0]
-            if prefix in self._prefixes:
-                first = 0
-            else:
-                self._prefixes.append(prefix)
-        return set(table.block_ids[first:])
-
-    def uncache(self, step: InFlightStep, blocks: set[int]) -> None:
-        """Uncache `blocks` and all blocks that this step or a later one was to fill.
-
-        Failures are rare enough for this to be coarse: the blocks of all requests in those steps are uncached. Running
-        requests that hit one start over. So do draining requests, because their hits are no longer known.
-        """
-        manager = self._states.blocks
-        suspect_blocks = {*blocks, *step.newly_cached_blocks, *manager.take_newly_cached()}
-        suspect_blocks.update(*(later.newly_cached_blocks for later in self._in_flight))
-        manager.uncache(suspect_blocks)
-        for request in list(self._states.draining.values()):
-            self._states.finish_draining(request)
-        for request in self._states.running:
-            if not suspect_blocks.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
-                self._states.requeue(request)
+    requests: tuple[Request, ...]
+    """All requests that have not ended, in the order of their arrival."""
+    running: tuple[Request, ...]
+    """Requests with a row, in the order of their admission."""
+    waiting: tuple[Request, ...]
+    """All other requests, in the order of their arrival."""
+    draining: tuple[Request, ...]
+    """Waiting requests that were preempted while results for them were in flight."""
+    steps_in_flight: tuple[InFlightStep, ...]
+    """Steps sent whose results have not come, oldest first."""
+    num_blocks: int
+    """Blocks that requests may hold."""
+    num_used_blocks: int
+    """Blocks that requests hold."""
+    num_cached_blocks: int
+    """Free blocks with content that can still be hit."""
+    num_heap_entries: int
+    """Entries of all heaps, those of requests that left included."""
+    num_watched_tokens: int
+    """Different token ids that may end a running request."""
+    counters: SchedulerCounters
 
 
 def _extended(column: U32, values: Sequence[int]) -> U32:

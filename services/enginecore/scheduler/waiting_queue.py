@@ -1,65 +1,106 @@
-"""Who is admitted next: the order of all that wait."""
+"""The order in which waiting requests are admitted."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from enum import Flag, auto
 from itertools import chain, groupby
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.heap import Key, LazyHeap
+from services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
+from services.enginecore.scheduler.running_rows import RunningRows, Slots
 
-Place = tuple[int, bool, int, int]
+
+class WaitsFor(Flag):
+    """Reasons why a request cannot be admitted, whatever its place in the queue."""
+
+    RESULTS = auto()
+    """Results of steps in flight, of a request that was preempted."""
+    RESTRICTION = auto()
+    """The end of a pause or of a crash investigation."""
 
 
 class WaitingQueue:
-    """By priority, lower first. Inside a level those that have run already, by arrival: they keep their place
-    at the head. Then the first of the tenant with the least service; ties go by arrival, so one tenant's
-    requests are served strictly first come, first served.
+    """All requests that wait. A lower priority value goes first.
 
-    Long prompts stand in a queue of their own, so that short ones can pass them without a look at each.
+    Inside a priority, requests that have run before go first, by arrival: they keep their place. Then comes the first
+    request of the tenant that was served least, and of equal tenants the one with the lower key of the policy.
+
+    A held request waits for something, and those behind it pass it. Requests that an admission limit concerns are in
+    queues of their own, so that all others pass them without a look at each.
     """
 
-    def __init__(self, shares: FairShares, long_prompt_tokens: int | None) -> None:
-        """Prompts of more than `long_prompt_tokens` are long; None: none is."""
+    def __init__(
+        self, shares: FairShares, policy: SchedulingPolicy, limits: Sequence[AdmissionLimit] = ()
+    ) -> None:
         self._shares = shares
-        self._long_prompt_tokens = long_prompt_tokens
+        self._policy = policy
+        self._limits = limits
         self._members: set[Request] = set()
+        self._held: dict[Request, WaitsFor] = {}
+        """Requests that cannot be admitted -> everything that they wait for."""
         self._returning: dict[int, tuple[int, int]] = {}
-        """Priority to the number of requests that have run already, and the number of their tokens."""
+        """Priority -> number of requests that have run before, and number of their tokens."""
         self._displaceable: dict[int, dict[Request, None]] = {}
-        """Account -> its requests that have never run, here or elsewhere, in order of arrival; no entry is empty."""
+        """Tenant index -> its requests that have never run, here or elsewhere, by arrival. No entry is empty."""
         self._allowed: frozenset[Request] | None = None
-        self._short, self._long = _OrderedQueue(shares), _OrderedQueue(shares)
+        self._queues: dict[tuple[Hashable | None, ...], _OrderedQueue] = {}
+        """Group of each limit -> its requests that are not held. No queue is empty."""
 
     def __len__(self) -> int:
-        """Held back ones included."""
+        """Return the number of all requests, the held ones included."""
         return len(self._members)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._members
 
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all requests in no particular order."""
+        return iter(self._members)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of requests that are not held."""
+        return len(self._members) - len(self._held)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries in all heaps, those of requests that left included."""
+        return sum(queue.num_entries for queue in self._queues.values())
+
     def returning_ahead(self, priority: int) -> tuple[int, int]:
-        """Return the number of requests that have run already and are as urgent at least, and of their tokens."""
+        """Return the number of requests of this priority or a lower value that have run before, and of their tokens."""
         totals = [total for level, total in self._returning.items() if level <= priority]
         return sum(count for count, _ in totals), sum(num_tokens for _, num_tokens in totals)
 
-    def add(self, request: Request) -> None:
-        """A request waits: for its first admission, or, having run, for its next."""
+    def add(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
+        """Add a request that waits for its first admission or, having run, for its next.
+
+        Args:
+            request: The request.
+            waits_for: What the request waits for before it can be admitted; None if for nothing.
+        """
         self._members.add(request)
         if request.was_admitted:
-            self._count_returning(request, 1)
+            self._count_returning(request, 1, len(request.token_ids))
         else:
             self._shares.enqueue(request)
             if not request.has_emitted:
                 self._displaceable.setdefault(request.tenant_index, {})[request] = None
-        self._line_up(request)
+        if self._allowed is not None and request not in self._allowed:
+            waits_for = WaitsFor.RESTRICTION if waits_for is None else waits_for | WaitsFor.RESTRICTION
+        if waits_for is None:
+            self._line_up(request)
+        else:
+            self._held[request] = waits_for
 
     def remove(self, request: Request) -> None:
-        """It is admitted, or ends."""
+        """Remove a request that is admitted, or ends."""
         self._members.remove(request)
         if request.was_admitted:
-            self._count_returning(request, -1)
+            self._count_returning(request, -1, -len(request.token_ids))
         else:
             self._shares.dequeue(request)
             if not request.has_emitted:
@@ -67,96 +108,173 @@ class WaitingQueue:
                 del displaceable[request]
                 if not displaceable:
                     del self._displaceable[request.tenant_index]
-        if self._may_run(request):
-            self._queue_of(request).remove(request)
+        if self._held.pop(request, None) is None:
+            self._step_out(request)
 
-    def latest_of(self, account: int) -> Iterator[list[Request]]:
-        """Yield an account's requests that have never run, here or elsewhere: the last come first, the choices of one
-        client's request together.
-        """
-        newest_first = reversed(self._displaceable.get(account, {}))
-        for _, choices in groupby(newest_first, key=lambda request: id(request.content)):
-            yield list(choices)
+    def hold(self, request: Request, reason: WaitsFor) -> None:
+        """Let all others pass a request until `release` is called for the same reason. Its tenant loses no share."""
+        waits_for = self._held.get(request)
+        if waits_for is None:
+            self._step_out(request)
+            self._held[request] = reason
+        else:
+            self._held[request] = waits_for | reason
 
-    def peek(self, *, pass_over_long: bool = False) -> Request | None:
-        """The next to be admitted; it stays. The counters of the shares must be settled."""
-        short = self._short.peek()
-        if pass_over_long or (long := self._long.peek()) is None:
-            return short
-        return long if short is None else min(short, long, key=self.place_of)
-
-    def place_of(self, request: Request) -> Place:
-        """What the first of a tenant sorts by among the first of all."""
-        if request.was_admitted:
-            return request.priority, False, 0, request.arrival
-        return request.priority, True, int(self._shares.tokens_served[request.tenant_index]), request.arrival
+    def release(self, request: Request, reason: WaitsFor) -> None:
+        """Take back a reason to hold a request. Without another one it may be admitted."""
+        waits_for = self._held.get(request)
+        if waits_for is None:
+            return
+        if waits_for := waits_for & ~reason:
+            self._held[request] = waits_for
+        else:
+            del self._held[request]
+            self._line_up(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Hold back all others, those still to come included; None lifts it. Holding back costs no share."""
+        """Hold all other requests, those still to come included. None lifts this."""
         allowed = None if requests is None else frozenset(requests)
         if allowed == self._allowed:
             return
         self._allowed = allowed
-        self._short, self._long = _OrderedQueue(self._shares), _OrderedQueue(self._shares)
-        for request in sorted(self._members, key=_by_arrival):
-            self._line_up(request)
+        for request in self._members:
+            if allowed is None or request in allowed:
+                self.release(request, WaitsFor.RESTRICTION)
+            else:
+                self.hold(request, WaitsFor.RESTRICTION)
+
+    def count_late_token(self, request: Request) -> None:
+        """Take in that a request that waits for results has got one more token."""
+        self._count_returning(request, 0, 1)
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        """Let the admission limits count the rows that run, before a step admits its first request."""
+        for limit in self._limits:
+            limit.begin_step(rows, slots)
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        """Let the admission limits count a request that this step admits, with so many tokens to compute."""
+        for limit in self._limits:
+            limit.note_admitted(request, num_to_compute)
+
+    def latest_of(self, tenant_index: int) -> Iterator[list[Request]]:
+        """Yield a tenant's requests that have never run, here or elsewhere, the last first.
+
+        The choices of one client's request come together.
+        """
+        newest_first = reversed(self._displaceable.get(tenant_index, {}))
+        for _, choices in groupby(newest_first, key=lambda request: id(request.content)):
+            yield list(choices)
+
+    def peek(self) -> Request | None:
+        """Return the next request to be admitted, which stays; None if there is none.
+
+        The shares must be settled, and `begin_step` called in this step.
+        """
+        first: Request | None = None
+        for groups, queue in self._queues.items():
+            if groups and not self._has_room(groups):
+                continue
+            request = queue.peek()
+            if first is None or self.key_of(request) < self.key_of(first):
+                first = request
+        return first
+
+    def key_of(self, request: Request) -> Key:
+        """Return the key that the first request of each queue and tenant is compared by."""
+        if request.was_admitted:
+            return request.priority, 0, 0, request.arrival
+        served = int(self._shares.tokens_served[request.tenant_index])
+        return request.priority, 1, served, *self._policy.waiting_key(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the queues do not hold who may run, or disagree with a plain search."""
-        free = {request for request in self._members if self._may_run(request)}
-        displaceable = {request for lane in self._displaceable.values() for request in lane}
+        """Compare everything with a plain search.
+
+        Raises:
+            AssertionError: Names what is wrong.
+        """
+        assert self._held.keys() <= self._members, "a request is held and does not wait"
+        ready = self._members - self._held.keys()
+        displaceable = {request for queue in self._displaceable.values() for request in queue}
         never_ran = {
             request for request in self._members if not (request.was_admitted or request.has_emitted)
         }
         assert displaceable == never_ran, "a request that never ran is lost, or runs"
-        assert {*self._short, *self._long} == free, "the queues do not hold exactly those that may run"
-        assert self.peek() is min(free, key=self.place_of, default=None), "the first is not at the head"
+        if self._allowed is not None:
+            restricted = {request for request, why in self._held.items() if WaitsFor.RESTRICTION in why}
+            assert restricted == self._members - self._allowed, "the wrong requests are held"
+        lined_up: set[Request] = set()
+        for groups, queue in self._queues.items():
+            members = set(queue)
+            assert members, "a queue is empty"
+            assert all(self._groups_of(request) == groups for request in members), "in the wrong queue"
+            assert queue.peek() is min(members, key=self.key_of), "the first is not at the head"
+            lined_up |= members
+        assert lined_up == ready, "the queues do not hold exactly the requests that are not held"
         returning: dict[int, tuple[int, int]] = {}
         for request in self._members:
             if request.was_admitted:
                 count, num_tokens = returning.get(request.priority, (0, 0))
                 returning[request.priority] = count + 1, num_tokens + len(request.token_ids)
-        assert returning == self._returning, "the count of those that have run is off"
-        short = {request for request in free if self._queue_of(request) is self._short}
-        first_short = self.peek(pass_over_long=True)
-        assert first_short is min(short, key=self.place_of, default=None), "the first short is not found"
+        assert returning == self._returning, "the count of those that have run is wrong"
 
-    def _count_returning(self, request: Request, change: int) -> None:
-        count, num_tokens = self._returning.get(request.priority, (0, 0))
-        count, num_tokens = count + change, num_tokens + change * len(request.token_ids)
+    def _count_returning(self, request: Request, num_requests: int, num_tokens: int) -> None:
+        before = self._returning.get(request.priority, (0, 0))
+        count = before[0] + num_requests
         if count:
-            self._returning[request.priority] = count, num_tokens
+            self._returning[request.priority] = count, before[1] + num_tokens
         else:
             del self._returning[request.priority]
 
-    def _may_run(self, request: Request) -> bool:
-        return self._allowed is None or request in self._allowed
+    def _groups_of(self, request: Request) -> tuple[Hashable | None, ...]:
+        return tuple(limit.group_of(request) for limit in self._limits) if self._limits else ()
+
+    def _has_room(self, groups: tuple[Hashable | None, ...]) -> bool:
+        return all(
+            group is None or limit.has_room(group) for limit, group in zip(self._limits, groups, strict=True)
+        )
 
     def _line_up(self, request: Request) -> None:
-        if self._may_run(request):
-            self._queue_of(request).add(request)
+        groups = self._groups_of(request)
+        queue = self._queues.get(groups)
+        if queue is None:
+            queue = self._queues[groups] = _OrderedQueue(self._shares, self._policy)
+        queue.add(request)
 
-    def _queue_of(self, request: Request) -> _OrderedQueue:
-        limit = self._long_prompt_tokens
-        return self._short if limit is None or len(request.token_ids) <= limit else self._long
+    def _step_out(self, request: Request) -> None:
+        groups = self._groups_of(request)
+        queue = self._queues[groups]
+        queue.remove(request)
+        if queue.is_empty:
+            del self._queues[groups]
 
 
 class _OrderedQueue:
-    """Requests in the order of `WaitingQueue.place_of`: a heap of levels, each a heap of tenants."""
+    """Requests in the order of `WaitingQueue.key_of`: a heap of priorities, each with a heap of tenants."""
 
-    def __init__(self, shares: FairShares) -> None:
+    def __init__(self, shares: FairShares, policy: SchedulingPolicy) -> None:
         self._shares = shares
-        self._levels: dict[int, _Level] = {}
-        self._order: LazyHeap[_Level] = LazyHeap(lambda level: (level.priority, 0))
+        self._policy = policy
+        self._levels: dict[int, _PriorityQueue] = {}
+        self._order: LazyHeap[_PriorityQueue] = LazyHeap(_PriorityQueue.key)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
+        """Iterate in no particular order."""
         return (request for level in self._levels.values() for request in level)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._levels
+
+    @property
+    def num_entries(self) -> int:
+        return self._order.num_entries + sum(level.num_entries for level in self._levels.values())
 
     def add(self, request: Request) -> None:
         level = self._levels.get(request.priority)
         if level is None:
-            level = self._levels[request.priority] = _Level(request.priority, self._shares)
+            level = _PriorityQueue(request.priority, self._shares, self._policy)
+            self._levels[request.priority] = level
             self._order.push(level)
         level.add(request)
 
@@ -167,61 +285,81 @@ class _OrderedQueue:
             del self._levels[request.priority]
             self._order.discard(level)
 
-    def peek(self) -> Request | None:
+    def peek(self) -> Request:
+        """Return the first request. There must be one."""
         level = self._order.peek()
-        return None if level is None else level.peek()
+        assert level is not None, "an empty queue is asked for its first request"
+        return level.peek()
 
 
-class _Level:
-    """The waiting requests of one priority. None of these keys falls while its member is in."""
+class _PriorityQueue:
+    """The waiting requests of one priority."""
 
-    def __init__(self, priority: int, shares: FairShares) -> None:
-        self.priority = priority
+    def __init__(self, priority: int, shares: FairShares, policy: SchedulingPolicy) -> None:
+        self._priority = priority
         self._shares = shares
+        self._waiting_key = policy.waiting_key
         self._returning: LazyHeap[Request] = LazyHeap(_by_arrival)
-        self._lanes: dict[int, LazyHeap[Request]] = {}
-        """By account, none empty."""
-        self._accounts: LazyHeap[int] = LazyHeap(self._place_of_lane)
+        self._tenant_queues: dict[int, LazyHeap[Request]] = {}
+        """Tenant index -> its requests that have never run. No queue is empty."""
+        self._tenants: LazyHeap[int] = LazyHeap(self._tenant_key)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
-        return chain(self._returning, *self._lanes.values())
+        """Iterate in no particular order."""
+        return chain(self._returning, *self._tenant_queues.values())
 
     @property
     def is_empty(self) -> bool:
-        return not self._returning and not self._lanes
+        return not self._returning and not self._tenant_queues
+
+    @property
+    def num_entries(self) -> int:
+        queues = (self._returning, *self._tenant_queues.values())
+        return self._tenants.num_entries + sum(queue.num_entries for queue in queues)
+
+    def key(self) -> Key:
+        return (self._priority,)
 
     def add(self, request: Request) -> None:
         if request.was_admitted:
             self._returning.push(request)
-        elif (lane := self._lanes.get(request.tenant_index)) is not None:
-            lane.push(request)
-        else:
-            self._lanes[request.tenant_index] = lane = LazyHeap(_by_arrival)
-            lane.push(request)
-            self._accounts.push(request.tenant_index)
+            return
+        tenant = request.tenant_index
+        queue = self._tenant_queues.get(tenant)
+        if queue is None:
+            queue = self._tenant_queues[tenant] = LazyHeap(self._waiting_key)
+            queue.push(request)
+            self._tenants.push(tenant)
+            return
+        first = queue.peek()
+        queue.push(request)
+        if first is not None and self._waiting_key(request) < self._waiting_key(first):
+            self._tenants.discard(tenant)  # its key has fallen
+            self._tenants.push(tenant)
 
     def remove(self, request: Request) -> None:
         if request.was_admitted:
             self._returning.discard(request)
             return
-        lane = self._lanes[request.tenant_index]
-        lane.discard(request)
-        if not lane:
-            self._accounts.discard(request.tenant_index)
-            del self._lanes[request.tenant_index]
+        queue = self._tenant_queues[request.tenant_index]
+        queue.discard(request)
+        if not queue:
+            self._tenants.discard(request.tenant_index)
+            del self._tenant_queues[request.tenant_index]
 
-    def peek(self) -> Request | None:
+    def peek(self) -> Request:
+        """Return the first request. There must be one."""
         first = self._returning.peek()
-        if first is None and (account := self._accounts.peek()) is not None:
-            first = self._lanes[account].peek()
+        if first is None and (tenant := self._tenants.peek()) is not None:
+            first = self._tenant_queues[tenant].peek()
+        assert first is not None, "an empty queue is asked for its first request"
         return first
 
-    def _place_of_lane(self, account: int) -> Key:
-        first = self._lanes[account].peek()
-        assert first is not None, "an empty lane queues"
-        return int(self._shares.tokens_served[account]), first.arrival
+    def _tenant_key(self, tenant: int) -> Key:
+        first = self._tenant_queues[tenant].peek()
+        assert first is not None, "a tenant without waiting requests is in the queue"
+        return int(self._shares.tokens_served[tenant]), *self._waiting_key(first)
 
 
 def _by_arrival(request: Request) -> Key:
-    return request.arrival, 0
+    return (request.arrival,)

@@ -1,0 +1,145 @@
+"""Scheduling policies, and limits on which requests run beside each other.
+
+A new policy is a class here with an entry in `POLICIES`, and a choice of `scheduler.policy` in the config. A new limit
+is a class here, made in `create_limits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler.heap import Key
+from services.enginecore.scheduler.running_rows import RunningRows, Slots
+from triptych.config import SchedulerConfig
+
+
+class SchedulingPolicy(Protocol):
+    """Orders the requests that wait and those that run. It has no state.
+
+    Some rules hold under every policy: a lower priority value goes first, requests that have run before go before those
+    that have not, and tenants of one priority share.
+    """
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether requests may have a priority other than 0."""
+
+    def waiting_key(self, request: Request) -> Key:
+        """Return the sort key of a request among those of its tenant and priority that have never run.
+
+        The lowest key is admitted first. The key must not change while the request waits, and no two requests have the
+        same one.
+        """
+
+    def running_order(self, running: Sequence[Request]) -> list[Request]:
+        """Sort running requests, which come in the order of their admission.
+
+        The first is served first where the token budget is short. The last is preempted first where blocks are short.
+        """
+
+
+class FirstComeFirstServed:
+    """Admits requests in the order of their arrival, and preempts those admitted last."""
+
+    has_priorities = False
+
+    def waiting_key(self, request: Request) -> Key:
+        return request.arrival, 0
+
+    def running_order(self, running: Sequence[Request]) -> list[Request]:
+        return list(running)
+
+
+class ByPriority(FirstComeFirstServed):
+    """Serves lower priority values first, and requests of equal priority in the order of their arrival."""
+
+    has_priorities = True
+
+    def running_order(self, running: Sequence[Request]) -> list[Request]:
+        return sorted(running, key=_by_urgency)
+
+
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": ByPriority,
+}
+"""Value of `scheduler.policy` to the policy of that name."""
+
+
+def create_policy(config: SchedulerConfig) -> SchedulingPolicy:
+    return POLICIES[config.policy]()
+
+
+class AdmissionLimit(Protocol):
+    """A bound on the requests that run beside each other.
+
+    Requests that it holds back let all those go first that it does not concern.
+    """
+
+    def group_of(self, request: Request) -> Hashable | None:
+        """Return the group of requests that this one counts in, or None if the limit does not concern it.
+
+        The group must not change while the request waits.
+        """
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        """Count what the running rows use. Called before a step admits its first request.
+
+        Args:
+            rows: The counters of all rows.
+            slots: Rows that run, in the order of their admission.
+        """
+
+    def has_room(self, group: Hashable) -> bool:
+        """Return whether one more request of a group may be admitted in this step."""
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        """Count a request that this step admits.
+
+        Args:
+            request: Any request, also one that the limit does not concern.
+            num_to_compute: Tokens of it that the cache does not hold.
+        """
+
+
+class LongPromptLimit:
+    """Bounds how many long prompts are computed at a time, so that short ones need not wait for all of them."""
+
+    def __init__(self, max_long_prompts: int, threshold: int) -> None:
+        """Set the bound.
+
+        Args:
+            max_long_prompts: Long prompts that may be in partial prefill.
+            threshold: A prompt is long while it has more than this number of tokens left to compute.
+        """
+        self._max_long_prompts = max_long_prompts
+        self._threshold = threshold
+        self._num_left = 0
+
+    def group_of(self, request: Request) -> Hashable | None:
+        return "long" if len(request.token_ids) > self._threshold else None
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        num_long = int(np.count_nonzero(rows.wanted(slots) > self._threshold))
+        self._num_left = self._max_long_prompts - num_long
+
+    def has_room(self, group: Hashable) -> bool:
+        return self._num_left > 0
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        self._num_left -= num_to_compute > self._threshold
+
+
+def create_limits(config: SchedulerConfig) -> tuple[AdmissionLimit, ...]:
+    """Return the limits that a config sets."""
+    if not config.max_long_partial_prefills:
+        return ()
+    return (LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold),)
+
+
+def _by_urgency(request: Request) -> Key:
+    return request.priority, request.arrival

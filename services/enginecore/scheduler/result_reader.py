@@ -1,0 +1,272 @@
+"""Reads the result of a step: which tokens belong to which requests, which requests end, and which fail."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler.admission import Admission
+from services.enginecore.scheduler.request_states import RequestStates
+from services.enginecore.scheduler.running_rows import Flags, Slots
+from services.enginecore.scheduler.step_results import (
+    Failed,
+    Finished,
+    InFlightStep,
+    SchedulerCounters,
+    StepOutput,
+    StepsInFlight,
+)
+from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
+from triptych.types.outputs import FinishReason
+from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, RowKey, StepResult
+
+_MAX_PREFIXES = 64  # remembered, of requests that failed after they had found them in the cache
+
+
+class RequestEnds:
+    """Ends requests and counts how they ended. The scheduler owns it."""
+
+    def __init__(self, states: RequestStates, admission: Admission, clock: Callable[[], float]) -> None:
+        self.counters = SchedulerCounters()
+        self._states = states
+        self._admission = admission
+        self._clock = clock
+
+    def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
+        self._end(request, reason.word)
+        return Finished(request, reason, stop_token_id)
+
+    def fail(self, request: Request, error: TriptychError, *, is_trusted: bool = True) -> Failed:
+        self._end(request, "error", is_trusted=is_trusted)
+        return Failed(request, error)
+
+    def _end(self, request: Request, outcome: str, *, is_trusted: bool = True) -> None:
+        self._states.end(request, is_trusted=is_trusted)
+        request.ended_at = self._clock()
+        ran_s = None if request.planned_at is None else request.ended_at - request.planned_at
+        self._admission.forecast.endings.note_ending(ran_s)
+        self.counters.num_finished[outcome] += 1
+
+
+class ResultReader:
+    """Takes in the results of steps in flight. The scheduler owns it."""
+
+    def __init__(
+        self,
+        *,
+        states: RequestStates,
+        in_flight: StepsInFlight,
+        ends: RequestEnds,
+        admission: Admission,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._states = states
+        self._rows = states.rows
+        self._in_flight = in_flight
+        self._ends = ends
+        self._admission = admission
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._suspect_blocks = _SuspectBlocks(states, in_flight)
+        self._last_result_at = clock()
+
+    def read(self, result: StepResult) -> StepOutput:
+        """Take in the oldest step's result.
+
+        Tokens for rows that are gone are dropped: they were sampled beyond an end. Those of draining requests are kept.
+
+        Raises:
+            ProtocolViolation: This is not that step's result; nothing has changed.
+        """
+        reported = _match_prompt_logprobs(result, self._states) if result.prompt_logprobs else ()
+        step = self._in_flight.pop(result)
+        for request, logprobs in reported:
+            request.prompt_logprobs_start = logprobs.end
+        self._measure(step)
+        failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
+        rows = self._rows
+        is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
+        places = np.flatnonzero(is_live)  # [t] in the result
+        slots, token_ids = step.sampling_slots[places], result.token_ids[places]
+        sessions, numbers = rows.session[slots], rows.number[slots]
+        is_filled, is_at_limit = rows.append(slots, token_ids)
+        self._note_first_tokens(slots)
+        self._states.fill_blocks(slots[is_filled])
+        finished = self._finish_stopped(slots, token_ids, is_at_limit)
+        output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed), reported)
+        if not self._states.draining:
+            return output
+        return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+
+    def _measure(self, step: InFlightStep) -> None:
+        """Measure a step, which starts when it is sent or when the one before it is done."""
+        now = self._clock()
+        self._admission.forecast.steps.note(step.num_tokens, now - max(step.planned_at, self._last_result_at))
+        self._last_result_at = now
+
+    def _note_first_tokens(self, slots: Slots) -> None:
+        first = slots[self._rows.awaits_first_token[slots]]
+        if len(first):
+            self._rows.awaits_first_token[first] = False
+            now = self._clock()
+            for slot in first.tolist():
+                self._rows.slot_to_request[slot].first_token_at = now
+
+    def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
+        """End the running requests that these new tokens end. Only the few tokens that may end one are checked."""
+        finished = []
+        for index in np.flatnonzero(is_at_limit | self._rows.watched.among(token_ids)).tolist():
+            slot, token_id = int(slots[index]), int(token_ids[index])
+            request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
+            stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+            if stop is not None:
+                finished.append(self._ends.finish(request, *stop))
+        return finished
+
+    def _with_late_tokens(
+        self, output: StepOutput, step: InFlightStep, result: StepResult, places: Slots
+    ) -> StepOutput:
+        """Add the tokens of draining requests to a step's output.
+
+        Args:
+            places: Indices in the result of the tokens for rows that are gone.
+        """
+        late: list[tuple[Request, int, int]] = []  # request, token, index in the result
+        finished = list(output.finished)
+        slots, slot_versions = step.sampling_slots[places].tolist(), step.slot_versions[places].tolist()
+        for place, slot, slot_version in zip(places.tolist(), slots, slot_versions, strict=True):
+            request = self._states.draining.get((slot, slot_version))
+            if request is None:
+                continue
+            token_id = int(result.token_ids[place])
+            late.append((request, token_id, place))
+            self._states.append_late(request, token_id)
+            if request.first_token_at is None:
+                request.first_token_at = self._clock()
+            stop = _find_stop(request, token_id, len(request.token_ids), self._eos_token_ids)
+            if stop is not None:
+                finished.append(self._ends.finish(request, *stop))
+            elif not request.num_in_flight:
+                self._states.finish_draining(request)
+        return output.with_tokens(late, tuple(finished))
+
+    def _fail_rows(self, step: InFlightStep, errors: Mapping[RowKey, RowError]) -> list[Failed]:
+        """End the requests that failed in this step, and start over those that read a block which they spoiled."""
+        failed, suspect_blocks = [], set[int]()
+        for row, error in errors.items():
+            request = self._states.by_row(row)
+            if request is None:
+                continue
+            if not error.kv_is_valid:
+                suspect_blocks |= self._suspect_blocks.find(request)
+            failed.append(
+                self._ends.fail(request, _to_client_error(step.step_id, error), is_trusted=error.kv_is_valid)
+            )
+        if not all(error.kv_is_valid for error in errors.values()):
+            self._suspect_blocks.uncache(step, suspect_blocks)
+        return failed
+
+
+class _SuspectBlocks:
+    """Removes from the prefix cache what a failed row may have spoiled. The result reader owns it.
+
+    A chunk of a prompt samples nothing, so garbage in its KV is noticed steps later at the earliest. Therefore nothing
+    that a failed request has written stays cached, whichever step wrote it.
+    """
+
+    def __init__(self, states: RequestStates, in_flight: StepsInFlight) -> None:
+        self._states = states
+        self._in_flight = in_flight
+        self._prefixes: deque[bytes] = deque(maxlen=_MAX_PREFIXES)
+        """First block hashes of requests that failed after hits. At a second failure the hits are suspect as well."""
+
+    def find(self, request: Request) -> set[int]:
+        """Return the blocks that a started request may have filled with garbage."""
+        table = request.blocks
+        if request.is_draining:  # its blocks are given back, under their hashes
+            return set(self._states.blocks.named_blocks(table))
+        first = table.num_hits
+        if first:
+            prefix = table.hashes[0]
+            if prefix in self._prefixes:
+                first = 0
+            else:
+                self._prefixes.append(prefix)
+        return set(table.block_ids[first:])
+
+    def uncache(self, step: InFlightStep, blocks: set[int]) -> None:
+        """Uncache `blocks` and all blocks that this step or a later one was to fill.
+
+        Failures are rare enough for this to be coarse: the blocks of all requests in those steps are uncached. Running
+        requests that hit one start over. So do draining requests, because their hits are no longer known.
+        """
+        manager = self._states.blocks
+        suspect_blocks = {*blocks, *step.newly_cached_blocks, *manager.take_newly_cached()}
+        suspect_blocks.update(*(later.newly_cached_blocks for later in self._in_flight))
+        manager.uncache(suspect_blocks)
+        for request in list(self._states.draining.values()):
+            self._states.finish_draining(request)
+        for request in self._states.running:
+            if not suspect_blocks.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
+                self._states.requeue(request)
+
+
+def _find_stop(
+    request: Request, token_id: int, num_known: int, eos_token_ids: Sequence[int]
+) -> tuple[FinishReason, int | None] | None:
+    """Return why a token ends its request, and the stop id that did; None if the request goes on.
+
+    Only the engine decides this. The order is: min_tokens, EOS, stop_token_ids, length. min_tokens defers token ids
+    only; the length limit always holds.
+
+    Args:
+        token_id: The token at position `num_known - 1`.
+        eos_token_ids: The tokenizer's own EOS first. Another EOS that the model names is reported like a stop id.
+    """
+    sampling = request.sampling
+    if num_known - request.num_prompt_tokens >= sampling.min_tokens:
+        if token_id in eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP, token_id if token_id != eos_token_ids[0] else None
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if num_known >= request.limit:
+        return FinishReason.LENGTH, None
+    return None
+
+
+def _match_prompt_logprobs(
+    result: StepResult, states: RequestStates
+) -> tuple[tuple[Request, PromptLogprobs], ...]:
+    """Return the requests that a result's prompt log-probabilities belong to, without those of rows that are gone.
+
+    A row reports from the position at which its request was admitted. So a request that starts over gets nothing
+    twice: a late report of its former row matches no row, and the next row computes it again.
+
+    Raises:
+        ProtocolViolation: A part does not begin at the position that is due.
+    """
+    reported = []
+    for row, part in result.prompt_logprobs.items():
+        request = states.by_row(row)
+        if request is None:
+            continue
+        due = max(request.prompt_logprobs_start, 1)
+        if part.first_position != due or not due < part.end <= request.num_prompt_tokens:
+            raise ProtocolViolation(
+                f"result of step {result.step_id}: slot {row.slot} reports positions {part.first_position} to "
+                f"{part.end - 1} of a prompt of {request.num_prompt_tokens} tokens; position {due} is due"
+            )
+        reported.append((request, part))
+    return tuple(reported)
+
+
+def _to_client_error(step_id: int, error: RowError) -> TriptychError:
+    """Return the error that a client gets for the failure of its row."""
+    if error.code is RowErrorCode.INVALID_REQUEST:
+        field_name, _, description = error.message.partition(": ")
+        return InvalidRequest(field_name, description)
+    return EngineFailure(f"the worker failed this request in step {step_id}: {error.message}")
