@@ -46,23 +46,13 @@ def _columns(columns: Columns | None, *names: str) -> dict[str, Operand]:
     return {name: None if columns is None else getattr(columns, name).contiguous() for name in names}
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def sample(logits: Tensor, **columns: Tensor) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     launch(
         "sample", logits,
-        logits=logits, stride=logits.stride(0), vocab_size=logits.shape[1], temperature=temperature.contiguous(),
-        top_k=top_k.contiguous(), top_p=top_p.contiguous(), min_p=min_p.contiguous(), seeds=seeds.contiguous(),
-        positions=positions.contiguous(), token_ids=token_ids,
+        logits=logits, stride=logits.stride(0), vocab_size=logits.shape[1],
+        **{name: column.contiguous() for name, column in columns.items()}, token_ids=token_ids,
     )  # fmt: skip
     return token_ids
 
