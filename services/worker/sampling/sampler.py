@@ -106,8 +106,8 @@ class Sampler:
     ) -> None:
         """
         Args:
-            columns: Of rows that have no requests yet.
-            processors: In the order in which they apply; they follow the requests of `columns` from now on.
+            columns: Columns without requests so far.
+            processors: Processors in the order in which they apply; they follow the requests of `columns` from now on.
         """
         self._columns = columns
         self._history = history
@@ -175,9 +175,8 @@ class Sampler:
             return None
         num_top = np.minimum(num_top[rows], logits.shape[1])
         device_rows = to_device(rows, logits.device)
-        chosen = token_ids.index_select(0, device_rows).clamp_min(
-            0
-        )  # a row that failed is dropped when it is read
+        # a row that failed has no token; it is dropped when it is read
+        chosen = token_ids.index_select(0, device_rows).clamp_min(0)
         chosen_logprobs, ranks, top_ids, top_logprobs = ops.token_logprobs(
             logits, device_rows, chosen, int(num_top.max())
         )
