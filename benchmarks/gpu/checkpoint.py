@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.checkpoint DIR [--device cpu]
 
-The weights are drawn on the device. A checkpoint that an earlier run finished is left alone.
+The weights are drawn on the device. A checkpoint that an earlier run finished is not written again.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Served:
 
     seconds: float
     num_tokens: int
-    """Of prompts and answers together."""
+    """Tokens of prompts and answers together."""
     num_steps: int
 
 

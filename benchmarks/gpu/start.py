@@ -59,7 +59,7 @@ def measure_start(bench: Bench, runners: RunnerCache, checkpoint: Path | None, *
 
 
 def evict(path: Path) -> None:
-    """Ask the system to forget the file's pages. It may decline: `resident_fraction` tells."""
+    """Ask the system to forget the file's pages. It may decline: `resident_fraction` shows."""
     with path.open("rb") as file:
         os.fsync(file)  # a page that is not written yet stays
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -76,7 +76,7 @@ def resident_fraction(paths: Sequence[Path]) -> float:
     """Return the part of the files' pages that is in memory, 0 to 1.
 
     Raises:
-        OSError: The system does not tell.
+        OSError: The system does not say.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     resident = total = 0

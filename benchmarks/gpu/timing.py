@@ -101,7 +101,7 @@ class Bench:
         self.device = device
         self.sizes = sizes
         self.dtype = torch.bfloat16
-        """Of activations and weights."""
+        """Element type of activations and weights."""
 
     @cached_property
     def copied(self) -> Figure:

@@ -19,7 +19,7 @@ class Figure:
     samples: tuple[float, ...] = ()
     """Empty if it could not be measured; then `error` or `note` says why."""
     limit: float | None = None
-    """What the machine could do at best, in `unit`; None if nothing bounds the figure."""
+    """Best value that the machine allows, in `unit`; None if nothing bounds the figure."""
     less_is_better: bool = False
     note: str = ""
     error: str = ""

@@ -30,7 +30,7 @@ CASES = ((1, 1, 200), (1, 1, 8000), (8, 1, 300), (64, 1, 200), (64, 1, 1000), (1
 MAX_LAYERS = 1000
 TORCH_LAYERS = 20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
-"""Of the cache."""
+"""Element types of the cache."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:

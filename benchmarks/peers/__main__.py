@@ -27,57 +27,41 @@ from triptych.errors import TriptychError
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    engines = [engine for engine in ENGINES if any(engine in group for group in arguments.engines)]
     try:
-        for engine in arguments.engines:
+        for engine in engines:
             engine.prepare()
     except (InstallError, TriptychError) as error:
         yield Figure("installation", error=str(error))
         return
     if not arguments.install_only:
         rows = [row for row in ROWS if row.key in arguments.rows]
-        vocab_size = models.vocab_size()
         yield from measure_rounds(
-            arguments.engines, rows, arguments.rounds, vocab_size=vocab_size, seed=arguments.seed
+            engines, rows, arguments.rounds, vocab_size=models.vocab_size(), seed=arguments.seed
         )
 
 
-def _engines(names: list[str] | None) -> list[Engine]:
-    """Return the engines of these names, or whose names start so.
-
-    Raises:
-        ValueError: A name is none of them.
-    """
-    chosen: set[str] = set()
-    for name in names or [""]:
-        matching = {e.name for e in ENGINES if e.name == name or not name or e.name.startswith(f"{name}-")}
-        if not matching:
-            known = ", ".join(engine.name for engine in ENGINES)
-            raise ValueError(f"--engines: {name!r} is none of {known}")
-        chosen |= {name} if name in matching else matching
-    return [engine for engine in ENGINES if engine.name in chosen]
+def matching_engines(name: str) -> list[Engine]:
+    """Return the engine of this name, or those whose names start so."""
+    matching = [engine for engine in ENGINES if engine.name == name]
+    matching = matching or [engine for engine in ENGINES if engine.name.startswith(f"{name}-")]
+    if not matching:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is none of {', '.join(engine.name for engine in ENGINES)}"
+        )
+    return matching
 
 
 if __name__ == "__main__":
     row_keys = [row.key for row in ROWS]
     parser = create_parser(__doc__, rounds=3)
     parser.add_argument(
-        "--engines", nargs="+", metavar="NAME",
+        "--engines", nargs="+", metavar="NAME", type=matching_engines, default=[ENGINES],
         help=f"names, or the start of several (`llama.cpp`), of {', '.join(e.name for e in ENGINES)}; default: all",
     )  # fmt: skip
     parser.add_argument("--rows", nargs="+", choices=row_keys, default=row_keys, help="default: all")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="default: a new one")
     parser.add_argument("--install-only", action="store_true", help="only environments and models")
-    arguments = parser.parse_args()
-    try:
-        engines = _engines(arguments.engines)
-    except ValueError as error:
-        parser.error(str(error))
     results = peers_home() / "results" / f"{datetime.datetime.now():%Y-%m-%dT%H-%M-%S}.json"
-    parser.set_defaults(json=None if arguments.install_only else results)
-    sys.exit(
-        run(
-            parser,
-            lambda parsed: measure(argparse.Namespace(**{**vars(parsed), "engines": engines})),
-            text=lambda figures: report.text(engines, ROWS, figures),
-        )
-    )
+    parser.set_defaults(json=results)
+    sys.exit(run(parser, measure, text=lambda figures: report.text(ENGINES, ROWS, figures)))

@@ -46,7 +46,7 @@ class Engine:
     model: Callable[[], Path | str]
     """Prepares the form that it reads, at first use, and returns where it is."""
     environment: Environment | None = None
-    """None for Triptych's own."""
+    """Environment of a peer; None for Triptych, which runs in this one."""
     is_quantized: bool = False
     """Weights, or a cache, of less than 16 bits."""
     options: Callable[[], Mapping[str, str]] = dict

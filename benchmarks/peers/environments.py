@@ -33,7 +33,7 @@ _GGML_OPTION_OF_CPU_FLAG = {
     "avx512_vnni": "GGML_AVX512_VNNI",
     "avx512_bf16": "GGML_AVX512_BF16",
 }
-"""What GGML_NATIVE would find, without AMX: this version's AMX path crashes."""
+"""Options that GGML_NATIVE would choose, without AMX: this version's AMX path crashes."""
 _LLAMA_CPP_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=OFF",
@@ -59,7 +59,7 @@ class Environment:
     removed: tuple[str, ...] = ()
     """Packages that come along and break it."""
     options: tuple[str, ...] = ()
-    """Of its build, if it has one."""
+    """Options of its build, if it has one."""
     build: Callable[[Environment, Path], None] | None = None
     """Builds in the environment's directory; takes a log."""
 

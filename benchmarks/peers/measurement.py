@@ -74,7 +74,7 @@ class Row:
     unit: str
     less_is_better: bool = False
     workload: Workload | None = None
-    """None for a figure of the process, not of a batch."""
+    """Batch that is timed; None for a figure of the process."""
     repeats: int = 1
     """Batches per round: single short ones say little."""
 
@@ -187,7 +187,7 @@ def _measure(
 
 
 def _environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:
-    """Return ours without what would tell an engine's threads anything but what its adapter tells."""
+    """Return ours without variables that would set an engine's threads: its adapter sets them."""
     inherited: dict[str, Any] = {
         name: text for name, text in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))
     }

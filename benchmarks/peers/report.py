@@ -19,7 +19,7 @@ def text(engines: Sequence[Engine], rows: Sequence[Row], figures: Mapping[str, F
 
 
 def engines_table(engines: Sequence[Engine], rows: Sequence[Row], figures: Mapping[str, Figure]) -> str:
-    """Return a line for each engine, medians and spreads."""
+    """Return a line of medians and spreads for each engine that was measured."""
 
     def cell(figure: Figure | None) -> str:
         if figure is None:
@@ -31,8 +31,9 @@ def engines_table(engines: Sequence[Engine], rows: Sequence[Row], figures: Mappi
     body = [
         [engine.product, engine.weights, engine.mode, *(cell(figures.get(row.name(engine))) for row in rows)]
         for engine in engines
+        if any(row.name(engine) in figures for row in rows)
     ]
-    return table(head, body)
+    return table(head, body) if body else ""
 
 
 def ratios_table(engines: Sequence[Engine], rows: Sequence[Row], figures: Mapping[str, Figure]) -> str:

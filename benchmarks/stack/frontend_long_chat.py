@@ -68,7 +68,7 @@ def long_request(arguments: argparse.Namespace) -> tuple[str, bytes]:
 
 
 def send_long_requests(http_address: str, path: str, body: bytes, pipe: Connection) -> None:
-    """Send one after another until told to stop, then say the mean seconds of one.
+    """Send one after another until `pipe` says stop, then answer with the mean seconds of one.
 
     Runs in a process of its own, so that it slows the readers only by what the server does.
     """

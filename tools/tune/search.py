@@ -42,7 +42,7 @@ class Outcome:
     config: Any
     """The fastest, or the default."""
     seconds: float
-    """Of one call; the geometric mean over workloads."""
+    """Seconds of one call; the geometric mean over workloads."""
     default_seconds: float
     num_timed: int
     refusals: tuple[Refusal, ...]

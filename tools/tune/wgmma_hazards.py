@@ -29,7 +29,7 @@ _TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 _LEFT_REGISTERS = 4
 """Registers of a thread that hold the left operand of one product: 64 rows of 32 bytes, on 128 threads."""
 _OLDEST = 16
-"""Groups of products that are told apart; more than are ever on their way."""
+"""Groups of products that are distinguished; more than are ever in flight."""
 
 # Instructions whose first register operand is read, or which have no destination but predicates.
 _WRITES_NOTHING = (

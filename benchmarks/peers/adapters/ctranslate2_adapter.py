@@ -24,7 +24,7 @@ class CTranslate2Engine(LoadedEngine):
         )
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
-        # It takes tokens by their spelling alone.
+        # It takes tokens only by their spelling.
         batch = [[self._tokens[token_id] for token_id in prompt] for prompt in prompts]
         started = time.perf_counter()
         results = self._generator.generate_batch(

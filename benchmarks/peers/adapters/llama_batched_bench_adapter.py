@@ -1,7 +1,7 @@
 """llama.cpp at its barest: `llama-batched-bench`, its own measurement of the bare batch loop.
 
 No server and no sampling: it feeds random tokens of its own, as many as asked for. That is less work than the
-others do; it stands in the table so that nobody can say that llama.cpp was slowed down by its server.
+others do; it is in the table to show what the server costs llama.cpp.
 
 Options: `bin`, the directory of its programs.
 """

@@ -1,11 +1,11 @@
-"""What an adapter says to the driver: JSON lines, requests on stdin, one answer each on stdout.
+"""The protocol between the driver and an adapter: JSON lines, requests on stdin, one answer each on stdout.
 
     {"load": {"model": …, "num_threads": …, …}}             -> {"pids": […]}
     {"run": {"prompts": [[1, 2], …], "max_tokens": 128}}    -> {"pids": […], "wall_s": …, "num_tokens": […]}
     end of stdin                                            -> {"peak_ended_bytes": …}, and the process ends
     anything that fails                                     -> {"error": "…"}, and the process ends with status 1
 
-Standard library alone, for the oldest Python that a peer may bring: this file runs in every peer's environment.
+Only the standard library, for the oldest Python that a peer may bring: this file runs in every peer's environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Load:
-    """What to load, and for what load."""
+    """A model to load, and the load to expect."""
 
     model: str
     """Path, in the form that this peer reads."""
@@ -31,12 +31,12 @@ class Load:
     max_model_len: int
     """Prompt and output together, at most."""
     options: dict[str, str]
-    """What tells the engines of one adapter apart; each adapter says which it knows."""
+    """Options that distinguish the engines of one adapter; each adapter's docstring lists them."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What one batch took."""
+    """Result of one batch."""
 
     wall_s: float
     """All prompts handed over to the last token of all."""

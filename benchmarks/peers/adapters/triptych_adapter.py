@@ -1,4 +1,4 @@
-"""Triptych as it is served: three processes, the public gRPC door, one client.
+"""Triptych as it is served: three processes, the public gRPC service, one client.
 
 Options: keys of its config (`model.quantization`), as `triptych serve` takes them. Its worker counts the cores
 by itself, as for any user.

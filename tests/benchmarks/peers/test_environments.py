@@ -20,7 +20,7 @@ from benchmarks.peers.environments import STAMP_FILE, Environment, InstallError,
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """What an installation would have run, by title."""
+    """Titles of the commands that an installation would have run."""
     monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path))
     titles: list[str] = []
     monkeypatch.setattr(environments, "run_logged", lambda title, *_: titles.append(title))
