@@ -16,14 +16,7 @@ from services.worker.context.device import resolve_config
 from services.worker.runner.base import Runner
 from services.worker.runner.startup.create import create_runner
 from triptych.checkpoint.config_json import CONFIG_FILE, read_architecture
-from triptych.config import (
-    CacheConfig,
-    EngineConfig,
-    LoadConfig,
-    ModelConfig,
-    SchedulerConfig,
-    WorkerConfig,
-)
+from triptych.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig, WorkerConfig
 
 
 def _config(

@@ -198,8 +198,5 @@ VLLM = Environment(
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0",))
 CTRANSLATE2 = Environment("ctranslate2", ("ctranslate2==4.8.5",))
 LLAMA_CPP = Environment(
-    "llama.cpp",
-    ("cmake==4.4.4", "ninja==1.13.2"),
-    options=_LLAMA_CPP_OPTIONS,
-    build=_build_llama_cpp,
+    "llama.cpp", ("cmake==4.4.4", "ninja==1.13.2"), options=_LLAMA_CPP_OPTIONS, build=_build_llama_cpp
 )

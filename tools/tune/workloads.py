@@ -45,11 +45,7 @@ class Workload:
 
 
 def decode_workloads(
-    head_dim: int,
-    kv_dtype: torch.dtype,
-    block_m: int,
-    *,
-    device: torch.device,
+    head_dim: int, kv_dtype: torch.dtype, block_m: int, *, device: torch.device
 ) -> list[Workload]:
     """Return decodes; a block of more than 16 query heads is one group of them."""
     heads = _HEAD_DIM_TO_HEADS.get(head_dim, Heads(32, 8, head_dim))
@@ -61,12 +57,7 @@ def decode_workloads(
     ]
 
 
-def prefill_workloads(
-    head_dim: int,
-    kv_dtype: torch.dtype,
-    *,
-    device: torch.device,
-) -> list[Workload]:
+def prefill_workloads(head_dim: int, kv_dtype: torch.dtype, *, device: torch.device) -> list[Workload]:
     heads = _HEAD_DIM_TO_HEADS.get(head_dim, Heads(32, 8, head_dim))
     return [
         _attention(heads, rows, tokens, tokens, kv_dtype, device, f"{rows} prompts of {tokens:,} tokens")
