@@ -338,7 +338,7 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
         assert replay_command.main([str(tmp_path / name)]) == 2, name
         told[name] = capsys.readouterr().err
     assert all("is no step journal" in told[name] for name in ("empty", "text", "zeros", "cut"))
-    assert "has version 99, this triptych reads 2" in told["version"]
+    assert f"has version 99, this triptych reads {JOURNAL_VERSION}" in told["version"]
     assert f"is damaged at byte {header_bytes}" in told["damaged"]
     assert "No such file" in told["absent"]
     assert "no *.journal in this directory" in told["nothing"]
