@@ -19,10 +19,10 @@ BUF = Path(sys.executable).parent / "buf"
 
 REQUIREMENTS = PROTOS / "requirements.txt"
 """Pins of the generator, which lives in a virtual environment of its own."""
-PUBLIC = "triptych/v1"
+PUBLIC = ("triptych/v1", "triptych/admin/v1")
 RELEASED = PROTOS / "public.binpb"
 """The public protos as last released, as a buf image: what later ones must not break."""
-PROTOBUF_6 = "protobuf==6.33.0"
+PROTOBUF_6 = "protobuf==6.33.5"
 """The oldest one that pyproject.toml admits; .venv has a 7."""
 STUB_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 
@@ -49,7 +49,7 @@ def generate() -> None:
 
 
 def release() -> None:
-    buf("build", ".", "--path", PUBLIC, "--exclude-source-info", "--output", RELEASED.name)
+    buf("build", ".", *public_paths(), "--exclude-source-info", "--output", RELEASED.name)
     print(f"{RELEASED.relative_to(ROOT)} is what later public protos are held to")
 
 
@@ -59,7 +59,7 @@ def verify() -> int:
         *failure("buf lint", lambda: buf("lint")),
         *failure(
             "buf breaking (a break on purpose: make protos-release)",
-            lambda: buf("breaking", ".", "--against", RELEASED.name, "--path", PUBLIC),
+            lambda: buf("breaking", ".", "--against", RELEASED.name, *public_paths()),
         ),
         *failure("stubs with protobuf 6", lambda: import_stubs(6, [str(protobuf_6()), str(LIBS)])),
         *failure("stubs with protobuf 7", lambda: import_stubs(7, [str(LIBS)])),
@@ -148,6 +148,11 @@ def import_stubs(major: int, path: list[str]) -> None:
         f"for module in {modules!r}: importlib.import_module(module)\n"
     )
     run(sys.executable, "-W", "error", "-c", code, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
+
+
+def public_paths() -> list[str]:
+    """Return the options of buf that name the public protos."""
+    return [word for path in PUBLIC for word in ("--path", path)]
 
 
 def buf(*arguments: str) -> None:

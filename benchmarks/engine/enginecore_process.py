@@ -18,11 +18,11 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.process_tree import cpu_seconds, descendants
 from services.frontend.engines.client import EngineClient
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 READY_TIMEOUT_S = 60.0
 

@@ -7,11 +7,10 @@ import protoLoader from "@grpc/proto-loader";
 
 const DEADLINE_MS = 120_000;
 const PROTOS = fileURLToPath(new URL("../../protos", import.meta.url));
-const HERE = fileURLToPath(new URL(".", import.meta.url));
 
 // Names as in the protos, enums by name, 64-bit integers as exact decimal strings.
-const definition = protoLoader.loadSync(["triptych/v1/generation.proto", "error_details.proto"], {
-  includeDirs: [PROTOS, HERE],
+const definition = protoLoader.loadSync(["triptych/v1/generation.proto", "google/rpc/error_details.proto"], {
+  includeDirs: [PROTOS],
   keepCase: true,
   enums: String,
   longs: String,
@@ -23,15 +22,18 @@ const { GenerationService } = grpc.loadPackageDefinition(definition).triptych.v1
 async function generate(address, prompt, temperature) {
   const client = new GenerationService(address, grpc.credentials.createInsecure());
   const request = {
-    chat: { messages: [{ role: "user", content: prompt }] },
-    sampling: { temperature },
+    generation: {
+      chat: { messages: [{ role: "user", parts: [{ text: prompt }] }] },
+      sampling: { temperature },
+    },
   };
   try {
     // Leaving this loop early must call stream.cancel(), which aborts the request in the server.
-    const stream = client.Generate(request, { deadline: Date.now() + DEADLINE_MS });
-    for await (const { event, delta, finished } of stream) {
-      if (event === "delta") {
-        process.stdout.write(delta.text);
+    const stream = client.StreamGenerate(request, { deadline: Date.now() + DEADLINE_MS });
+    // Events of other kinds are ignored: later versions add some.
+    for await (const { event, output, finished } of stream) {
+      if (event === "output") {
+        process.stdout.write(output.text);
       } else if (event === "finished") {
         const { num_prompt_tokens, num_output_tokens, num_cached_tokens } = finished.usage;
         console.log(

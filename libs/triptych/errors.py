@@ -17,6 +17,10 @@ class FieldViolation:
     """Path of the field, as the client wrote it: `sampling.temperature`, `messages[2].role`."""
     description: str
     """Names the value and the limit: `3.0 is above the limit 2`."""
+    value: str = ""
+    """The value alone, for machines. Empty: it is not a number."""
+    limit: str = ""
+    """The limit alone. Empty: there is none."""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.description}" if self.field else self.description
@@ -68,9 +72,20 @@ class FeatureDisabled(TriptychError):
 
     code = "FEATURE_DISABLED"
 
-    def __init__(self, feature: str, why: str) -> None:
-        super().__init__(f"{feature}: {why}")
-        self.feature = feature
+    def __init__(self, features: Sequence[str] | str, why: str) -> None:
+        """
+        Args:
+            features: Fields, methods or options, as the client or the operator wrote them.
+        """
+        self.features = (features,) if isinstance(features, str) else tuple(features)
+        self.why = why
+        super().__init__(f"{', '.join(self.features)}: {why}")
+
+
+class WrongState(TriptychError):
+    """What is asked for is served, but not in the state that the engine is in now."""
+
+    code = "WRONG_STATE"
 
 
 class DuplicateRequest(TriptychError):

@@ -12,6 +12,7 @@ from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, Admin
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
+from triptych.admin.v1 import admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import ConfigError, StaleEpoch
@@ -22,7 +23,6 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import EngineStatus
-from triptych.v1 import admin_pb2_grpc
 
 log = logging.getLogger(__name__)
 

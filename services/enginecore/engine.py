@@ -24,6 +24,7 @@ from triptych.errors import (
     InvalidRequest,
     ProtocolViolation,
     TriptychError,
+    WrongState,
 )
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.outputs import OutputBatch
@@ -206,16 +207,15 @@ class EngineCore:
         """Forget all cached prefixes; returns how many blocks lost their content.
 
         Raises:
-            FeatureDisabled: blocks are in use.
+            WrongState: blocks are in use.
             EngineUnavailable: no worker has been ready yet.
         """
         if self._scheduler is None:
             raise EngineUnavailable("the engine has no worker yet")
         before = self._scheduler.snapshot()
         if not self._scheduler.reset_prefix_cache():
-            raise FeatureDisabled(
-                "ResetPrefixCache",
-                f"{before.num_used_blocks} blocks are in use; try again when no request runs",
+            raise WrongState(
+                f"ResetPrefixCache: {before.num_used_blocks} blocks are in use; try again when no request runs"
             )
         return before.num_cached_blocks
 

@@ -128,10 +128,6 @@ class EngineLoop:
     def submit(self, session: int, request: SubmitRequest) -> None:
         self._post(lambda: self._engine.submit(session, request), request.num_bytes)
 
-    def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
-        """Answer the choices of a request that the engine cannot even be given."""
-        self._post(lambda: self._engine.refuse(session, numbers, error))
-
     def abort(self, session: int, numbers: Sequence[int]) -> None:
         def abort_all() -> None:
             for number in numbers:

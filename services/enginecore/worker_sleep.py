@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from services.enginecore.engine import EngineCore
 from services.enginecore.workers.base import Executor
 from services.enginecore.workers.connection import WorkerConnection
-from triptych.errors import EngineUnavailable, FeatureDisabled, TriptychError
+from triptych.errors import EngineUnavailable, TriptychError, WrongState
 from triptych.observe.logging import with_fields
 from triptych.types.facts import PauseMode, SleepLevel
 
@@ -83,7 +83,7 @@ class WorkerSleep:
             The bytes that the worker has given back. It sleeps then.
 
         Raises:
-            FeatureDisabled: It is to sleep already, at another level.
+            WrongState: It is to sleep already, at another level.
             EngineUnavailable: There is no worker, or the engine was resumed before it slept.
             TriptychError: The worker refuses, or is lost; says why.
         """
@@ -98,9 +98,7 @@ class WorkerSleep:
             self._sleep = Sleep(level, stays_paused=self._engine.is_paused)
             self._engine.pause(mode)
         if self._sleep.level is not level:
-            raise FeatureDisabled(
-                "Sleep", f"the worker sleeps at level {self._sleep.level.value}; wake it first"
-            )
+            raise WrongState(f"Sleep: the worker sleeps at level {self._sleep.level.value}; wake it first")
         return self._sleep
 
     def stay_paused(self) -> None:
@@ -144,14 +142,15 @@ class WorkerSleep:
         """Wake the worker, whichever engine has put it to sleep. Return when it can compute for this one.
 
         Raises:
-            FeatureDisabled: It does not sleep yet.
+            WrongState: It does not sleep yet.
             MemoryShort: It has too little memory now, and sleeps on.
             TriptychError: It cannot be reached or woken; says why.
         """
         sleep = self._sleep
         if sleep is not None and not sleep.released_bytes.done():
-            why = "the worker does not sleep yet; Resume cancels a sleep that has not started"
-            raise FeatureDisabled("Wake", why)
+            raise WrongState(
+                "Wake: the worker does not sleep yet; Resume cancels a sleep that has not started"
+            )
         await self._executor.call("Wake", timeout_s=WAKE_TIMEOUT_S)
         if sleep is not None:
             sleep.is_over.set()

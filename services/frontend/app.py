@@ -18,12 +18,8 @@ from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
-from services.frontend.grpc.generation_servicer import (
-    EMBEDDING_SERVICE,
-    SERVICE,
-    EmbeddingServicer,
-    GenerationServicer,
-)
+from services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
+from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe.logging import with_fields
@@ -32,7 +28,7 @@ from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.exit_codes import ExitCode
-from triptych.v1 import generation_pb2_grpc
+from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
 
 if TYPE_CHECKING:
     from services.frontend.openai.server import HttpServer
@@ -58,7 +54,8 @@ class FrontendApp(ServiceApp):
         self._router = Router()
         self._router.engines = _create_engines(config, self._router)
         self._generator = Generator(self._router, FrontendMetrics.create())
-        self.server = create_server(config.frontend, self._generator, self._router)
+        self.server = create_server(config.frontend, self._generator)
+        self._admin_server = create_admin_server(self._router)
         self._http: HttpServer | None = None
         self.start_background(
             "load-tokenizer", self._load_text_model()
@@ -73,6 +70,11 @@ class FrontendApp(ServiceApp):
         )
 
         config = self.config.frontend
+        admin_port = self._admin_server.bind(
+            config.admin_host, config.admin_port, option="frontend.admin_port"
+        )
+        await self._admin_server.start()
+        await self._admin_server.set_ready(True)
         self._http = HttpServer(
             self._generator, config.host, config.http_port, client_timeout_s=config.client_timeout_s
         )
@@ -81,7 +83,7 @@ class FrontendApp(ServiceApp):
         readiness = follow_readiness(self.server, self._generator, self._router, self._started_at)
         self.start_background("follow-readiness", readiness)
         self.start_background("http", self._http.wait_stopped())
-        return {"http_port": http_port}
+        return {"admin_port": admin_port, "http_port": http_port}
 
     async def drain(self) -> None:
         log.info("stopping: draining %d requests", self._generator.num_active)
@@ -92,7 +94,9 @@ class FrontendApp(ServiceApp):
 
     async def stop(self) -> None:
         assert self._http is not None, "it has started"
-        await asyncio.gather(super().stop(), self._http.stop(STOP_GRACE_S))
+        await asyncio.gather(
+            super().stop(), self._admin_server.stop(STOP_GRACE_S), self._http.stop(STOP_GRACE_S)
+        )
 
     async def _load_text_model(self) -> None:
         """Load on a thread of its own, which a stop does not wait for: the first time, it fetches the model."""
@@ -140,17 +144,22 @@ def _create_engines(config: EngineConfig, router: Router) -> list[EngineClient]:
     ]
 
 
-def create_server(config: FrontendConfig, generator: Generator, router: Router) -> RpcServer:
-    """Make the frontend's server with all its services."""
-    # An operator needs the admin service most when no engine is ready. No embeddings are served yet.
+def create_server(config: FrontendConfig, generator: Generator) -> RpcServer:
+    """Make the frontend's server with all its public services."""
     server = RpcServer(
         services=(SERVICE,),
-        other_services={ADMIN_SERVICE: True, EMBEDDING_SERVICE: False},
+        other_services={MODEL_SERVICE: True},  # it answers without an engine
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
     )
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
-    generation_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingServicer(), server.grpc)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(generator), server.grpc)
+    return server
+
+
+def create_admin_server(router: Router) -> RpcServer:
+    """Make the server of the operator's calls, which are needed most when no engine is ready."""
+    server = RpcServer(services=(ADMIN_SERVICE,), limit_bytes=PUBLIC_MESSAGE_BYTES)
     server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router),))
     return server

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,17 +15,12 @@ import numpy as np
 from services.frontend.accounting import RequestRecord
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
-from services.frontend.identity import choice_seed, draw_seed
+from services.frontend.identity import choice_seed
 from services.frontend.logprobs import PromptReport
-from services.frontend.outputs import RequestOutputs
-from services.frontend.requests.parse import (
-    RawChat,
-    RawRequest,
-    check_chat,
-    fit_to_context,
-    is_request_id,
-    parse,
-)
+from services.frontend.outputs import Choice, RequestOutputs
+from services.frontend.requests.parse import check_chat, is_request_id
+from services.frontend.requests.prepare import PreparedRequest, prepare
+from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.sampling import find_bad_token_id, why_not_text
 from services.frontend.text_model import TextModel
 from triptych.errors import (
@@ -39,10 +34,10 @@ from triptych.errors import (
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
-from triptych.types.sampling import OutputKind, SamplingParams
-from triptych.types.step import U32
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.sampling import OutputKind
+from triptych.types.submit import SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
 CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
@@ -55,22 +50,9 @@ class ServedModel(NamedTuple):
     max_model_len: int
     vocab_size: int
     created_unix_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request ready to be submitted."""
-
-    raw: RawRequest
-    request_id: str
-    engine: EngineWelcome
-    """The facts that it was checked against."""
-    prompt_token_ids: U32
-    sampling: SamplingParams
-    """`max_tokens` is filled in."""
-    seed: int
-    echo: str
-    tokenize_ns: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    has_chat_template: bool = False
 
 
 class Generator:
@@ -80,7 +62,7 @@ class Generator:
         self._router = router
         self._metrics = metrics
         self._text: TextModel | None = None
-        self._alive: set[str] = set()
+        self._alive: dict[str, RequestOutputs] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -111,10 +93,7 @@ class Generator:
 
     def models(self) -> list[ServedModel]:
         """Return the models of the ready engines, which requests may name now."""
-        return [
-            ServedModel(facts.name, facts.max_model_len, facts.vocab_size, self._started_unix_s)
-            for facts in self._router.models
-        ]
+        return [self._served(facts) for facts in self._router.models]
 
     def find_model(self, name: str) -> ServedModel:
         """The model that `name` means; empty: the only one.
@@ -124,7 +103,11 @@ class Generator:
         """
         found = self._router.find(name).model
         assert found is not None, "a ready engine has reported its model"
-        return ServedModel(found.name, found.max_model_len, found.vocab_size, self._started_unix_s)
+        return self._served(found)
+
+    @property
+    def num_ready_engines(self) -> int:
+        return sum(engine.is_ready for engine in self._router.engines)
 
     async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
         """AdmittedEvent first, then PromptLogprobsEvents if asked for, DeltaEvents of each choice, FinishedEvent last.
@@ -139,15 +122,21 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
-        with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(request_id):
+        outputs = RequestOutputs(request_id)
+        with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(outputs):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             request = await self._prepare(raw, request_id, record)
-            outputs = RequestOutputs(request_id)
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
                 await self._place(request, outputs, record)
-                yield AdmittedEvent(request_id, record.model, request.seed, request.prompt_token_ids.tolist())
+                yield AdmittedEvent(
+                    request_id,
+                    record.model,
+                    request.seed,
+                    request.prompt_token_ids,
+                    request.is_limited_by_context,
+                )
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (event := await outputs.next_event()) is not None:
                     if is_streamed and isinstance(event, DeltaEvent):
@@ -164,9 +153,28 @@ class Generator:
                 if alarm is not None:
                     alarm.cancel()
 
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests with what they have; returns those of the ids that were alive, each once."""
+        alive = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._alive]
+        for request_id in alive:
+            self._alive[request_id].abort()
+        return alive
+
     def max_choices(self, model: str) -> int:
         """See `Router.max_choices`."""
         return self._router.max_choices(model)
+
+    async def find_offsets(
+        self, text: str, *, add_special_tokens: bool | None = None
+    ) -> list[tuple[int, int]]:
+        """Return where in a text each of the tokens that `tokenize` gives begins and ends, in code points."""
+        adds_special_tokens = add_special_tokens is not False
+        return await self._require_text().find_offsets(text, add_special_tokens=adds_special_tokens)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the UTF-8 bytes of each token; they may be a part of a character."""
+        text = self._require_text()
+        return await text.run(len(token_ids), lambda: list(map(text.tokenizer.token_bytes, token_ids)))
 
     async def tokenize(
         self,
@@ -232,46 +240,11 @@ class Generator:
         return self.num_active
 
     async def _prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
-        """Everything before the engine. Raises InvalidRequest and its like."""
         text = self._require_text()
         engine = self._router.find(raw.model, raw.path("model"))
         assert engine.model is not None, "a ready engine has reported its model"
         record.model = engine.model.name
-        valid = await text.run(raw.size, parse, raw, engine, text.defaults)
-        started_ns = time.perf_counter_ns()
-        keep_last, max_model_len = raw.truncate_prompt_tokens, engine.model.max_model_len
-        if isinstance(valid.prompt, (str, RawChat)):
-            token_ids = await text.encode(
-                valid.prompt,
-                raw.path("prompt"),
-                keep_last=keep_last,
-                max_model_len=max_model_len if keep_last is None else None,
-            )
-        else:
-            token_ids = valid.prompt
-        sampling = fit_to_context(valid, len(token_ids), max_model_len)
-        if (
-            largest := int(token_ids.max())
-        ) >= engine.model.vocab_size:  # no prompt of ids gets here with one
-            raise InvalidRequest(
-                raw.path("prompt"),
-                f"has the token {largest}, but the model's vocabulary ends at {engine.model.vocab_size - 1}",
-            )
-        echo = ""
-        if raw.echo and isinstance(valid.prompt, str) and keep_last is None:
-            echo = valid.prompt
-        elif raw.echo:
-            echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
-        return PreparedRequest(
-            raw=raw,
-            request_id=request_id,
-            engine=engine,
-            prompt_token_ids=token_ids,
-            sampling=sampling,
-            seed=draw_seed() if sampling.seed is None else sampling.seed,
-            echo=echo,
-            tokenize_ns=time.perf_counter_ns() - started_ns,
-        )
+        return await prepare(raw, request_id, engine, text)
 
     async def _place(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:
         """Have an engine admit the request: the least loaded one, or the next where its queue is full."""
@@ -297,11 +270,22 @@ class Generator:
         if sampling.prompt_logprobs is not None:
             prompt = request.prompt_token_ids
             outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
-        for index in range(sampling.n):
-            if index and index % CHOICES_PER_TURN == 0:
+        indices = raw.emitted or range(sampling.n)
+        for number, index in enumerate(indices):
+            if number and number % CHOICES_PER_TURN == 0:
                 await asyncio.sleep(0)
-            outputs.add_choice(sampling, text.tokenizer, request.prompt_token_ids, request.echo)
-        seeds = [choice_seed(request.seed, index) for index in range(sampling.n)]
+            choice = outputs.add_choice(
+                sampling,
+                text.tokenizer,
+                request.prompt_token_ids,
+                request.echo,
+                index=index,
+                min_interval_tokens=raw.min_interval_tokens,
+            )
+            if emitted := raw.emitted.get(index):
+                await self._go_on(choice, emitted, f"{raw.path('emitted')}[{number}].token_ids")
+        seeds = [choice_seed(request.seed, index) for index in indices]
+        emitted_columns = tuple(np.array(token_ids, np.uint32) for token_ids in raw.emitted.values())
 
         # without output, one token is asked for all the same: it comes with the prompt
         engine_sampling = sampling if sampling.max_tokens else replace(sampling, max_tokens=1)
@@ -312,6 +296,7 @@ class Generator:
                 numbers=np.array(numbers, np.uint32),
                 seeds=np.array(seeds, np.uint64),
                 prompt_token_ids=request.prompt_token_ids,
+                emitted=emitted_columns,
                 sampling=engine_sampling,
                 priority=raw.priority,
                 tenant=raw.tenant,
@@ -325,6 +310,12 @@ class Generator:
             choice.stop_upstream = functools.partial(engine.stop, number, choice)
             choice.abort_upstream = functools.partial(engine.abort, number, choice)
 
+    async def _go_on(self, choice: Choice, emitted: Sequence[int], path: str) -> None:
+        try:
+            await self._require_text().run(len(emitted), choice.go_on_from, emitted)
+        except ValueError as error:
+            raise InvalidRequest(path, str(error)) from None
+
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
     ) -> asyncio.TimerHandle | None:
@@ -337,24 +328,36 @@ class Generator:
         loop = asyncio.get_running_loop()
         return loop.call_later(raw.deadline_s - record.elapsed_s, outputs.fail, error)
 
+    def _served(self, facts: ModelFacts) -> ServedModel:
+        return ServedModel(
+            facts.name,
+            facts.max_model_len,
+            facts.vocab_size,
+            self._started_unix_s,
+            facts.eos_token_ids,
+            facts.fingerprint,
+            self._text is not None and self._text.tokenizer.chat_template is not None,
+        )
+
     def _require_text(self) -> TextModel:
         if self._text is None:
             raise EngineUnavailable(self.why_not_ready)
         return self._text
 
     @contextmanager
-    def _claim(self, request_id: str) -> Iterator[None]:
+    def _claim(self, outputs: RequestOutputs) -> Iterator[None]:
         """Hold the id while the request is alive."""
+        request_id = outputs.request_id
         if request_id in self._alive:
             raise DuplicateRequest(
                 f"request_id: a request {request_id!r} is alive; choose another id, or wait"
             )
-        self._alive.add(request_id)
+        self._alive[request_id] = outputs
         self._idle.clear()
         try:
             yield
         finally:
-            self._alive.discard(request_id)
+            del self._alive[request_id]
             if not self._alive:
                 self._idle.set()
 

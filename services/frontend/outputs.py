@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,18 +37,31 @@ class RequestOutputs:
         self.choices: list[Choice] = []
         self._num_admitted = 0
         self._num_open = 0
+        self._is_aborted = False
         self._error: Exception | None = None
         self._report: PromptReport | None = None
         self._ready: deque[Choice] = deque()  # choices with something to take, in order of arrival
         self._news = asyncio.Event()
 
     def add_choice(
-        self, sampling: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | U32, echo: str
+        self,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] | U32,
+        echo: str,
+        *,
+        index: int | None = None,
+        min_interval_tokens: int = 0,
     ) -> Choice:
-        """Add the next choice, to be submitted now. Its text begins with `echo`."""
-        index = len(self.choices)
-        report = self._report if index == 0 else None
-        choice = Choice(self, index, sampling, tokenizer, prompt_token_ids, echo, report)
+        """Add a choice, to be submitted now, by default with the next index.
+
+        Args:
+            echo: Stands at the head of its text.
+            min_interval_tokens: New tokens to gather before they are sent.
+        """
+        index = len(self.choices) if index is None else index
+        report = None if self.choices else self._report
+        choice = Choice(self, index, sampling, tokenizer, prompt_token_ids, echo, report, min_interval_tokens)
         self.choices.append(choice)
         self._num_open += 1
         return choice
@@ -66,6 +80,14 @@ class RequestOutputs:
             if self._error is not None:
                 raise self._error
             await self._wait()
+        if self._is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """End all choices with what they have, at someone's request; those to come will end at once."""
+        self._is_aborted = True
+        for choice in self.choices:
+            choice.end_by_abort()
 
     def expect_prompt(self, report: PromptReport) -> None:
         """Report the prompt's log-probabilities before any output; called before the first choice is added."""
@@ -118,7 +140,7 @@ class RequestOutputs:
     def close(self) -> None:
         """Abort upstream the choices that still run. Safe at any time, and more than once."""
         for choice in self.choices:
-            choice.abort()
+            choice.abort_upstream()
 
     @property
     def num_tokens(self) -> int:
@@ -181,6 +203,7 @@ class Choice:
         prompt_token_ids: Sequence[int] | U32,
         echo: str,
         report: PromptReport | None = None,
+        min_interval_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -195,7 +218,7 @@ class Choice:
         self.stop_upstream: Callable[[], None] = lambda: None
         """End it at the engine, which then reports its end. Set at submission, like the next."""
         self.abort_upstream: Callable[[], None] = lambda: None
-        """End it at the engine and hear no more of it."""
+        """End it at the engine, unless it has ended there, and hear no more of it."""
         self._outputs = outputs
         self._sampling = sampling
         self._tokenizer = tokenizer
@@ -218,10 +241,26 @@ class Choice:
         self.has_pending = False
         """Whether `next_event` has an event of this choice."""
         self._is_settled = False  # the engine has accounted for it, or will not
-        # What the next event carries: new output, or all of it, as the client chose.
+        self._min_new_tokens: float = min_interval_tokens
+        if sampling.output_kind is OutputKind.FINAL_ONLY:
+            self._min_new_tokens = math.inf
         self._text = [echo] if echo else []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+
+    def go_on_from(self, emitted: Sequence[int]) -> None:
+        """Take the state that these output tokens, which the client has seen, had left behind.
+
+        Raises:
+            ValueError: They hold a stop string, so there is nothing to go on with.
+        """
+        self.num_tokens = len(emitted)
+        self._text = []  # it was sent with the first of them
+        if self._detokenizer is not None:
+            pieces = self._detokenizer.pieces(emitted)
+            _, match = self._stop_checker.push(pieces, num_exempt=self._sampling.min_tokens)
+            if match is not None:
+                raise ValueError(f"hold the stop string {match.stop!r}, which has ended the choice")
 
     def on_admitted(self) -> None:
         if not self._is_admitted:
@@ -247,6 +286,8 @@ class Choice:
             self._settle()
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        if self.finish_reason is not None:  # it was aborted before its prompt was computed
+            return
         if self._report is None:
             raise LookupError(
                 "the engine sent log-probabilities of a prompt that were not asked for, or not any more"
@@ -262,9 +303,14 @@ class Choice:
         self._outputs.fail_by_loss(why)
         self._settle()
 
-    def abort(self) -> None:
-        """Abort the choice at the engine; does nothing once the engine has reported its end."""
-        self.abort_upstream()
+    def end_by_abort(self) -> None:
+        """End it with what it has; the engine is asked for its counts."""
+        if self.finish_reason is not None:
+            return
+        if self._report is not None:
+            self._report.close(is_computed=False)
+        self._add([], None, 0, FinishedRequest(0, FinishReason.ABORT, None, 0, StageTimings()))
+        self._stop_early()
 
     def take(self) -> DeltaEvent:
         """The pending delta; called by the one client."""
@@ -277,11 +323,7 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
-        if self._sampling.output_kind is OutputKind.CUMULATIVE:
-            self._text = [event.text]
-            self._token_ids = self._token_ids.copy()  # the event keeps the list it was given
-        else:
-            self._text, self._token_ids, self._logprobs = [], [], []
+        self._text, self._token_ids, self._logprobs = [], [], []
         return event
 
     def _add(
@@ -306,7 +348,7 @@ class Choice:
             self._logprobs += [logprobs.at(first_row + i, token_bytes) for i in range(num_kept)]
         if finish is not None and self.finish_reason is None:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
-        is_due = self._sampling.output_kind is not OutputKind.FINAL_ONLY or self.finish_reason is not None
+        is_due = self.finish_reason is not None or len(self._token_ids) >= self._min_new_tokens
         if is_due and not self.has_pending:
             self.has_pending = True
             self._outputs.note_ready(self)
@@ -329,12 +371,16 @@ class Choice:
         if match is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, match.stop
             if finish is None:
-                self.stop_upstream()
-                asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self._settle)
+                self._stop_early()
             return min(len(token_ids), match.num_pieces)
         if finish is not None:
             self._text.append(self._stop_checker.flush())
         return len(token_ids)
+
+    def _stop_early(self) -> None:
+        """End it at the engine, and wait a moment for the engine's counts."""
+        self.stop_upstream()
+        asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self._settle)
 
     def _settle(self) -> None:
         if not self._is_settled:

@@ -8,7 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from services.frontend.requests.parse import RawChat, prompt_has_too_many_chars
+from services.frontend.requests.parse import prompt_has_too_many_chars
+from services.frontend.requests.raw import RawChat
 from services.frontend.requests.sampling import check_defaults
 from services.frontend.work_threads import WorkThreads
 from triptych.checkpoint.config_json import read_generation_defaults
@@ -55,7 +56,8 @@ class TextModel:
         path: str,
         *,
         add_special_tokens: bool | None = None,
-        keep_last: int | None = None,
+        max_tokens: int | None = None,
+        keeps_beginning: bool = False,
         max_model_len: int | None = None,
     ) -> U32:
         """Return the token ids of a text or of a rendered conversation.
@@ -63,7 +65,8 @@ class TextModel:
         Args:
             path: of the prompt in the client's words.
             add_special_tokens: None: for a text, yes; a template has written its own.
-            keep_last: Drop the beginning of the text, so that there are at most so many tokens.
+            max_tokens: Cut the text, so that there are at most so many tokens.
+            keeps_beginning: What is cut off is its end, not its beginning.
             max_model_len: A text that must have as many tokens is refused before it is tokenized. None: any length.
 
         Raises:
@@ -79,7 +82,13 @@ class TextModel:
         max_chars = self.tokenizer.max_chars_per_token
         if max_model_len is not None and max_chars is not None and len(text) > max_model_len * max_chars:
             raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars)
-        return await self.run(len(text), self._encode, text, adds_special, keep_last)
+        return await self.run(len(text), self._encode, text, adds_special, max_tokens, keeps_beginning)
+
+    async def find_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Return where in a text each of its tokens begins and ends, in code points."""
+        return await self.run(
+            len(text), self.tokenizer.find_offsets, text, add_special_tokens=add_special_tokens
+        )
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids, each in the vocabulary."""
@@ -92,8 +101,15 @@ class TextModel:
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         return await self.run(len(prompt_token_ids), lambda: detokenizer.push(prompt_token_ids.tolist()))
 
-    def _encode(self, text: str, add_special_tokens: bool, keep_last: int | None) -> U32:
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=keep_last)
+    def _encode(
+        self, text: str, add_special_tokens: bool, max_tokens: int | None, keeps_beginning: bool
+    ) -> U32:
+        ids = self.tokenizer.encode(
+            text,
+            add_special_tokens=add_special_tokens,
+            max_tokens=max_tokens,
+            keeps_beginning=keeps_beginning,
+        )
         return np.array(ids, dtype=np.uint32)
 
     def _render(self, chat: RawChat, path: str) -> str:

@@ -84,8 +84,9 @@ def test_complete_prints_the_answer_and_sends_only_what_was_said(frontend, capsy
     assert "TTFT" in shown.err
     assert "2 tokens" in shown.err
     [request] = frontend.requests
-    assert request.text == "a b"
-    assert [field.name for field, _ in request.sampling.ListFields()] == ["max_tokens"]
+    assert request.generation.text.text == "a b"
+    assert not request.generation.HasField("sampling")
+    assert [field.name for field, _ in request.generation.length.ListFields()] == ["max_tokens"]
 
 
 def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(capsys, monkeypatch):
@@ -102,8 +103,8 @@ def test_complete_reads_stdin_and_takes_a_chat(frontend, capsys, monkeypatch):
     )
     assert capsys.readouterr().out == " from stdin\n"
     [request] = frontend.requests
-    assert request.chat.messages[0].role == "user"
-    assert list(request.sampling.stop) == ["x", "y"]
+    assert request.generation.chat.messages[0].role == "user"
+    assert list(request.generation.length.stop) == ["x", "y"]
 
 
 def test_nobody_at_the_address_is_one_line_that_says_what_to_do(capsys):
@@ -151,7 +152,7 @@ def test_chat_remembers_the_conversation_and_leaves_at_the_end_of_input(frontend
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n"))
     assert exit_code("chat", "--address", frontend.address, "--system", "be brief", "--temperature", "0") == 0
     assert " one\n" in capsys.readouterr().out
-    turns = [[(m.role, m.content) for m in request.chat.messages] for request in frontend.requests]
+    turns = [[(m.role, m.parts[0].text) for m in r.generation.chat.messages] for r in frontend.requests]
     system = ("system", "be brief")
     assert turns == [
         [system, ("user", "one")],
@@ -175,7 +176,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(frontend):
         assert (child.returncode, err) == (0, "")
         assert "[stopped]" in out
         assert " again\n" in out
-    assert [m.content for m in frontend.requests[-1].chat.messages] == ["again"]
+    assert [m.parts[0].text for m in frontend.requests[-1].generation.chat.messages] == ["again"]
 
 
 def test_an_error_in_a_chat_is_told_and_the_turn_forgotten(frontend, capsys, monkeypatch):
@@ -183,7 +184,7 @@ def test_an_error_in_a_chat_is_told_and_the_turn_forgotten(frontend, capsys, mon
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     assert exit_code("chat", "--address", frontend.address) == 0
     assert capsys.readouterr().err == "[broken]\n"
-    assert [m.content for m in frontend.requests[-1].chat.messages] == ["two"]
+    assert [m.parts[0].text for m in frontend.requests[-1].generation.chat.messages] == ["two"]
 
 
 def test_health_tells_by_its_exit_code(frontend, capsys):
@@ -222,7 +223,7 @@ def test_bench_counts_what_the_server_sent(frontend, capsys):
     }
     assert report["total_tokens_per_s"] == pytest.approx(2 * report["output_tokens_per_s"])  # it echoes
     assert frontend.max_running == 2
-    prompts = [tuple(request.token_ids.ids) for request in frontend.requests]
+    prompts = [tuple(request.generation.token_ids.ids) for request in frontend.requests]
     assert len(prompts) == len(set(prompts)) == 1 + 6 + 6  # a warm-up, and no prompt twice
 
 

@@ -10,9 +10,13 @@ import pytest
 
 from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
 from triptych.client.grpc_client import GenerationClient
-from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, ModelNotFound, QueueFull
+from triptych.client.request import RequestOptions
+from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, QueueFull
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
+from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
+from triptych.v1 import generation_pb2
+from triptych.wire.generation import event_from_proto
 
 
 @pytest.fixture
@@ -95,14 +99,30 @@ async def test_cancelling_the_reader_aborts_the_request(client, frontend):
 
 
 async def test_open_max_tokens_takes_the_rest_of_the_context(client, frontend):
-    for prompt in ("a b c", [5, 6, 7]):
+    for prompt in ("a b c", [5, 6, 7], [{"role": "user", "content": "a"}]):
         _ = [event async for event in client.generate(prompt, SamplingParams(max_tokens=None))]
-        sent = frontend.requests[-1]
-        assert len(sent.token_ids.ids) == 3
-        assert sent.sampling.max_tokens == MAX_MODEL_LEN - 3
-    chat = [{"role": "user", "content": "a"}]
-    _ = [event async for event in client.generate(chat, SamplingParams(max_tokens=None))]
-    assert not frontend.requests[-1].sampling.HasField("max_tokens")  # absence means that for a chat
+        assert frontend.requests[-1].generation.length.WhichOneof("limit") == "rest_of_context"
+
+
+async def test_token_ids_of_the_prompt_are_known_without_an_echo(client, frontend):
+    admitted = await anext(client.generate([5, 6, 7], options=RequestOptions(truncate_prompt_tokens=2)))
+    assert list(admitted.prompt_token_ids) == [6, 7]
+    assert not frontend.requests[-1].generation.response.prompt_token_ids
+    admitted = await anext(client.generate("a b c"))
+    assert list(admitted.prompt_token_ids) == [0, 1, 2]
+
+
+async def test_unknown_events_and_reasons_are_ignored(client, frontend):
+    frontend.adds_unknown = True
+    events = [event async for event in client.generate("a b")]
+    assert [type(event) for event in events] == [AdmittedEvent, DeltaEvent, DeltaEvent, FinishedEvent]
+    output = generation_pb2.StreamGenerateResponse(output={"index": 1})
+    output.output.finish_reason = 77
+    assert event_from_proto(output).finish_reason is FinishReason.UNKNOWN
+
+
+async def test_abort_tells_which_requests_were_alive(client):
+    assert await client.abort(["one", "two"]) == ["one"]
 
 
 async def test_unary_calls(client):
@@ -111,16 +131,9 @@ async def test_unary_calls(client):
     assert await client.detokenize([4, 5]) == "4 5"
     with pytest.raises(InvalidRequest, match="token_ids"):
         await client.detokenize([-1])
-    assert [model.name for model in await client.list_models()] == ["fake"]
+    assert [model.name for model in await client.list_models()] == ["fake", "fake-2"]  # on two pages
     with pytest.raises(InvalidRequest, match="token ids already"):
         await client.tokenize([1])
-
-
-async def test_open_max_tokens_of_an_unknown_model_is_refused(client):
-    from triptych.client.request import RequestOptions
-
-    with pytest.raises(ModelNotFound, match="other"):
-        await anext(client.generate([1], SamplingParams(max_tokens=None), RequestOptions(model="other")))
 
 
 async def test_wait_ready_returns_when_the_frontend_turns_ready(client, frontend):

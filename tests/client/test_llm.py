@@ -73,7 +73,10 @@ def test_all_choices_of_a_prompt_come_back(llm):
 
 def test_parallel_sampling_params_go_with_their_prompts(llm, frontend):
     llm.generate(["a", "b"], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)], use_tqdm=False)
-    assert {r.text: r.sampling.max_tokens for r in frontend.requests} == {"a": 3, "b": 4}
+    assert {r.generation.text.text: r.generation.length.max_tokens for r in frontend.requests} == {
+        "a": 3,
+        "b": 4,
+    }
     with pytest.raises(InvalidRequest, match="sampling_params: 1 of them for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
 

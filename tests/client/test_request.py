@@ -10,13 +10,13 @@ import pytest
 from triptych.client.request import (
     DEFAULT_OPTIONS,
     RequestOptions,
-    build_request,
+    build_generation,
     split_conversations,
     split_prompts,
 )
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import OutputKind, SamplingParams
-from triptych.v1 import common_pb2
+from triptych.types.sampling import SamplingParams
+from triptych.wire.generation import SAMPLING_PATHS
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -71,77 +71,89 @@ def test_chat_refuses_what_is_no_conversation():
 
 
 def test_the_prompt_goes_into_its_own_place():
-    assert build_request("text", None, DEFAULT_OPTIONS).text == "text"
-    assert list(build_request([1, 2], None, DEFAULT_OPTIONS).token_ids.ids) == [1, 2]
-    assert build_request(HELLO, None, DEFAULT_OPTIONS).chat.messages[0].content == "hello"
-    assert build_request([], None, DEFAULT_OPTIONS).WhichOneof("prompt") == "token_ids"
+    assert build_generation("text", None, DEFAULT_OPTIONS).text.text == "text"
+    assert list(build_generation([1, 2], None, DEFAULT_OPTIONS).token_ids.ids) == [1, 2]
+    assert build_generation(HELLO, None, DEFAULT_OPTIONS).chat.messages[0].parts[0].text == "hello"
+    assert build_generation([], None, DEFAULT_OPTIONS).WhichOneof("prompt") == "token_ids"
 
 
 def test_no_sampling_params_sends_nothing():
-    assert not build_request("text", None, DEFAULT_OPTIONS).HasField("sampling")
+    message = build_generation("text", None, DEFAULT_OPTIONS)
+    assert not message.HasField("sampling")
+    assert not message.HasField("length")
 
 
 def test_sampling_params_are_sent_as_they_stand_defaults_included():
-    message = build_request("text", SamplingParams(), DEFAULT_OPTIONS).sampling
+    message = build_generation("text", SamplingParams(), DEFAULT_OPTIONS)
     for field in fields(SamplingParams):
         default = getattr(SamplingParams(), field.name)
         if field.name != "output_kind" and isinstance(default, int | float) and not isinstance(default, bool):
-            assert message.HasField(field.name), field.name
-            assert getattr(message, field.name) == default
-    assert not message.HasField("seed")
-    assert not message.HasField("allowed_token_ids")
+            section, name = SAMPLING_PATHS[field.name].split(".")
+            assert getattr(message, section).HasField(name), field.name
+            assert getattr(getattr(message, section), name) == default
+    assert not message.sampling.HasField("seed")
+    assert not message.sampling.HasField("allowed_token_ids")
 
 
 def test_a_mapping_sends_only_what_it_names():
-    message = build_request("text", {"temperature": 0.0, "max_tokens": None}, DEFAULT_OPTIONS).sampling
-    assert [field.name for field, _ in message.ListFields()] == ["temperature"]
+    message = build_generation("text", {"temperature": 0.0, "max_tokens": None}, DEFAULT_OPTIONS)
+    assert [field.name for field, _ in message.sampling.ListFields()] == ["temperature"]
+    assert not message.HasField("length")
     with pytest.raises(InvalidRequest, match=r"sampling\.temprature: no such field"):
-        build_request("text", {"temprature": 0.0}, DEFAULT_OPTIONS)
+        build_generation("text", {"temprature": 0.0}, DEFAULT_OPTIONS)
 
 
 def test_lists_strings_and_dicts_are_taken_where_tuples_are_declared():
     params = SamplingParams(
         stop="END", stop_token_ids=[2], logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["x"]
     )
-    message = build_request("text", params, DEFAULT_OPTIONS).sampling
-    assert list(message.stop) == ["END"]
-    assert list(message.stop_token_ids) == [2]
+    generation = build_generation("text", params, DEFAULT_OPTIONS)
+    assert list(generation.length.stop) == ["END"]
+    assert list(generation.length.stop_token_ids) == [2]
+    message = generation.sampling
     assert dict(message.logit_bias) == {5: -1.5}
     assert list(message.allowed_token_ids.ids) == [5, 6]
     assert list(message.bad_words) == ["x"]
 
 
 def test_an_empty_list_of_allowed_tokens_travels_for_the_server_to_refuse():
-    message = build_request("text", SamplingParams(allowed_token_ids=[]), DEFAULT_OPTIONS).sampling
+    message = build_generation("text", SamplingParams(allowed_token_ids=[]), DEFAULT_OPTIONS).sampling
     assert message.HasField("allowed_token_ids")
 
 
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        (SamplingParams(max_tokens=-1), "sampling.max_tokens"),
+        (SamplingParams(max_tokens=-1), "length.max_tokens"),
         (SamplingParams(temperature="hot"), "sampling.temperature"),
         (SamplingParams(seed=1 << 64), "sampling.seed"),
-        (SamplingParams(stop_token_ids=[-1]), "sampling.stop_token_ids"),
+        (SamplingParams(stop_token_ids=[-1]), "length.stop_token_ids"),
         (SamplingParams(logit_bias={-1: 1.0}), "sampling.logit_bias"),
-        (SamplingParams(stop=[3]), "sampling.stop"),
+        (SamplingParams(stop=[3]), "length.stop"),
         ("greedy", "sampling_params"),
     ],
 )
 def test_a_value_that_no_message_can_hold_is_refused_by_name(params, field):
     with pytest.raises(InvalidRequest, match=f"^{field}: "):
-        build_request("text", params, DEFAULT_OPTIONS)
+        build_generation("text", params, DEFAULT_OPTIONS)
 
 
 def test_a_token_id_that_is_no_u32_is_refused():
     with pytest.raises(InvalidRequest, match=r"^prompt: .*-1"):
-        build_request([1, -1], None, DEFAULT_OPTIONS)
+        build_generation([1, -1], None, DEFAULT_OPTIONS)
 
 
 def test_options_travel():
-    options = RequestOptions("r1", "m", -3, "me", "salt", 5, OutputKind.FINAL_ONLY)
-    request = build_request("text", None, options)
-    assert (request.request_id, request.model, request.priority, request.tenant) == ("r1", "m", -3, "me")
-    assert (request.cache_salt, request.truncate_prompt_tokens) == ("salt", 5)
-    assert request.output_kind == common_pb2.OUTPUT_KIND_FINAL_ONLY
-    assert not build_request("text", None, DEFAULT_OPTIONS).HasField("truncate_prompt_tokens")
+    options = RequestOptions("r1", "m", -3, "me", "salt", 5, whole_choices=True, emitted={1: [7, 8]})
+    generation = build_generation("text", None, options)
+    assert (generation.model, generation.priority, generation.tenant) == ("m", -3, "me")
+    assert (generation.cache.salt, generation.truncation.max_tokens) == ("salt", 5)
+    assert generation.response.whole_choices
+    assert [(each.index, list(each.token_ids)) for each in generation.emitted] == [(1, [7, 8])]
+    assert not build_generation("text", None, DEFAULT_OPTIONS).HasField("truncation")
+
+
+def test_logprobs_come_with_their_bytes():
+    generation = build_generation("text", SamplingParams(logprobs=2, prompt_logprobs=-1), DEFAULT_OPTIONS)
+    assert (generation.response.logprobs.top, generation.response.logprobs.with_bytes) == (2, True)
+    assert generation.response.prompt_logprobs.WhichOneof("candidates") == "whole_vocabulary"

@@ -25,6 +25,7 @@ def cluster() -> Iterator[LocalCluster]:
         "worker.num_threads": str(share_of_cores()),
         **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
         **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
+        "frontend.admin_port": "0",
         "frontend.http_port": "0",
     }
     lines: list[str] = []

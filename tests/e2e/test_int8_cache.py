@@ -23,6 +23,7 @@ def test_it_answers_and_answers_again_from_its_cached_prefix() -> None:
         "scheduler.max_num_seqs": "4",
         **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
         **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
+        "frontend.admin_port": "0",
         "frontend.http_port": "0",
     }
     question = [{"role": "user", "content": "What is the capital of France?"}]

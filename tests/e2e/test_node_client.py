@@ -58,7 +58,7 @@ def test_a_node_client_learns_which_field_is_wrong(cluster: LocalCluster, exampl
     assert (done.returncode, done.stdout) == (1, "")
     status, reason, violation = done.stderr.splitlines()
     assert status.startswith("INVALID_ARGUMENT: ")
-    assert reason == "  reason: INVALID_REQUEST (triptych)"
+    assert reason == "  reason: INVALID_REQUEST (triptych.dev)"
     assert violation == "  sampling.temperature: 3 is above the limit 2"
 
 

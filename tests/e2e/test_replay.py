@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from triptych import LLM, SamplingParams
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config.loader import load_config
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.rpc.channel import open_blocking_channel
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 READY_S = 60.0
 REQUESTS, TOKENS, MAX_NUM_SEQS = 6, 40, 4
@@ -31,6 +31,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "simulation.base_ms": "10",
         "scheduler.max_num_seqs": str(MAX_NUM_SEQS),
         "journal.path": str(directory),
+        "frontend.admin_port": "0",
         "frontend.http_port": "0",
         **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
         **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
@@ -44,7 +45,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
             undisturbed = llm.generate(prompts, sampling)
             with ThreadPoolExecutor() as executor:
                 running = executor.submit(llm.generate, prompts, sampling)
-                wait_until_running(stack.address)
+                wait_until_running(stack.admin_address)
                 os.kill(stack.pids["worker"], signal.SIGKILL)
                 disturbed = running.result(READY_S)
     assert [o.outputs[0].token_ids for o in disturbed] == [o.outputs[0].token_ids for o in undisturbed]

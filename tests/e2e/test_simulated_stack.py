@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import READY_S
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli import main
 from triptych.client.grpc_client import GenerationClient
 from triptych.config.loader import load_config
@@ -22,7 +23,6 @@ from triptych.errors import DeadlineUnreachable
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
@@ -31,6 +31,7 @@ STEP_MS = 4.0
 
 
 FREE_PORTS = {
+    "frontend.admin_port": "0",
     "frontend.http_port": "0",
     **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
     **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
@@ -148,7 +149,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_wait_to
 
 
 async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
-    async with grpc.aio.insecure_channel(cluster.address) as channel:
+    async with grpc.aio.insecure_channel(cluster.admin_address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status
 
@@ -157,20 +158,21 @@ def test_an_operator_steers_it_from_the_command_line(
     simulated: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def admin(*words: str) -> str:
-        code = main(["admin", *words, "--address", simulated.address])
+        code = main(["admin", *words, "--address", simulated.admin_address])
         said = capsys.readouterr()
         return said.out.strip() if code == 0 else f"exit {code}: {said.err.strip()}"
 
     def counters() -> dict[str, str]:
         return dict(line.split(maxsplit=1) for line in admin("status").splitlines() if " " in line.strip())
 
-    assert counters()["ready"] == "true"
+    assert admin("engines").startswith("engine-0 ")
+    assert counters()["state"] == "ready"
     assert admin("pause", "--mode", "keep") == "paused"
-    assert counters()["paused"] == "true"
+    assert counters()["state"] == "paused"
     assert admin("resume") == "resumed"
-    assert counters()["paused"] == "false"
+    assert counters()["state"] == "ready"
     assert admin("sleep", "--level", "2") == "asleep; 0 MiB are free again"
-    assert counters()["asleep"] == "true"
+    assert counters()["state"] == "asleep"
     assert admin("wake") == "awake"
     assert admin("reset-prefix-cache").startswith("forgot ")
     assert admin("drain") == "drained"

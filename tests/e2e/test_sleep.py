@@ -7,10 +7,10 @@ import asyncio
 import grpc.aio
 import pytest
 
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.model
 
@@ -31,7 +31,7 @@ async def test_a_stream_goes_on_over_both_levels_of_sleep_with_the_same_tokens(c
     async with (
         asyncio.timeout(120),
         GenerationClient(cluster.address) as client,
-        grpc.aio.insecure_channel(cluster.address) as channel,
+        grpc.aio.insecure_channel(cluster.admin_address) as channel,
     ):
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         expected = await stream(client, [], asyncio.Event())
@@ -43,9 +43,11 @@ async def test_a_stream_goes_on_over_both_levels_of_sleep_with_the_same_tokens(c
             await started.wait()
             response = await admin.Sleep(admin_pb2.SleepRequest(level=level, mode=admin_pb2.PAUSE_MODE_KEEP))
             status = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
-            assert (status.asleep, status.num_waiting, task.done()) == (True, 1, False), "it ended too soon"
+            assert (status.state, status.num_waiting) == (admin_pb2.ENGINE_STATE_ASLEEP, 1)
+            assert not task.done(), "it ended too soon"
             if level == 2:
                 assert response.released_bytes > 300 << 20, "of float32 weights of 135M"
             await admin.Wake(admin_pb2.WakeRequest())
             assert await task == expected
-            assert not (await admin.GetStatus(admin_pb2.GetStatusRequest())).status.asleep
+            status = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
+            assert status.state == admin_pb2.ENGINE_STATE_READY

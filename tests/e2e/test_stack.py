@@ -18,12 +18,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from tests.e2e.conftest import MAX_NUM_SEQS, MAX_NUM_WAITING, READY_S
 from triptych import LLM, SamplingParams
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
 from triptych.types.outputs import FinishReason
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.model
 
@@ -40,7 +40,7 @@ async def client(cluster: LocalCluster) -> AsyncIterator[GenerationClient]:
 
 
 async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
-    async with grpc.aio.insecure_channel(cluster.address) as channel:
+    async with grpc.aio.insecure_channel(cluster.admin_address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status
 
@@ -113,7 +113,8 @@ async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> N
 def test_reflection_and_health_list_the_services_of_each_tier(cluster: LocalCluster) -> None:
     config = cluster.config
     expected = {
-        cluster.address: {"triptych.v1.GenerationService", "triptych.v1.AdminService"},
+        cluster.address: {"triptych.v1.GenerationService", "triptych.v1.ModelService"},
+        cluster.admin_address: {"triptych.admin.v1.AdminService"},
         config.engine.worker_address: {"triptych.internal.v1.WorkerService"},
         config.frontend.engine_addresses: {"triptych.internal.v1.EngineCoreService"},
     }

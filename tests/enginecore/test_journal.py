@@ -23,7 +23,7 @@ from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
 from tests.helpers.scheduling import make_prompt
 from tests.helpers.stack import make_config
 from tools.replay import __main__ as replay_command
-from triptych.errors import ConfigError, FeatureDisabled
+from triptych.errors import ConfigError, WrongState
 from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
 from triptych.types.step import StepPlan
@@ -98,7 +98,7 @@ def carry_out(run: RecordedRun, action: tuple[Any, ...]) -> None:
             run.run(3)
             engine.resume()
         case ("reset",):
-            with suppress(FeatureDisabled):  # blocks are in use
+            with suppress(WrongState):  # blocks are in use
                 engine.reset_prefix_cache()
         case ("close_session", session):
             engine.close_session(session)

@@ -20,9 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.byte_tokenizer import byte_tokenizer, write_model_directory
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.grpc_api import ask
 from triptych.rpc.channel import open_channel
 from triptych.types.outputs import FinishReason
-from triptych.v1 import generation_pb2, generation_pb2_grpc
+from triptych.v1 import generation_pb2_grpc
 
 TOKENIZER = byte_tokenizer()
 START_S = 30.0  # a cold start on a busy machine
@@ -100,7 +101,7 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
             assert (await http.get(f"{base}/v1/models")).json()["data"][0]["id"] == "tiny"
 
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            call = stub.Generate(generation_pb2.GenerateRequest(text="Hello", request_id="last"))
+            call = stub.StreamGenerate(ask("last", text="Hello"))
             request = await engine.next_submit()
             assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 40)
             engine.emit(request, TOKENIZER.encode("x"))
@@ -112,7 +113,7 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
             while (response := await call.read()) is not grpc.aio.EOF:
                 responses.append(response)
         assert engine_sees_nothing
-        assert "".join(response.delta.text for response in responses) == "xyz"
+        assert "".join(response.output.text for response in responses) == "xyz"
         code, stderr = await frontend.end()
     assert code == 0, stderr
     assert "sampling defaults of the checkpoint temperature=0.5 top_k=40" in stderr
@@ -131,7 +132,7 @@ async def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
         async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
             await until_ready(channel)
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            call = stub.Generate(generation_pb2.GenerateRequest(text="Hello"))
+            call = stub.StreamGenerate(ask(text="Hello"))
             await engine.next_submit()
             frontend.process.send_signal(signal.SIGTERM)
             code, stderr = await frontend.end()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -16,98 +14,46 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.frontend import app as app_module
-from services.frontend.grpc import generation_servicer as servicer_module
-from services.frontend.grpc.generation_servicer import SERVICE, to_raw_request
-from services.frontend.requests.parse import RawChat, RawRequest
-from tests.helpers.byte_tokenizer import byte_tokenizer
+from services.frontend.grpc import convert
+from services.frontend.grpc.convert import to_raw_request
+from services.frontend.grpc.generation_servicer import SERVICE
+from services.frontend.requests.raw import RawChat, RawRequest
 from tests.helpers.fake_engine import FakeEngine, eventually
-from tests.helpers.frontend import FrontendCore, frontend_core
+from tests.helpers.grpc_api import TOKENIZER, alphabet, ask, error_of, open_api
 from triptych import errors
-from triptych.config import FrontendConfig
-from triptych.rpc.channel import open_channel
-from triptych.rpc.server import RpcServer
-from triptych.rpc.status import from_rpc_error
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.types.events import DeltaEvent, Event
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import OutputKind
-from triptych.types.submit import SubmitRequest
-from triptych.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
-
-TOKENIZER = byte_tokenizer()
-GenerateRequest = generation_pb2.GenerateRequest
-
-
-def alphabet(request: SubmitRequest) -> list[int]:
-    return [TOKENIZER.encode("a")[0] + i % 26 for i in range(request.sampling.max_tokens or 0)]
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server and stubs to it."""
-
-    core: FrontendCore
-    server: RpcServer
-    generation: Any
-    embedding: Any
-    admin: Any
-    address: str
-    channel: grpc.aio.Channel
-
-
-@asynccontextmanager
-async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Server]:
-    config = FrontendConfig(**options)  # type: ignore[arg-type]
-    async with frontend_core(*engines, waits=waits) as core:
-        server = app_module.create_server(config, core.generator, core.router)
-        port = server.bind("127.0.0.1", 0, option="frontend.port")
-        await server.start()
-        following = asyncio.create_task(app_module.follow_readiness(server, core.generator, core.router, 0.0))
-        try:
-            async with open_channel(f"127.0.0.1:{port}") as channel:
-                yield Server(
-                    core,
-                    server,
-                    generation_pb2_grpc.GenerationServiceStub(channel),
-                    generation_pb2_grpc.EmbeddingServiceStub(channel),
-                    admin_pb2_grpc.AdminServiceStub(channel),
-                    f"127.0.0.1:{port}",
-                    channel,
-                )
-        finally:
-            following.cancel()
-            await server.stop(None)
-
-
-async def error_of(call: Any) -> errors.TriptychError:
-    """The typed error that a unary or streaming call ends with."""
-
-    async def drain() -> None:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
-            async for _ in call:
-                pass
-        else:
-            await call
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(drain(), 10)
-    return from_rpc_error(caught.value)
+from triptych.v1 import (
+    chat_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    output_pb2,
+)
 
 
 async def test_generate_streams_admitted_deltas_finished() -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
-        request = GenerateRequest(request_id="mine", text="Hello", sampling={"max_tokens": 5, "seed": 7})
-        responses = [response async for response in servicer.generation.Generate(request)]
+        request = ask(
+            request_id="mine",
+            text="Hello",
+            length={"max_tokens": 5},
+            sampling={"seed": 7},
+            response={"prompt_token_ids": True, "timings": True},
+        )
+        responses = [response async for response in servicer.generation.StreamGenerate(request)]
         kinds = [response.WhichOneof("event") for response in responses]
         assert kinds[0] == "admitted"
         assert kinds[-1] == "finished"
-        assert set(kinds[1:-1]) == {"delta"}
+        assert set(kinds[1:-1]) == {"output"}
         admitted, finished = responses[0].admitted, responses[-1].finished
         assert (admitted.request_id, admitted.model, admitted.seed) == ("mine", "tiny", 7)
         assert list(admitted.prompt_token_ids) == TOKENIZER.encode("Hello")
-        assert "".join(response.delta.text for response in responses[1:-1]) == "abcde"
-        reasons = [response.delta.finish_reason for response in responses[1:-1]]
-        assert reasons[-1] == common_pb2.FINISH_REASON_LENGTH
+        assert "".join(response.output.text for response in responses[1:-1]) == "abcde"
+        reasons = [response.output.finish_reason for response in responses[1:-1]]
+        assert reasons[-1] == output_pb2.FINISH_REASON_LENGTH
         assert not any(reasons[:-1])
         assert finished.usage.num_output_tokens == 5
         assert finished.timings.tokenize_ns > 0
@@ -118,7 +64,7 @@ async def test_request_id_of_the_metadata_names_the_request() -> None:
         metadata = (("x-request-id", "trace-1"),)
         ids = []
         for _ in range(2):
-            call = servicer.generation.Generate(GenerateRequest(text="Hello"), metadata=metadata)
+            call = servicer.generation.StreamGenerate(ask(text="Hello"), metadata=metadata)
             ids.append((await call.read()).admitted.request_id)
             assert (await call.initial_metadata()).get("x-request-id") == "trace-1"
         assert all(request_id.startswith("trace-1-") for request_id in ids)
@@ -130,7 +76,7 @@ async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
 ) -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
         monkeypatch.setattr(servicer.core.generator, "_prepare", lambda *_: 1 // 0)
-        error = await error_of(servicer.generation.Generate(GenerateRequest(text="x")))
+        error = await error_of(servicer.generation.StreamGenerate(ask(text="x")))
     assert error.code == "INTERNAL"
     found = re.search(r"\(request ([0-9a-f-]{36})\)", error.message)
     assert found is not None
@@ -140,105 +86,122 @@ async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
 
 async def test_every_violation_travels_with_its_path() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        request = GenerateRequest(
+        request = ask(
             token_ids={"ids": [1, 999999]},
-            sampling={"temperature": float("nan"), "top_p": 0.0, "max_tokens": 0, "logprobs": 21},
-            output_kind=9,
+            sampling={"temperature": float("nan"), "top_p": 0.0},
+            length={"max_tokens": 0},
+            response={"logprobs": {"top": 21}},
+            truncation={"max_tokens": 5, "side": 9},
         )
-        error = await error_of(servicer.generation.Generate(request))
+        error = await error_of(servicer.generation.StreamGenerate(request))
         assert isinstance(error, errors.InvalidRequest)
         assert {violation.field for violation in error.violations} == {
             "token_ids.ids[1]",
             "sampling.temperature",
             "sampling.top_p",
-            "sampling.max_tokens",
-            "sampling.logprobs",
-            "output_kind",
+            "length.max_tokens",
+            "response.logprobs.top",
+            "truncation.side",
         }
 
 
 @pytest.mark.parametrize(
     ("request_", "kind", "words"),
     [
-        (GenerateRequest(), errors.InvalidRequest, "prompt: no prompt is given"),
-        (GenerateRequest(text=""), errors.InvalidRequest, "text: the prompt is empty"),
+        (ask(), errors.InvalidRequest, "prompt: no prompt is given"),
+        (ask(text=""), errors.InvalidRequest, r"text\.text: the prompt is empty"),
         (
-            GenerateRequest(text="x" * 70),
+            ask(text="x" * 70),
             errors.ContextLengthExceeded,
             "length is 64 tokens.*\\(70 in the prompt",
         ),
         (
-            GenerateRequest(text="x" * 60, sampling={"max_tokens": 5}),
+            ask(text="x" * 60, length={"max_tokens": 5}),
             errors.ContextLengthExceeded,
             r"length is 64 tokens.*\(60 in the prompt, 5 in the completion",
         ),
         (
-            GenerateRequest(chat={"messages": [{"role": "user"}] * 16385}),
+            ask(chat={"messages": [{"role": "user"}] * 16385}),
             errors.InvalidRequest,
             r"^chat\.messages: 16385 messages are above the limit 16384$",
         ),
-        (GenerateRequest(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
-        (GenerateRequest(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
+        (ask(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
+        (ask(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
         (
-            GenerateRequest(chat={"messages": [{"role": "user", "content": "x"}], "tools_json": ["{}"]}),
+            ask(chat={"messages": [{"role": "user", "parts": [{"text": "x"}]}], "tools": [{"name": "f"}]}),
             errors.FeatureDisabled,
-            r"chat\.tools_json: ",
+            r"^chat\.tools: ",
         ),
         (
-            GenerateRequest(chat={"messages": [{"role": "user"}], "template_kwargs_json": "{"}),
+            ask(chat={"messages": [{"role": "user", "parts": [{"image": {"url": "x"}}], "reasoning": "y"}]}),
+            errors.FeatureDisabled,
+            r"^chat\.messages\[0\]\.reasoning, chat\.messages\[0\]\.parts\[0\]\.image: ",
+        ),
+        (
+            ask(text="x", cache={"bypass": True}, response={"logprobs": {"whole_vocabulary": {}}}),
+            errors.FeatureDisabled,
+            r"^cache\.bypass, response\.logprobs\.whole_vocabulary: ",
+        ),
+        (
+            ask(chat={"messages": [{"role": "user"}], "template_kwargs_json": "{"}),
             errors.InvalidRequest,
             r"chat\.template_kwargs_json: is not JSON",
         ),
         (
-            GenerateRequest(chat={"messages": [{"role": "user"}], "template_kwargs_json": "[]"}),
+            ask(chat={"messages": [{"role": "user"}], "template_kwargs_json": "[]"}),
             errors.InvalidRequest,
             r"chat\.template_kwargs_json: is not a JSON object",
         ),
         (
-            GenerateRequest(text="x", sampling={"structured_outputs": {"regex": "a"}}),
+            ask(text="x", structured_outputs={"regex": "a"}),
             errors.FeatureDisabled,
-            r"sampling\.structured_outputs: ",
+            r"^structured_outputs: ",
         ),
     ],
 )
 async def test_bad_input_gets_its_status_and_the_next_request_succeeds(
-    request_: GenerateRequest, kind: type[errors.TriptychError], words: str
+    request_: generation_pb2.StreamGenerateRequest, kind: type[errors.TriptychError], words: str
 ) -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
-        error = await error_of(servicer.generation.Generate(request_))
+        error = await error_of(servicer.generation.StreamGenerate(request_))
         assert type(error) is kind
         assert re.search(words, error.message), error.message
-        good = GenerateRequest(text="x", sampling={"max_tokens": 1})
-        assert len([response async for response in servicer.generation.Generate(good)]) == 3
+        good = ask(text="x", length={"max_tokens": 1})
+        assert len([response async for response in servicer.generation.StreamGenerate(good)]) == 3
 
 
 def test_only_fields_that_the_client_set_count_as_given() -> None:
-    sampling = common_pb2.SamplingParams(
-        temperature=0.0,
-        detokenize=False,
-        ignore_eos=False,
-        stop=["x"],
-        logit_bias={5: 1.0},
-        allowed_token_ids={"ids": []},
+    generation = generation_pb2.Generation(
+        text={"text": "x"},
+        sampling={"temperature": 0.0, "logit_bias": {5: 1.0}, "allowed_token_ids": {"ids": []}},
+        length={"ignore_eos": False, "stop": ["x"]},
+        response={"text": False, "logprobs": {}},
     )
-    raw = to_raw_request(GenerateRequest(text="x", sampling=sampling), None)
-    assert set(raw.sampling) == {"temperature", "detokenize", "stop", "logit_bias", "allowed_token_ids"}
+    raw = to_raw_request("id", generation, None)
+    assert set(raw.sampling) == {
+        "temperature", "logit_bias", "allowed_token_ids", "stop", "detokenize", "logprobs",
+    }  # fmt: skip
+    assert raw.sampling["logprobs"] == 0  # the chosen token's alone
     assert raw.truncate_prompt_tokens is None
     assert raw.output_kind is OutputKind.DELTA
 
 
 def test_a_chat_arrives_with_its_names_and_variables() -> None:
-    messages = [{"role": "user", "content": "x", "name": "Ann"}, {"role": "assistant", "content": "y"}]
+    messages = [
+        {"role": "user", "parts": [{"text": "x"}, {"text": "z"}], "name": "Ann"},
+        {"role": "assistant", "parts": [{"text": "y"}]},
+    ]
     chat = {"messages": messages, "add_generation_prompt": False, "template_kwargs_json": '{"a": 1}'}
-    raw = to_raw_request(GenerateRequest(chat=chat), 2.5)
-    assert raw.prompt == RawChat(messages, False, {"a": 1})
+    raw = to_raw_request("id", generation_pb2.Generation(chat=chat), 2.5)  # type: ignore[arg-type]
+    plain = [{"role": "user", "content": "x\nz", "name": "Ann"}, {"role": "assistant", "content": "y"}]
+    assert raw.prompt == RawChat(plain, False, {"a": 1})
     assert raw.deadline_s == 2.5
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 async def test_a_client_that_leaves_is_aborted_in_the_engine(num_read: int) -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        call = servicer.generation.Generate(GenerateRequest(text="x"))
+        call = servicer.generation.StreamGenerate(ask(text="x"))
         request = await engine.next_submit()
         for place in range(num_read):
             engine.emit(request, [65 + place])
@@ -259,7 +222,7 @@ async def test_a_client_that_leaves_while_it_does_not_read_is_aborted() -> None:
         open_api(engine) as servicer,
         grpc.aio.insecure_channel(servicer.address, options=NARROW) as narrow,
     ):
-        call = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
+        call = generation_pb2_grpc.GenerationServiceStub(narrow).StreamGenerate(ask(text="x"))
         request = await engine.next_submit()
         await call.read()
         for _ in range(20):
@@ -276,26 +239,26 @@ async def test_a_stalled_client_does_not_delay_the_others() -> None:
         open_api(engine) as servicer,
         grpc.aio.insecure_channel(servicer.address, options=NARROW) as narrow,
     ):
-        stalled = generation_pb2_grpc.GenerationServiceStub(narrow).Generate(GenerateRequest(text="x"))
+        stalled = generation_pb2_grpc.GenerationServiceStub(narrow).StreamGenerate(ask(text="x"))
         slow = await engine.next_submit(0)
-        reader = servicer.generation.Generate(GenerateRequest(text="x"))
+        reader = servicer.generation.StreamGenerate(ask(text="x"))
         fast = await engine.next_submit(1)
         assert (await reader.read()).HasField("admitted")
         for _ in range(50):  # 50 x 60 kB that nobody takes
             engine.emit(slow, [65] * 20_000)
             engine.emit(fast, [66])
-            assert list((await reader.read()).delta.token_ids) == [66]
+            assert list((await reader.read()).output.token_ids) == [66]
         engine.emit(slow, [67], finish=FinishReason.LENGTH)
         reader.cancel()
         responses = [response async for response in stalled]
-        deltas = [response.delta for response in responses[1:-1]]
+        deltas = [response.output for response in responses[1:-1]]
         assert sum(len(delta.token_ids) for delta in deltas) == 50 * 20_000 + 1
         assert len(deltas) < 40  # what flow control held back has been merged
 
 
 async def test_the_call_s_deadline_reaches_the_engine() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        error = await error_of(servicer.generation.Generate(GenerateRequest(text="x"), timeout=0.2))
+        error = await error_of(servicer.generation.StreamGenerate(ask(text="x"), timeout=0.2))
         assert isinstance(error, errors.DeadlineExceeded)
         (request,) = engine.submitted
         assert request.deadline_remaining_ms is not None
@@ -305,11 +268,11 @@ async def test_the_call_s_deadline_reaches_the_engine() -> None:
 
 async def test_engine_loss_is_unavailable_before_tokens_and_aborted_after() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        with_token = servicer.generation.Generate(GenerateRequest(text="x", request_id="with"))
+        with_token = servicer.generation.StreamGenerate(ask(text="x", request_id="with"))
         engine.emit(await engine.next_submit(0), [65])
         assert (await with_token.read()).HasField("admitted")
-        assert (await with_token.read()).delta.token_ids == [65]
-        without_token = servicer.generation.Generate(GenerateRequest(text="x", request_id="without"))
+        assert (await with_token.read()).output.token_ids == [65]
+        without_token = servicer.generation.StreamGenerate(ask(text="x", request_id="without"))
         await engine.next_submit(1)
         assert (await without_token.read()).HasField("admitted")
         await engine.die()
@@ -336,7 +299,7 @@ async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.Mo
 
     async with FakeEngine() as engine, open_api(engine, client_timeout_s=0.3) as servicer:
         monkeypatch.setattr(servicer.core.generator, "generate", torrent)
-        call = servicer.generation.Generate(GenerateRequest(text="x"))
+        call = servicer.generation.StreamGenerate(ask(text="x"))
         await call.read()
         await asyncio.wait_for(closed.wait(), 10)
         error = await error_of(read_rest(call))
@@ -346,46 +309,53 @@ async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.Mo
 
 async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
     async with FakeEngine() as engine, open_api(engine, client_timeout_s=0.1) as servicer:
-        call = servicer.generation.Generate(GenerateRequest(text="x"))
+        call = servicer.generation.StreamGenerate(ask(text="x"))
         request = await engine.next_submit()
         assert (await call.read()).WhichOneof("event") == "admitted"
         await asyncio.sleep(0.3)
         engine.emit(request, [65], finish=FinishReason.LENGTH)
-        assert (await call.read()).WhichOneof("event") == "delta"
+        assert (await call.read()).WhichOneof("event") == "output"
         assert (await call.read()).WhichOneof("event") == "finished"
 
 
-async def test_operators_are_served_without_a_ready_engine_and_embeddings_are_not() -> None:
+async def test_operators_are_served_without_a_ready_engine_on_a_port_of_their_own() -> None:
     async with FakeEngine(is_ready=False) as engine, open_api(engine, waits=False) as servicer:
-        stub = health_pb2_grpc.HealthStub(servicer.channel)
-        for name, expected in (
-            ("triptych.v1.AdminService", health_pb2.HealthCheckResponse.SERVING),
-            ("triptych.v1.EmbeddingService", health_pb2.HealthCheckResponse.NOT_SERVING),
-        ):
-            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == expected
+        admin = health_pb2.HealthCheckRequest(service="triptych.admin.v1.AdminService")
+        stub = health_pb2_grpc.HealthStub(servicer.admin_channel)
+        assert (await stub.Check(admin)).status == health_pb2.HealthCheckResponse.SERVING
+        await eventually(lambda: servicer.core.router.engines[0].welcome is not None)
+        (info,) = (await servicer.admin.ListEngines(admin_pb2.ListEnginesRequest())).engines
+        assert (info.engine_id, info.address, info.ready) == ("engine-0", engine.address, False)
+        assert (info.why_not_ready, info.model) == ("loading", "tiny")
+        public = admin_pb2_grpc.AdminServiceStub(servicer.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await public.GetStatus(admin_pb2.GetStatusRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health_pb2_grpc.HealthStub(servicer.channel).Check(admin)
 
 
 async def test_connections_grow_no_older_than_asked_for() -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine, max_connection_age_s=0.2) as servicer:
-        list_models = generation_pb2.ListModelsRequest()
-        await servicer.generation.ListModels(list_models)
+        list_models = model_pb2.ListModelsRequest()
+        await servicer.models.ListModels(list_models)
         ready = grpc.ChannelConnectivity.READY
         await asyncio.wait_for(servicer.channel.wait_for_state_change(ready), 10)
-        assert (await servicer.generation.ListModels(list_models)).models[0].name == "tiny"
+        assert (await servicer.models.ListModels(list_models)).models[0].name == "tiny"
 
 
 async def test_a_long_conversation_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    plain = servicer_module._to_chat
+    plain = convert.to_chat
 
-    def to_chat(chat: generation_pb2.Chat) -> Any:
+    def to_chat(chat: chat_pb2.Chat) -> Any:
         threads.append(threading.get_ident())
         return plain(chat)
 
-    monkeypatch.setattr(servicer_module, "_to_chat", to_chat)
+    monkeypatch.setattr(convert, "to_chat", to_chat)
     async with FakeEngine() as engine, open_api(engine) as servicer:
         for num_messages in (1, 200):
-            chat = {"messages": [{"role": "user", "content": "x"}] * num_messages}
+            chat = {"messages": [{"role": "user", "parts": [{"text": "x"}]}] * num_messages}
             await servicer.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))  # type: ignore[arg-type]
     short, long = threads
     assert short == threading.get_ident() != long
@@ -404,7 +374,7 @@ async def test_health_follows_the_engines() -> None:
         )
         assert (await status(""), await status(SERVICE)) == (serving, not_serving)
         assert isinstance(
-            await error_of(servicer.generation.Generate(GenerateRequest(text="x"))), errors.EngineUnavailable
+            await error_of(servicer.generation.StreamGenerate(ask(text="x"))), errors.EngineUnavailable
         )
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == not_serving
@@ -424,19 +394,23 @@ async def test_reflection_lists_the_services() -> None:
             names = {service.name for service in response.list_services_response.service}
         assert {
             "triptych.v1.GenerationService",
-            "triptych.v1.EmbeddingService",
-            "triptych.v1.AdminService",
+            "triptych.v1.ModelService",
             "grpc.health.v1.Health",
         } <= names
+        assert not {"triptych.v1.EmbeddingService", "triptych.admin.v1.AdminService"} & names
 
 
-async def test_tokenize_detokenize_and_models() -> None:
+async def test_tokenize_and_detokenize() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
         stub = servicer.generation
-        tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(text="Größe"))
+        tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(text={"text": "Größe"}))
         assert list(tokenized.token_ids) == TOKENIZER.encode("Größe")
-        assert tokenized.max_model_len == 64
-        chat = generation_pb2.Chat(messages=[{"role": "user", "content": "Hi"}])
+        assert (tokenized.max_model_len, len(tokenized.token_bytes), len(tokenized.start_offsets)) == (
+            64,
+            0,
+            0,
+        )
+        chat = chat_pb2.Chat(messages=[{"role": "user", "parts": [{"text": "Hi"}]}])
         tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(chat=chat))
         assert list(tokenized.token_ids) == TOKENIZER.encode("user: Hi\nassistant:")
         text = await stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=TOKENIZER.encode("Größe")))
@@ -446,16 +420,50 @@ async def test_tokenize_detokenize_and_models() -> None:
         assert isinstance(
             await error_of(stub.Tokenize(generation_pb2.TokenizeRequest())), errors.InvalidRequest
         )
-        (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
-        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 64, 300)
-        assert model.created_unix_s > 1_700_000_000
 
 
-async def test_embedding_is_refused_by_name() -> None:
+async def test_tokens_are_told_with_bytes_and_places() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        error = await error_of(servicer.embedding.Embed(generation_pb2.EmbedRequest(inputs=["x"])))
-        assert isinstance(error, errors.FeatureDisabled)
-        assert "EmbeddingService.Embed" in error.message
+        stub = servicer.generation
+        request = generation_pb2.TokenizeRequest(text={"text": "Größe"}, with_bytes=True, with_offsets=True)
+        tokenized = await stub.Tokenize(request)
+        assert b"".join(tokenized.token_bytes) == "Größe".encode()
+        offsets = zip(tokenized.start_offsets, tokenized.end_offsets, strict=True)
+        assert "".join(dict.fromkeys("Größe"[start:end] for start, end in offsets)) == "Größe"
+        chat = {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}
+        error = await error_of(
+            stub.Tokenize(generation_pb2.TokenizeRequest(chat=chat, with_offsets=True))  # type: ignore[arg-type]
+        )
+        assert isinstance(error, errors.InvalidRequest)
+        assert error.violations[0].field == "with_offsets"
+
+
+async def test_models_come_in_pages() -> None:
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        (model,) = (await servicer.models.ListModels(model_pb2.ListModelsRequest())).models
+        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 64, 300)
+        assert list(model.capabilities) == [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_CHAT]
+        assert model.create_time.seconds > 1_700_000_000
+        found = await servicer.models.GetModel(model_pb2.GetModelRequest(name="tiny"))
+        assert found.model == model
+        error = await error_of(servicer.models.GetModel(model_pb2.GetModelRequest(name="gpt-5")))
+        assert isinstance(error, errors.ModelNotFound)
+        page = await servicer.models.ListModels(model_pb2.ListModelsRequest(page_size=1, page_token="tiny"))
+        assert (len(page.models), page.next_page_token) == (0, "")
+        error = await error_of(servicer.models.ListModels(model_pb2.ListModelsRequest(page_size=1001)))
+        assert isinstance(error, errors.InvalidRequest)
+
+
+async def test_server_info_is_told_whether_it_is_ready_or_not() -> None:
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        info = await servicer.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert (info.ready, info.why_not_ready, info.num_engines) == (True, "", 1)
+        assert info.limits.max_logprobs == 20
+        assert info.version
+    async with FakeEngine(is_ready=False) as engine, open_api(engine, waits=False) as servicer:
+        info = await servicer.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert not info.ready
+        assert info.why_not_ready
 
 
 async def test_the_operator_s_calls_reach_the_engine_named() -> None:

@@ -19,7 +19,7 @@ from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, R
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import generation_pb2
-from triptych.wire.generation import event_to_proto
+from triptych.wire.generation import EventEncoder
 
 PROMPT = list(range(40, 48))
 
@@ -58,6 +58,7 @@ async def rest(outputs: RequestOutputs) -> list[PromptLogprobsEvent | DeltaEvent
 
 def test_large_parts_are_cut_to_messages_far_below_a_mebibyte() -> None:
     report = make_report(5_000, num_top=20)
+    options = generation_pb2.ResponseOptions(prompt_logprobs={"with_bytes": True})
     report.add(part(1, 2_000, num_top=20))
     assert not report.is_complete
     report.add(part(2_000, 5_000, num_top=20))
@@ -67,7 +68,8 @@ def test_large_parts_are_cut_to_messages_far_below_a_mebibyte() -> None:
         assert event.logprobs.first_position == position
         assert (event.first_token_bytes == b"") == (position > 1)
         assert len(event.token_bytes) == event.logprobs.token_ids.size <= MAX_CANDIDATES
-        assert event_to_proto(event).ByteSize() < 100_000
+        (message,) = EventEncoder(options).encode(event)
+        assert message.ByteSize() < 100_000
         assert -event.logprobs.logprobs[0, 0] == position
         position = event.logprobs.end
     assert position == 5_000
@@ -161,9 +163,8 @@ async def test_one_choice_asks_for_the_prompt_and_events_come_in_order() -> None
         assert {first.index, second.index} == {0, 1}
         assert isinstance(finished, FinishedEvent)
         assert finished.usage.num_output_tokens == 0
-        assert generation_pb2.GenerateResponse.FromString(
-            event_to_proto(reports[0]).SerializeToString()
-        ).prompt_logprobs.token_ids == [*part(1, 4).token_ids.ravel()]
+        (message,) = EventEncoder(generation_pb2.ResponseOptions()).encode(reports[0])
+        assert message.prompt_logprobs.logprobs.token_ids == [*part(1, 4).token_ids.ravel()]
 
 
 async def test_a_wrong_part_ends_its_request_alone() -> None:

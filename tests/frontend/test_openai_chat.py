@@ -9,7 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.frontend.requests.parse import RawChat
+from services.frontend.requests.raw import RawChat
 from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.http_api import HttpApi, open_api
 

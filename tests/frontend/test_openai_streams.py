@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from services.frontend.openai.server import HttpServer
-from services.frontend.requests.parse import RawRequest
+from services.frontend.requests.raw import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
 from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api
 from triptych.errors import ConfigError, GenerationLost

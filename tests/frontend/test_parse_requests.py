@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.frontend.requests.parse import RawChat, RawRequest, fit_to_context, parse
+from services.frontend.requests.parse import fit_to_context, parse
+from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
 from triptych.types.sampling import SAMPLING_FIELDS, OutputKind, SamplingParams
 from triptych.types.submit import EngineWelcome
-from triptych.v1 import common_pb2
+from triptych.v1 import sampling_pb2
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
 FACTS = ModelFacts("tiny", "f", VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none")
@@ -150,14 +151,13 @@ def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
         sampling={"temperature": 3.0, "top_p": 0, "max_tokens": 0, "logprobs": 21},
         priority=5,
         request_id="\x07",
-        sampling_prefix="sampling.",
-        paths={"prompt": "token_ids.ids", "logprobs": "top_logprobs"},
+        paths={"prompt": "token_ids.ids", "temperature": "sampling.temperature", "logprobs": "top_logprobs"},
     )
     assert set(violations_of(raw, FCFS)) == {
         "token_ids.ids[1]",
         "sampling.temperature",
-        "sampling.top_p",
-        "sampling.max_tokens",
+        "top_p",
+        "max_tokens",
         "top_logprobs",
         "priority",
         "request_id",
@@ -184,19 +184,18 @@ def test_priority_is_refused_only_where_the_engine_has_none() -> None:
         {"bad_words": ["x"]},
         {"prompt_logprobs": -1},
         {"logprobs": -1},
-        {"structured_outputs": common_pb2.StructuredOutputs(regex="a")},
     ],
 )
 def test_sampling_that_nobody_has_built_is_refused_by_name(sampling: dict[str, Any]) -> None:
     (name,) = sampling
     with pytest.raises(FeatureDisabled, match=f"^sampling.{name}: ") as caught:
-        parse(raw_request(sampling=sampling, sampling_prefix="sampling."), ENGINE, {})
-    assert caught.value.feature == f"sampling.{name}"
+        parse(raw_request(sampling=sampling, paths={name: f"sampling.{name}"}), ENGINE, {})
+    assert caught.value.features == (f"sampling.{name}",)
 
 
 def test_everything_that_nobody_has_built_is_named() -> None:
-    raw = raw_request(adapter="lora", unsupported=("chat.tools_json",), sampling={"bad_words": ["x"]})
-    with pytest.raises(FeatureDisabled, match=r"^chat\.tools_json, bad_words, adapter: "):
+    raw = raw_request(adapter="lora", unsupported=("chat.tools",), sampling={"bad_words": ["x"]})
+    with pytest.raises(FeatureDisabled, match=r"^chat\.tools, bad_words, adapter: "):
         parse(raw, ENGINE, {})
 
 
@@ -275,7 +274,7 @@ def test_a_long_prompt_is_reported_with_everything_else() -> None:
 
 
 def test_floats_are_what_every_door_can_carry() -> None:
-    carried = common_pb2.SamplingParams(temperature=0.7).temperature
+    carried = sampling_pb2.SamplingParams(temperature=0.7).temperature
     assert sampling_of({"temperature": 0.7}) == sampling_of({"temperature": carried})
 
 

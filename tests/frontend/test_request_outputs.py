@@ -104,16 +104,6 @@ async def test_what_a_lagging_reader_missed_is_one_delta_per_choice() -> None:
     assert deltas[0].token_ids == token_ids
 
 
-async def test_cumulative_output_repeats_and_earlier_events_do_not_change() -> None:
-    outputs, choice, _ = one_choice(output_kind=OutputKind.CUMULATIVE)
-    feed(choice, TOKENIZER.encode("a"))
-    first = await outputs.next_event()
-    feed(choice, TOKENIZER.encode("b"), end(FinishReason.LENGTH))
-    second = await outputs.next_event()
-    assert (first.text, list(first.token_ids)) == ("a", TOKENIZER.encode("a"))
-    assert (second.text, list(second.token_ids)) == ("ab", TOKENIZER.encode("a") + TOKENIZER.encode("b"))
-
-
 async def test_final_only_output_comes_once_and_whole() -> None:
     outputs, choice, _ = one_choice(output_kind=OutputKind.FINAL_ONLY)
     reader = asyncio.create_task(rest(outputs))

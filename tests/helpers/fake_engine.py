@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
@@ -25,7 +26,6 @@ from triptych.types.outputs import (
 from triptych.types.sampling import MAX_CHOICES
 from triptych.types.step import LogprobColumns
 from triptych.types.submit import EngineWelcome, SubmitRequest
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.admin import status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto

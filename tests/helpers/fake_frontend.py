@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
+from services.frontend.grpc.batch import BatchRun
 from triptych.client.loop_thread import LoopThread
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
-from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from triptych.wire.generation import event_to_proto
+from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from triptych.wire.generation import EventEncoder
 
 SERVICE = "triptych.v1.GenerationService"
 MAX_MODEL_LEN = 100
 
 
-class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
+class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer):
     """Answers "a b c" with the tokens " a", " b", " c" (ids 1, 2, 3). "hang" is never answered.
 
     Runs on a thread of its own from `with` to its end. Attributes are written there and read by tests.
@@ -40,7 +42,9 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
         self.errors: list[TriptychError] = []
         """Raised, one for each of the next requests."""
         self.breaks_mid_answer = False
-        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.adds_unknown = False
+        """An event of a kind that no client knows follows every event."""
+        self.requests: list[generation_pb2.StreamGenerateRequest] = []
         self.num_running = self.max_running = self.num_refused = self.num_cancelled = 0
         self.port = port
         self._loop = LoopThread("fake-frontend")
@@ -69,18 +73,28 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
     async def _start(self) -> None:
         self._server = RpcServer(services=[SERVICE], limit_bytes=PUBLIC_MESSAGE_BYTES)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server.grpc)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(self, self._server.grpc)
         self.port = self._server.bind("127.0.0.1", self.port, option="port")
         await self._server.start()
         await self._server.set_ready(True)
 
-    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+    async def BatchGenerate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        run = BatchRun(lambda item: self.StreamGenerate(item.request, context))
+        async with aclosing(run.run(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def StreamGenerate(
+        self, request: generation_pb2.StreamGenerateRequest, context: Any
+    ) -> AsyncGenerator[Any]:
         self.requests.append(request)
         if self.errors:
             raise self.errors.pop(0)
         if self.num_running >= self.capacity:
             self.num_refused += 1
             raise QueueFull(f"{self.num_running} requests run, {self.capacity} may", self.retry_after_s)
-        words = _words(request)
+        words = _words(request.generation)
+        encoder = EventEncoder(request.generation.response)
         if not words:
             raise InvalidRequest("prompt", "is empty")
         self.num_running += 1
@@ -88,12 +102,15 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
         is_running = True
         try:
             if words == ["hang"]:
-                yield event_to_proto(AdmittedEvent("hang", "fake", 7, [1]))
+                yield encoder.encode(AdmittedEvent("hang", "fake", 7, [1]))[0]
                 await asyncio.Event().wait()
             async for event in self._answer(request, words):
                 if isinstance(event, FinishedEvent):  # its place is free before its client knows
                     self.num_running, is_running = self.num_running - 1, False
-                yield event_to_proto(event)
+                for message in encoder.encode(event):
+                    yield message
+                    if self.adds_unknown:
+                        yield unknown_event()
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1
             raise
@@ -101,12 +118,12 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
             self.num_running -= is_running
 
     async def _answer(
-        self, request: generation_pb2.GenerateRequest, words: list[str]
+        self, request: generation_pb2.StreamGenerateRequest, words: list[str]
     ) -> AsyncIterator[Event]:
-        yield AdmittedEvent(request.request_id or "drawn", "fake", 7, range(len(words)))
-        num_choices = request.sampling.n or 1
+        yield AdmittedEvent(request.request_id or "drawn", "fake", 7, list(range(len(words))))
+        num_choices = request.generation.sampling.n or 1
         for index in range(num_choices):
-            if request.output_kind == common_pb2.OUTPUT_KIND_FINAL_ONLY:
+            if request.generation.response.whole_choices:
                 await asyncio.sleep(self.token_delay_s * len(words))
                 yield _delta(index, "".join(f" {w}" for w in words), range(1, len(words) + 1), is_last=True)
                 continue
@@ -119,27 +136,38 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer):
         yield FinishedEvent(Usage(len(words), len(words) * num_choices), StageTimings(1, 2, 3))
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:
-        ids = range(1, len(request.text.split()) + 1)
+        ids = range(1, len(request.text.text.split()) + 1)
         return generation_pb2.TokenizeResponse(token_ids=ids, max_model_len=MAX_MODEL_LEN)
 
     async def Detokenize(self, request: generation_pb2.DetokenizeRequest, context: Any) -> Any:
         return generation_pb2.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
 
-    async def ListModels(self, request: generation_pb2.ListModelsRequest, context: Any) -> Any:
-        model = generation_pb2.Model(
-            name="fake", max_model_len=MAX_MODEL_LEN, vocab_size=50, created_unix_s=1_700_000_000
-        )
-        return generation_pb2.ListModelsResponse(models=[model])
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Any) -> Any:
+        return generation_pb2.AbortResponse(aborted_request_ids=request.request_ids[:1])
+
+    async def ListModels(self, request: model_pb2.ListModelsRequest, context: Any) -> Any:
+        """Two models, on a page of their own each."""
+        names = ["fake", "fake-2"]
+        page = names.index(request.page_token) + 1 if request.page_token else 0
+        model = model_pb2.Model(name=names[page], max_model_len=MAX_MODEL_LEN, vocab_size=50)
+        model.create_time.FromSeconds(1_700_000_000)
+        next_page_token = names[page] if page + 1 < len(names) else ""
+        return model_pb2.ListModelsResponse(models=[model], next_page_token=next_page_token)
 
 
-def _words(request: generation_pb2.GenerateRequest) -> list[str]:
-    match request.WhichOneof("prompt"):
+def unknown_event() -> generation_pb2.StreamGenerateResponse:
+    """An event of a kind that a later version may add: field 15, of which this one knows nothing."""
+    return generation_pb2.StreamGenerateResponse.FromString(b"\x7a\x02\x08\x01")
+
+
+def _words(prompt: generation_pb2.Generation) -> list[str]:
+    match prompt.WhichOneof("prompt"):
         case "text":
-            return request.text.split()
+            return prompt.text.text.split()
         case "token_ids":
-            return [str(token_id) for token_id in request.token_ids.ids]
+            return [str(token_id) for token_id in prompt.token_ids.ids]
         case _:
-            return request.chat.messages[-1].content.split()
+            return prompt.chat.messages[-1].parts[0].text.split()
 
 
 def _delta(index: int, text: str, token_ids: Any, *, is_last: bool) -> DeltaEvent:

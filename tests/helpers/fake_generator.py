@@ -9,7 +9,8 @@ import numpy as np
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.logprobs import PromptReport
-from services.frontend.requests.parse import RawChat, RawRequest, fit_to_context, parse
+from services.frontend.requests.parse import fit_to_context, parse
+from services.frontend.requests.raw import RawChat, RawRequest
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
-from services.frontend.requests.parse import RawRequest
+from services.frontend.requests.raw import RawRequest
 from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually

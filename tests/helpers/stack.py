@@ -28,6 +28,7 @@ from services.worker.service.servicer import WorkerServicer
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import TriptychError
@@ -41,7 +42,6 @@ from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import single_choice
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.columns import u32_to_bytes
 from triptych.wire.engine_core import (
     outputs_from_proto,
@@ -49,6 +49,7 @@ from triptych.wire.engine_core import (
     welcome_from_proto,
 )
 
+PAUSED, ASLEEP = admin_pb2.ENGINE_STATE_PAUSED, admin_pb2.ENGINE_STATE_ASLEEP
 DEADLINE_S = 20.0
 
 
@@ -318,3 +319,9 @@ async def running_stack(
         await frontend.stop()
         await engine.stop()
         await worker.stop()
+
+
+def num_finished(status: admin_pb2.EngineStatus, reason: str) -> int:
+    """Return how many requests have ended so: stop, length, abort or error."""
+    outcome = admin_pb2.Outcome.Value(f"OUTCOME_{reason.upper()}")
+    return sum(entry.count for entry in status.num_finished if entry.outcome == outcome)

@@ -44,7 +44,8 @@ def test_what_is_unknown_or_bad_is_named(overrides, told):
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):
     config = config_from_overrides({})
-    ports = [config.frontend.port, config.frontend.http_port, config.frontend.metrics_port]
+    ports = [config.frontend.port, config.frontend.admin_port, config.frontend.http_port]
+    ports += [config.frontend.metrics_port]
     ports += [config.engine.port, config.engine.metrics_port, config.worker.port, config.worker.metrics_port]
     assert set(ports) == {0}
     assert config.log.level == "warning"

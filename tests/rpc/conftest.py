@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import grpc.aio
 import pytest
 
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
-from triptych.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from triptych.v1 import generation_pb2, generation_pb2_grpc
 
 GENERATION = "triptych.v1.GenerationService"
-ADMIN = "triptych.v1.AdminService"
+ADMIN = "triptych.admin.v1.AdminService"
 
 
 class RaisingAdmin(admin_pb2_grpc.AdminServiceServicer):

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from triptych.admin.v1 import admin_pb2
 from triptych.rpc.interceptors import REQUEST_ID_KEY, current_request_id, sent_request_id, set_request_id
-from triptych.v1 import admin_pb2
 
 MINE = ((REQUEST_ID_KEY, "mine"),)
 

@@ -12,13 +12,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from triptych.admin.v1 import admin_pb2
 from triptych.errors import ConfigError
 from triptych.rpc.server import RpcServer, stop_event, write_ready_file
-from triptych.v1 import admin_pb2, generation_pb2
+from triptych.v1 import generation_pb2
 
 DEADLINE_S = 10.0
 GENERATION = "triptych.v1.GenerationService"
-ADMIN = "triptych.v1.AdminService"
+ADMIN = "triptych.admin.v1.AdminService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -11,11 +11,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from triptych import errors
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import FieldViolation, TriptychError
 from triptych.rpc.channel import open_channel
 from triptych.rpc.interceptors import set_request_id
 from triptych.rpc.status import error_from_code, from_rpc_error, internal_status, row_of, to_status
-from triptych.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
+from triptych.v1 import generation_pb2
 
 VIOLATIONS = (
     FieldViolation("sampling.temperature", "3.0 is above the limit 2"),
@@ -26,7 +27,8 @@ TABLE = [
     (errors.InvalidRequest(VIOLATIONS), "INVALID_ARGUMENT", 400),
     (errors.ContextLengthExceeded("prompt", "64 tokens are too many"), "INVALID_ARGUMENT", 400),
     (errors.ModelNotFound("no such model: x"), "NOT_FOUND", 404),
-    (errors.FeatureDisabled("chat.tools_json", "is not served yet"), "FAILED_PRECONDITION", 400),
+    (errors.FeatureDisabled("chat.tools", "is not served yet"), "UNIMPLEMENTED", 400),
+    (errors.WrongState("Wake: it does not sleep"), "FAILED_PRECONDITION", 409),
     (errors.DuplicateRequest("request x is alive"), "ALREADY_EXISTS", 409),
     (errors.QueueFull("64 requests wait, the limit is 64", 2.5), "RESOURCE_EXHAUSTED", 429),
     (errors.DeadlineUnreachable("needs 9 s, has 2 s", 7.0), "RESOURCE_EXHAUSTED", 429),
@@ -110,7 +112,7 @@ def test_details_say_what_other_clients_look_for():
     details = details_of(errors.InvalidRequest(VIOLATIONS))
     assert set(details) == {"ErrorInfo", "BadRequest"}
     info = error_details_pb2.ErrorInfo.FromString(details["ErrorInfo"].value)
-    assert (info.reason, info.domain) == ("INVALID_REQUEST", "triptych")
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "triptych.dev")
     bad_request = error_details_pb2.BadRequest.FromString(details["BadRequest"].value)
     assert [(v.field, v.description) for v in bad_request.field_violations] == [
         (violation.field, violation.description) for violation in VIOLATIONS
@@ -181,7 +183,7 @@ async def test_bug_is_internal_and_logged_once(serve, caplog):
     assert "secret" not in caught.value.details()
     logged = [record for record in caplog.records if "secret" in record.getMessage()]
     assert len(logged) == 1
-    assert "/triptych.v1.AdminService/GetStatus" in logged[0].getMessage()
+    assert "/triptych.admin.v1.AdminService/GetStatus" in logged[0].getMessage()
     assert logged[0].exc_info
 
 

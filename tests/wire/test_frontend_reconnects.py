@@ -23,6 +23,7 @@ from tests.helpers.stack import (
     NaiveRunner,
     WorkerStack,
     make_config,
+    num_finished,
 )
 from triptych.internal.v1 import engine_core_pb2
 from triptych.rpc.session.handshake import SessionTerms, session_hello
@@ -130,7 +131,7 @@ class Stand:
         status = await self.operator.wait_status(
             lambda s: s.num_running == s.num_waiting == s.num_used_blocks == 0
         )
-        assert status.ready
+        assert not status.why_not_ready
         self.engine.loop._engine.scheduler.check_integrity()
 
 
@@ -185,7 +186,7 @@ async def test_a_cut_during_submission_loses_and_repeats_no_request(num_bytes: i
         await s.all_end_undisturbed()
         assert s.proxy.num_cuts == 1
         status = await s.operator.status()
-        assert sum(status.num_finished.values()) == NUM_REQUESTS
+        assert sum(entry.count for entry in status.num_finished) == NUM_REQUESTS
 
 
 async def test_many_cuts_in_a_row_are_a_delay_and_nothing_else() -> None:
@@ -232,7 +233,7 @@ async def test_submits_and_aborts_of_an_absence_take_effect_later() -> None:
             s.client.stop(s.numbers[index], s.sinks[index])
         s.submit(5, max_tokens=300, ignore_eos=True)  # a request's later choices
         await s.proxy.accept()
-        status = await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == 20)
+        status = await s.operator.wait_status(lambda status: num_finished(status, "abort") == 20)
         assert status.num_running + status.num_waiting == NUM_REQUESTS + 5 - 20
         s.worker.runner.may_step.set()
         await eventually(lambda: all(sink.end is not None for sink in s.sinks[10:]))
@@ -254,7 +255,7 @@ async def test_cut_while_aborts_are_on_their_way() -> None:
         s.proxy.cut_after(up=20)  # into the message of the aborts
         for index in range(0, NUM_REQUESTS, 2):
             s.client.abort(s.numbers[index], s.sinks[index])
-        await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == NUM_REQUESTS // 2)
+        await s.operator.wait_status(lambda status: num_finished(status, "abort") == NUM_REQUESTS // 2)
         assert s.proxy.num_cuts == 1
         s.worker.runner.may_step.set()
         await eventually(lambda: all(sink.end is not None for sink in s.sinks[1::2]))
@@ -308,7 +309,7 @@ async def test_requests_of_a_vanished_frontend_are_aborted() -> None:
         await eventually(lambda: s.num_sessions == 1)
         s.worker.runner.may_step.set()
         await s.is_idle()
-        assert (await s.operator.status()).num_finished["abort"] == 10
+        assert num_finished(await s.operator.status(), "abort") == 10
         await other.stop()
 
 
@@ -364,7 +365,7 @@ async def test_absence_beyond_the_kept_batches_ends_the_requests(
         await eventually(lambda: s.num_tokens > 5)
         await s.proxy.refuse()
         await s.cut()
-        await s.operator.wait_status(lambda status: status.num_finished.get("abort", 0) == 5)
+        await s.operator.wait_status(lambda status: num_finished(status, "abort") == 5)
         await s.proxy.accept()
         await s.all_end()
         assert all("it has not kept the session" in sink.end for sink in s.sinks)

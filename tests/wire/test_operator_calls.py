@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
-from tests.helpers.stack import DEADLINE_S, FakeFrontend, WorkerStack, running_stack
+from tests.helpers.stack import DEADLINE_S, PAUSED, FakeFrontend, WorkerStack, running_stack
+from triptych.admin.v1 import admin_pb2
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
-from triptych.v1 import admin_pb2
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 SHORT = {"max_tokens": 5, "ignore_eos": True}
@@ -46,20 +46,20 @@ async def test_keep_freezes_requests_and_resume_continues_them() -> None:
         pause = asyncio.ensure_future(
             frontend.admin.Pause(admin_pb2.PauseRequest(mode=admin_pb2.PAUSE_MODE_KEEP))
         )
-        await frontend.wait_status(lambda status: status.paused)
+        await frontend.wait_status(lambda status: status.state == PAUSED)
         assert not pause.done(), "a step is still in the worker"
         worker.runner.may_step.set()
         await within_deadline(pause)
         num_steps = worker.runner.num_steps
         await submit(frontend, 2, SHORT)
         status = await frontend.wait_status(lambda status: status.num_waiting == 1)
-        assert (status.num_running, status.paused, status.ready) == (1, True, True)
+        assert (status.num_running, status.state, status.why_not_ready) == (1, PAUSED, "")
         assert worker.runner.num_steps == num_steps
         await frontend.admin.Resume(admin_pb2.ResumeRequest())
         await frontend.wait_for(lambda: len(frontend.ends) == 2)
         assert frontend.tokens[1] == expected(1, LONG)
         assert frontend.tokens[2] == expected(2, SHORT)
-        assert not (await frontend.status()).paused
+        assert (await frontend.status()).state != PAUSED
 
 
 async def test_wait_finishes_started_requests_and_starts_none() -> None:
@@ -68,7 +68,7 @@ async def test_wait_finishes_started_requests_and_starts_none() -> None:
             await submit(frontend, number, LONG)
         await hold_in_step(worker, frontend, [1, 2])
         pause = asyncio.ensure_future(frontend.admin.Pause(admin_pb2.PauseRequest()))
-        await frontend.wait_status(lambda status: status.paused)
+        await frontend.wait_status(lambda status: status.state == PAUSED)
         worker.runner.may_step.set()
         await within_deadline(pause)
         await frontend.wait_for(
@@ -88,7 +88,7 @@ async def test_wait_takes_back_those_that_are_preempted_meanwhile() -> None:
             await submit(frontend, number, LONG)
         await hold_in_step(worker, frontend, [1, 2])
         pause = asyncio.ensure_future(frontend.admin.Pause(admin_pb2.PauseRequest()))
-        await frontend.wait_status(lambda status: status.paused)
+        await frontend.wait_status(lambda status: status.state == PAUSED)
         worker.runner.may_step.set()
         await within_deadline(pause)
         assert (await frontend.status()).num_preemptions > 0
@@ -123,7 +123,7 @@ async def test_an_unknown_mode_is_refused_by_name() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="mode: 9 is none of the modes") as refusal:
             await frontend.admin.Pause(admin_pb2.PauseRequest(mode=9))
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert not (await frontend.status()).paused
+        assert (await frontend.status()).state != PAUSED
 
 
 async def test_drain_ends_with_the_last_request() -> None:

@@ -87,10 +87,20 @@ sampling = build(
 
 timings = build(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
 usage = build(Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32)
-logprob = build(
-    Logprob, token_id=u32, logprob=logprob_values, text=words, rank=u32, token_bytes=st.none() | st.binary()
-)
-token_logprobs = build(TokenLogprobs, chosen=logprob, top=st.lists(logprob, max_size=3).map(tuple))
+public_logprob = st.builds(Logprob.of_bytes, u32, logprob_values, st.binary(max_size=3), st.just(0))
+
+
+@st.composite
+def public_logprobs(draw: Any) -> tuple[TokenLogprobs, ...]:
+    """As clients see them: all of one answer have as many rivals, which are ranked from 1."""
+    num_top = draw(st.integers(0, 3))
+    return tuple(
+        TokenLogprobs(
+            dataclasses.replace(draw(public_logprob), rank=draw(u32)),
+            tuple(dataclasses.replace(draw(public_logprob), rank=rank) for rank in range(1, num_top + 1)),
+        )
+        for _ in range(draw(st.integers(0, 3)))
+    )
 
 
 @st.composite
@@ -107,24 +117,35 @@ def prompt_logprobs(draw: Any) -> PromptLogprobs:
     )
 
 
+@st.composite
+def prompt_logprobs_events(draw: Any) -> PromptLogprobsEvent:
+    part = draw(prompt_logprobs())
+    num_entries = part.token_ids.size
+    token_bytes = draw(st.lists(st.binary(max_size=3), min_size=num_entries, max_size=num_entries))
+    return PromptLogprobsEvent(part, token_bytes, draw(st.binary(max_size=3)))
+
+
+@st.composite
+def delta_events(draw: Any) -> DeltaEvent:
+    finish_reason = draw(
+        st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
+    )
+    stop_reason = draw(st.none() | u32 | words.filter(bool)) if finish_reason is FinishReason.STOP else None
+    token_ids = draw(st.lists(u32, max_size=5))
+    return DeltaEvent(draw(u32), draw(words), token_ids, draw(public_logprobs()), finish_reason, stop_reason)
+
+
 events = st.one_of(
+    prompt_logprobs_events(),
     build(
-        PromptLogprobsEvent,
-        logprobs=prompt_logprobs(),
-        token_bytes=st.lists(st.binary(max_size=3), max_size=4),
-        first_token_bytes=st.binary(max_size=3),
-        index=st.just(0),  # of one prompt alone
+        AdmittedEvent,
+        request_id=words,
+        model=words,
+        seed=u64,
+        prompt_token_ids=st.lists(u32, max_size=5),
+        is_limited_by_context=st.just(False),  # is told with the end
     ),
-    build(AdmittedEvent, request_id=words, model=words, seed=u64, prompt_token_ids=st.lists(u32, max_size=5)),
-    build(
-        DeltaEvent,
-        index=u32,
-        text=words,
-        token_ids=st.lists(u32, max_size=5),
-        logprobs=st.lists(token_logprobs, max_size=2).map(tuple),
-        finish_reason=st.none() | st.sampled_from(FinishReason),
-        stop_reason=st.none() | u32 | words,
-    ),
+    delta_events(),
     build(FinishedEvent, usage=usage, timings=timings, tokenize_ns=u64),
 )
 

@@ -20,20 +20,29 @@ from tests.wire_codecs.strategies import (
     sampling,
     session_terms,
     submits,
-    timings,
-    token_logprobs,
-    usage,
     welcomes,
     worker_facts,
 )
+from triptych.admin.v1 import admin_pb2
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2, step_pb2
+from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
 from triptych.rpc.session.handshake import SessionTerms
-from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.facts import EngineStatus
+from triptych.types.outputs import (
+    FinishedRequest,
+    FinishReason,
+    Logprob,
+    OutputBatch,
+    StageTimings,
+    TokenLogprobs,
+    Usage,
+)
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, empty_u32
-from triptych.v1 import common_pb2, generation_pb2
-from triptych.wire import admin, columns, common, engine_core, generation, result, step, worker
+from triptych.v1 import generation_pb2, output_pb2
+from triptych.wire import admin, columns, engine_core, generation, result, step, worker
+from triptych.wire import sampling as sampling_codec
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 U32_MAX = 2**32 - 1
@@ -64,16 +73,25 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
+def encoder_of_all(stop_token_ids: Any) -> generation.EventEncoder:
+    options = generation_pb2.ResponseOptions(prompt_token_ids=True, timings=True)
+    options.logprobs.with_bytes = options.prompt_logprobs.with_bytes = True
+    return generation.EventEncoder(options, stop_token_ids)
+
+
+def encode(event: Event) -> Any:
+    """The messages of an event, of which all that there is has been asked for."""
+    stop_reason = event.stop_reason if isinstance(event, DeltaEvent) else None
+    return encoder_of_all([stop_reason] if isinstance(stop_reason, int) else []).encode(event)
+
+
 def over_the_wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
 PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (sampling, common.sampling_to_proto, common.sampling_from_proto),
-    (usage, common.usage_to_proto, common.usage_from_proto),
-    (timings, lambda value: common.timings_to_proto(value, 5), common.timings_from_proto),
-    (token_logprobs, common.token_logprobs_to_proto, common.token_logprobs_from_proto),
-    (events, generation.event_to_proto, generation.event_from_proto),
+    (sampling, sampling_codec.sampling_to_proto, sampling_codec.sampling_from_proto),
+    (events, lambda event: encode(event)[0], generation.event_from_proto),
     (plans(), step.plan_to_proto, step.plan_from_proto),
     (results, result.result_to_proto, result.result_from_proto),
     (model_facts, worker.model_facts_to_proto, worker.model_facts_from_proto),
@@ -102,7 +120,7 @@ def test_a_value_survives_the_wire(strategy, to_proto, from_proto):
 
 
 def test_every_codec_is_tested():
-    modules = (admin, common, engine_core, generation, result, step, worker)
+    modules = (admin, sampling_codec, engine_core, generation, result, step, worker)
     decoders = {
         function
         for module in modules
@@ -115,11 +133,14 @@ def test_every_codec_is_tested():
         result.logprobs_from_proto,
         result.prompt_logprobs_from_proto,
         admin.pause_mode_from_proto,
+        admin.sleep_level_from_proto,
     }
 
 
 def test_default_sampling_takes_next_to_no_bytes():
-    assert len(common.sampling_to_proto(SamplingParams()).SerializeToString()) <= 2  # max_tokens alone
+    assert (
+        len(sampling_codec.sampling_to_proto(SamplingParams()).SerializeToString()) <= 2
+    )  # max_tokens alone
 
 
 def test_an_empty_step_takes_few_bytes():
@@ -151,9 +172,104 @@ def test_a_stop_token_of_zero_is_told_from_none():
     assert travelled(None) is None
 
 
-def test_an_event_of_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="does not know"):
-        generation.event_from_proto(generation_pb2.GenerateResponse())
+def test_an_event_of_an_unknown_kind_is_none():
+    assert generation.event_from_proto(generation_pb2.StreamGenerateResponse(sequence=1)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": [1]},
+        {"logprobs": [0.0]},
+        {"ranks": [1, 1]},
+        {"num_candidates": 0},
+        {"token_bytes": [b""]},
+    ],
+)
+def test_ragged_public_logprobs_are_refused(change):
+    columns = {"num_candidates": 2, "token_ids": [1, 2], "logprobs": [-1.0, -2.0], "ranks": [1], **change}
+    output = output_pb2.ChoiceOutput(logprobs=output_pb2.Logprobs(**columns))
+    with pytest.raises(ProtocolViolation, match="logprobs: "):
+        generation.event_from_proto(generation_pb2.StreamGenerateResponse(output=output))
+
+
+def test_messages_are_numbered_and_stay_below_a_megabyte():
+    rivals = tuple(Logprob(2, -2.0, "y" * 12, rank) for rank in range(1, 21))
+    row = TokenLogprobs(Logprob(1 << 20, -1.0, "x" * 12, 1), rivals)
+    event = DeltaEvent(0, "text", list(range(4000)), (row,) * 4000, FinishReason.STOP, "stop")
+    encoder = encoder_of_all({})
+    encoder.encode(FinishedEvent(Usage(), StageTimings()))
+    messages = encoder.encode(event)
+    assert [message.sequence for message in messages] == list(range(2, 2 + len(messages)))
+    assert max(message.ByteSize() for message in messages) < 1 << 20
+    parts = [generation.event_from_proto(message) for message in messages]
+    assert [part.text for part in parts] == ["text"] + [""] * (len(parts) - 1)
+    assert [token_id for part in parts for token_id in part.token_ids] == event.token_ids
+    assert sum(len(part.logprobs) for part in parts) == 4000
+    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert (parts[-1].finish_reason, parts[-1].stop_reason) == (FinishReason.STOP, "stop")
+    answer = generation.WholeAnswer()
+    for message in messages:
+        answer.add(message)
+    assert (
+        generation.event_from_proto(
+            generation_pb2.StreamGenerateResponse(output=answer.take().choices[0])
+        ).logprobs
+        == event.logprobs
+    )
+
+
+def test_a_client_gets_nothing_that_it_did_not_ask_for():
+    options = generation_pb2.ResponseOptions(token_ids=False)
+    encoder = generation.EventEncoder(options)
+    (admitted,) = encoder.encode(AdmittedEvent("id", "model", 7, [1, 2, 3]))
+    assert (admitted.admitted.num_prompt_tokens, len(admitted.admitted.prompt_token_ids)) == (3, 0)
+    (output,) = encoder.encode(DeltaEvent(0, "x", [5], (TokenLogprobs(Logprob(5, -1.0, "x", 1)),)))
+    assert (len(output.output.token_ids), len(output.output.logprobs.token_bytes)) == (0, 0)
+    (finished,) = encoder.encode(FinishedEvent(Usage(3, 1), StageTimings(1, 2, 3)))
+    assert not finished.finished.HasField("timings")
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "field", "value"),
+    [
+        (FinishReason.STOP, None, "eos_token_id", 9),
+        (
+            FinishReason.STOP,
+            9,
+            "eos_token_id",
+            9,
+        ),  # a second end-of-sequence token, which the request did not name
+        (FinishReason.STOP, 5, "stop_token_id", 5),
+        (FinishReason.STOP, "x", "stop_string", "x"),
+        (FinishReason.LENGTH, None, "length_limit", output_pb2.LENGTH_LIMIT_MAX_TOKENS),
+    ],
+)
+def test_the_end_of_a_choice_is_told_exactly(reason, stop_reason, field, value):
+    encoder = generation.EventEncoder(generation_pb2.ResponseOptions(), [5])
+    (message,) = encoder.encode(DeltaEvent(0, "", [8, 9], (), reason, stop_reason))
+    assert message.output.WhichOneof("finish_detail") == field
+    assert getattr(message.output, field) == value
+
+
+def test_an_output_that_fills_the_context_says_so():
+    encoder = generation.EventEncoder(generation_pb2.ResponseOptions())
+    encoder.encode(AdmittedEvent("id", "model", 7, [1], is_limited_by_context=True))
+    (message,) = encoder.encode(DeltaEvent(0, "", [8], (), FinishReason.LENGTH))
+    assert message.output.length_limit == output_pb2.LENGTH_LIMIT_CONTEXT
+
+
+def test_an_engine_s_status_is_told_in_enums():
+    status = EngineStatus("e", True, "", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, {"stop": 3}, journal="full")
+    message = admin.status_to_proto(status, "model")
+    assert (message.state, message.journal) == (admin_pb2.ENGINE_STATE_READY, admin_pb2.JOURNAL_STATE_FULL)
+    assert [(entry.outcome, entry.count) for entry in message.num_finished] == [(admin_pb2.OUTCOME_STOP, 3)]
+    for change, state in (
+        ({"ready": False}, admin_pb2.ENGINE_STATE_NOT_READY),
+        ({"paused": True}, admin_pb2.ENGINE_STATE_PAUSED),
+        ({"asleep": True, "paused": True}, admin_pb2.ENGINE_STATE_ASLEEP),
+    ):
+        assert admin.status_to_proto(dataclasses.replace(status, **change), "").state == state
 
 
 # Tables that are none
@@ -300,15 +416,22 @@ def test_ragged_logprobs_are_refused(change):
 
 
 def test_sampling_parameters_have_the_same_names_on_both_sides():
-    in_proto = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
+    in_proto = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
     in_types = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert in_types - in_proto == {"output_kind"}  # belongs to the request
-    assert in_proto - in_types == {"structured_outputs"}  # known to the protocol, refused by name
+    assert in_types - in_proto == {"output_kind"}  # stays in the frontend
+    assert in_proto <= in_types
+    assert set(generation.SAMPLING_PATHS) == in_types - {"output_kind"}
+    for path in generation.SAMPLING_PATHS.values():
+        message = generation_pb2.Generation.DESCRIPTOR
+        for name in path.split("."):
+            field = message.fields_by_name[name]
+            message = field.message_type
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_finish_reasons_have_the_numbers_of_the_proto(reason):
-    assert common_pb2.FinishReason.Name(reason.value) == f"FINISH_REASON_{reason.name}"
+    if reason is not FinishReason.UNKNOWN:  # for a client, that of a later version
+        assert output_pb2.FinishReason.Name(reason.value) == f"FINISH_REASON_{reason.name}"
 
 
 @settings(max_examples=200)

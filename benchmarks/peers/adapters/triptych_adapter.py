@@ -15,9 +15,8 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
 from triptych.launcher.launch import config_from_overrides, launch
 from triptych.types.events import DeltaEvent
-from triptych.types.sampling import OutputKind
 
-_WHOLE_ANSWERS = RequestOptions(output_kind=OutputKind.FINAL_ONLY)
+_WHOLE_ANSWERS = RequestOptions(whole_choices=True)
 
 
 class TriptychEngine(LoadedEngine):

@@ -1,5 +1,7 @@
-"""Look into an engine and steer it, through any frontend or at the engine itself (triptych.v1.AdminService).
+"""Look into an engine and steer it, through any frontend's admin port or at the engine itself
+(triptych.admin.v1.AdminService).
 
+triptych admin engines                  the engines behind a frontend
 triptych admin status                   its counters
 triptych admin pause --mode keep        plan no more steps until `resume`; requests queue
 triptych admin drain                    take no more requests; done when the last has ended
@@ -17,13 +19,13 @@ from typing import Any
 
 import grpc
 
-from triptych.cli.streaming import add_address_argument
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.rpc.channel import open_blocking_channel
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import PauseMode, SleepLevel
-from triptych.v1 import admin_pb2, admin_pb2_grpc
 from triptych.wire.admin import pause_mode_to_proto
 
+DEFAULT_ADDRESS = "127.0.0.1:50050"
 _MIB = 1 << 20
 _MODES = {
     "wait": (PauseMode.WAIT, "let running requests finish"),
@@ -42,6 +44,8 @@ class _Action:
     """Puts the response into words."""
     options: Sequence[str] = ()
     """Fields of the request that are options of the command: names in `_OPTIONS`."""
+    names_engine: bool = True
+    """Whether the request is about one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises what the engine answers, typed."""
     action = _ACTIONS[arguments.action]
     fields = {name: _OPTIONS[name].to_proto(getattr(arguments, name)) for name in action.options}
-    request = getattr(admin_pb2, f"{action.method}Request")(engine_id=arguments.engine_id, **fields)
+    if action.names_engine:
+        fields["engine_id"] = arguments.engine_id
+    request = getattr(admin_pb2, f"{action.method}Request")(**fields)
     with open_blocking_channel(arguments.address) as channel:
         call = getattr(admin_pb2_grpc.AdminServiceStub(channel), action.method)
         try:
@@ -72,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, action in _ACTIONS.items():
         subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
-        add_address_argument(subparser)
+        subparser.add_argument(
+            "--address",
+            default=DEFAULT_ADDRESS,
+            metavar="HOST:PORT",
+            help=f"admin port of the frontend, or port of an engine (default: {DEFAULT_ADDRESS})",
+        )
         subparser.add_argument(
             "--engine-id", default="", metavar="ID", help="which one, of several behind a frontend"
         )
@@ -87,17 +98,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             subparser.add_argument(f"--{option}", **_OPTIONS[option].arguments)
 
 
+def _show_engines(response: Any) -> str:
+    return "\n".join(
+        f"{engine.engine_id:<22} {engine.address:<22} {engine.model or '-':<22} "
+        f"{'ready' if engine.ready else 'not ready: ' + engine.why_not_ready}"
+        for engine in response.engines
+    )
+
+
+def _word(enum: Any, number: int) -> str:
+    """Return the word for a value: `ready` for ENGINE_STATE_READY, its number if a later version has added it."""
+    value = enum.values_by_number.get(number)
+    if value is None:
+        return str(number)
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(value.name.removeprefix(prefix).lower())
+
+
 def _show_status(response: Any) -> str:
     lines = []
     for field in response.status.DESCRIPTOR.fields:
         value = getattr(response.status, field.name)
         if field.name == "num_finished":
-            value = ", ".join(f"{reason} {value[reason]}" for reason in sorted(value)) or "0"
-        lines.append(f"{field.name:<22} {str(value).lower() if isinstance(value, bool) else value}")
+            outcomes = admin_pb2.Outcome.DESCRIPTOR
+            value = ", ".join(f"{_word(outcomes, entry.outcome)} {entry.count}" for entry in value) or "0"
+        elif field.enum_type is not None:
+            value = _word(field.enum_type, value)
+        lines.append(f"{field.name:<22} {value}")
     return "\n".join(lines)
 
 
 _ACTIONS = {
+    "engines": _Action(
+        "ListEngines", "list the engines behind a frontend", _show_engines, names_engine=False
+    ),
     "status": _Action("GetStatus", "print its counters", _show_status),
     "pause": _Action(
         "Pause", "plan no more steps; answers when none is under way", lambda _: "paused", ("mode",)

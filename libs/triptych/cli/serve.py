@@ -102,6 +102,7 @@ def _banner(cluster: LocalCluster, elapsed_s: float) -> str:
 Triptych serves {name}{simulated}, ready after {elapsed_s:.1f} s.
 
   gRPC   {cluster.address}
+  admin  {cluster.admin_address}   (triptych admin --help)
   HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; try it at http://{cluster.http_address}/docs)
 
   Try    {to_chat}

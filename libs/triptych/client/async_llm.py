@@ -112,14 +112,13 @@ class AsyncLLM:
         """
         client = await self.start()
         kind = OutputKind.CUMULATIVE if sampling_params is None else sampling_params.output_kind
-        is_final_only = kind is OutputKind.FINAL_ONLY
         options = RequestOptions(
             request_id=request_id,
             model=self._model_name,
             priority=priority,
             cache_salt=cache_salt,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            output_kind=OutputKind.FINAL_ONLY if is_final_only else OutputKind.DELTA,
+            whole_choices=kind is OutputKind.FINAL_ONLY,
         )
         text = prompt if isinstance(prompt, str) else None
         async with aclosing(client.generate(prompt, sampling_params, options, timeout_s=timeout_s)) as events:

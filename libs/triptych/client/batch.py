@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from triptych.client.collect import OutputCollector
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import Prompt, RequestOptions, Sampling
 from triptych.errors import (
@@ -20,7 +19,6 @@ from triptych.errors import (
     TriptychError,
 )
 from triptych.types.outputs import RequestOutput
-from triptych.types.sampling import OutputKind
 
 MAX_IN_FLIGHT = 256
 """Far below `scheduler.max_num_waiting`'s default of 1024, so that other clients find free places; above any
@@ -60,9 +58,9 @@ class Batch:
         max_in_flight: int = MAX_IN_FLIGHT,
         stall_limit_s: float = STALL_LIMIT_S,
     ) -> None:
-        self._client = client
+        self._stream = client.open_batch()
         self._jobs = jobs
-        self._options = replace(options, output_kind=OutputKind.FINAL_ONLY)  # fewest messages
+        self._options = replace(options, whole_choices=True)  # fewest messages
         self._on_finished = on_finished
         self._check_server = check_server  # raises once there is no server to come back
         self._max_in_flight = max_in_flight
@@ -93,6 +91,7 @@ class Batch:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+            await self._stream.close()
         return [outputs[index] for index in range(len(self._jobs))]
 
     def _launch(self) -> None:
@@ -111,10 +110,7 @@ class Batch:
         return done
 
     async def _attempt(self, job: Job) -> RequestOutput:
-        collector = OutputCollector(job.prompt if isinstance(job.prompt, str) else None)
-        async for event in self._client.generate(job.prompt, job.sampling, self._options):
-            collector.add(event)
-        return collector.output
+        return await self._stream.answer(job.prompt, job.sampling, self._options)
 
     def _outcome(self, task: asyncio.Task[RequestOutput], index: int) -> RequestOutput | None:
         """The job's output, or None if it goes back to wait; raises what no retry can mend."""

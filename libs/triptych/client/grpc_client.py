@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -13,22 +13,21 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from triptych.client.batch_stream import BatchStream, with_prompt
 from triptych.client.request import (
     DEFAULT_OPTIONS,
     Prompt,
     RequestOptions,
     Sampling,
-    build_request,
-    set_prompt,
-    wants_rest_of_context,
+    build_generation,
+    build_tokenize_request,
 )
-from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, ModelNotFound, TriptychError
+from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, TriptychError
 from triptych.rpc.channel import open_channel
 from triptych.rpc.health import GENERATION_SERVICE
 from triptych.rpc.status import from_rpc_error
-from triptych.types.events import DeltaEvent, Event, FinishedEvent
-from triptych.types.sampling import SamplingParams
-from triptych.v1 import generation_pb2, generation_pb2_grpc
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.wire.generation import event_from_proto
 
 """The health name that a frontend turns SERVING once it can take requests."""
@@ -69,6 +68,7 @@ class GenerationClient:
         self.address = address
         self._channel = open_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
 
     async def __aenter__(self) -> GenerationClient:
         return self
@@ -131,30 +131,35 @@ class GenerationClient:
 
         Args:
             sampling: see `request.Sampling`. With SamplingParams(max_tokens=None) the answer may take the
-                rest of the context, which costs one more call for a text or token prompt.
+                rest of the context.
             timeout_s: the request's deadline; the engine drops it then.
         """
-        if wants_rest_of_context(prompt, sampling):
-            prompt, sampling = await self._fill_context(prompt, cast(SamplingParams, sampling), options)
-        call: Any = self._stub.Generate(build_request(prompt, sampling, options), timeout=timeout_s)
+        request = generation_pb2.StreamGenerateRequest(
+            request_id=options.request_id, generation=build_generation(prompt, sampling, options)
+        )
+        call: Any = self._stub.StreamGenerate(request, timeout=timeout_s)
         has_output = False
         try:
             async for message in call:
                 event = event_from_proto(message)
-                has_output = has_output or isinstance(event, DeltaEvent)
+                if event is None:  # of a later version; the stream ends with `finished` all the same
+                    continue
+                if isinstance(event, DeltaEvent):
+                    has_output = True
+                elif isinstance(event, AdmittedEvent):
+                    event = with_prompt(event, prompt, options)
                 yield event
                 if isinstance(event, FinishedEvent):
                     return
             raise GenerationLost(f"{self.address} ended the stream before the answer was finished")
         except grpc.RpcError as error:
-            raise self._typed(error, has_output) from None
+            raise self.to_typed_error(error, has_output) from None
         finally:
             call.cancel()  # nothing happens to a call that has ended
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> TokenizedPrompt:
         """Text or a conversation as token ids."""
-        request = generation_pb2.TokenizeRequest(model=model)
-        set_prompt(request, prompt)
+        request = build_tokenize_request(prompt, model)
         response = await self._unary(self._stub.Tokenize(request, timeout=_UNARY_TIMEOUT_S))
         return TokenizedPrompt(list(response.token_ids), response.max_model_len)
 
@@ -172,42 +177,36 @@ class GenerationClient:
 
     async def list_models(self) -> list[ServedModel]:
         """The models that requests may name."""
-        request = generation_pb2.ListModelsRequest()
-        response = await self._unary(self._stub.ListModels(request, timeout=_UNARY_TIMEOUT_S))
-        return [
-            ServedModel(model.name, model.max_model_len, model.vocab_size, model.created_unix_s)
-            for model in response.models
-        ]
+        models: list[ServedModel] = []
+        request = model_pb2.ListModelsRequest()
+        while True:
+            response = await self._unary(self._models.ListModels(request, timeout=_UNARY_TIMEOUT_S))
+            models += [
+                ServedModel(model.name, model.max_model_len, model.vocab_size, model.create_time.seconds)
+                for model in response.models
+            ]
+            if not response.next_page_token:
+                return models
+            request.page_token = response.next_page_token
 
-    async def _fill_context(
-        self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions
-    ) -> tuple[Prompt, SamplingParams]:
-        """The prompt as token ids, and max_tokens as a number: what the context has left."""
-        if isinstance(prompt, str):
-            tokenized = await self.tokenize(prompt, model=options.model)
-            token_ids, max_model_len = tokenized.token_ids, tokenized.max_model_len
-        else:
-            token_ids = list(cast("Sequence[int]", prompt))
-            max_model_len = await self._max_model_len(options.model)
-        num_prompt_tokens = len(token_ids)
-        if options.truncate_prompt_tokens is not None:
-            num_prompt_tokens = min(num_prompt_tokens, options.truncate_prompt_tokens)
-        # A prompt that leaves no space for output is sent as well: the server's refusal names both numbers.
-        return token_ids, replace(sampling, max_tokens=max(1, max_model_len - num_prompt_tokens))
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """End requests of any client of the frontend with what they have; returns those that were alive."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        response = await self._unary(self._stub.Abort(request, timeout=_UNARY_TIMEOUT_S))
+        return list(response.aborted_request_ids)
 
-    async def _max_model_len(self, model: str) -> int:
-        for served in await self.list_models():
-            if model in ("", served.name):
-                return served.max_model_len
-        raise ModelNotFound(f"model: {model!r} is not served at {self.address}")
+    def open_batch(self) -> BatchStream:
+        """Return a stream for many requests."""
+        return BatchStream(self._stub, self.to_typed_error)
 
     async def _unary(self, call: Awaitable[_T]) -> _T:
         try:
             return await call
         except grpc.RpcError as error:
-            raise self._typed(error, has_output=False) from None
+            raise self.to_typed_error(error, has_output=False) from None
 
-    def _typed(self, error: grpc.RpcError, has_output: bool) -> TriptychError:
+    def to_typed_error(self, error: grpc.RpcError, has_output: bool) -> TriptychError:
+        """Return the error that the server meant, or what became of the connection."""
         is_from_server = rpc_status.from_call(cast(Any, error)) is not None
         if error.code() is grpc.StatusCode.UNAVAILABLE and not is_from_server:
             if has_output:

@@ -1,16 +1,17 @@
-"""Builds a GenerateRequest from a prompt in any of its forms and its sampling parameters."""
+"""Builds a `Generation` from a prompt in any of its forms and its sampling parameters."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import OutputKind, SamplingParams
-from triptych.v1 import common_pb2, generation_pb2
+from triptych.types.sampling import SamplingParams
+from triptych.v1 import generation_pb2, sampling_pb2
+from triptych.wire.generation import SAMPLING_PATHS
 
 Message: TypeAlias = Mapping[str, str]
 """One turn: `role`, `content` and, where the template uses it, `name`."""
@@ -23,16 +24,19 @@ the fields that it names, and None nothing; the model's generation_config.json, 
 stand for what is not sent."""
 
 _MESSAGE_KEYS = {"role", "content", "name"}
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "output_kind")
+_SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")
 # Wrong values are shown in errors by their beginning: a list of thousands of prompts must not print itself.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _show = _SHORT.repr
-_PROTO_KIND = {
-    OutputKind.CUMULATIVE: common_pb2.OUTPUT_KIND_CUMULATIVE,
-    OutputKind.DELTA: common_pb2.OUTPUT_KIND_DELTA,
-    OutputKind.FINAL_ONLY: common_pb2.OUTPUT_KIND_FINAL_ONLY,
+_OPTION_PATHS = {
+    "model": "model",
+    "priority": "priority",
+    "tenant": "tenant",
+    "cache_salt": "cache.salt",
+    "truncate_prompt_tokens": "truncation.max_tokens",
 }
+"""Field of `RequestOptions` -> its path in a `Generation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,10 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str = ""
     truncate_prompt_tokens: int | None = None
-    output_kind: OutputKind = OutputKind.DELTA
+    whole_choices: bool = False
+    """Send each choice only when it has ended."""
+    emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Go on with an answer that broke off: index of each choice to go on with -> its output tokens so far."""
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -85,53 +92,63 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
     return prompts
 
 
+def is_token_ids(prompt: Prompt) -> bool:
+    """Whether a prompt that `split_prompts` has checked is a list of token ids."""
+    return not isinstance(prompt, str) and not is_conversation(prompt)
+
+
 def is_conversation(prompt: Prompt) -> bool:
     """Whether a prompt that `split_prompts` has checked is a list of messages."""
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def wants_rest_of_context(prompt: Prompt, sampling: Sampling) -> bool:
-    """Whether max_tokens=None has to be turned into a number: on the wire its absence means 16, save for chat."""
-    return (
-        isinstance(sampling, SamplingParams) and sampling.max_tokens is None and not is_conversation(prompt)
-    )
-
-
-def build_request(
+def build_generation(
     prompt: Prompt, sampling: Sampling, options: RequestOptions
-) -> generation_pb2.GenerateRequest:
-    """The message to send.
+) -> generation_pb2.Generation:
+    """Return the message to send.
 
     Raises:
-        InvalidRequest: a value that the message cannot hold; names the field. All other checks are the server's.
+        InvalidRequest: A value does not fit into the message; names the field. All other checks are the server's.
     """
-    request = generation_pb2.GenerateRequest(output_kind=_PROTO_KIND[options.output_kind])
-    for name in ("request_id", "model", "priority", "tenant", "cache_salt", "truncate_prompt_tokens"):
+    generation = generation_pb2.Generation()
+    for name, path in _OPTION_PATHS.items():
         value = getattr(options, name)
-        if value is not None:
-            _assign(request, name, value, name)
-    set_prompt(request, prompt)
+        if value is not None and value != "":
+            _assign(generation, path, value)
+    for index, token_ids in options.emitted.items():
+        _extend(generation.emitted.add(index=index).token_ids, token_ids, "emitted")
+    response = generation.response
+    response.whole_choices = options.whole_choices
+    response.timings = True
+    _set_prompt(generation, prompt)
+    response.prompt_token_ids = not generation.HasField("token_ids")  # else we have them
     if sampling is not None:
-        request.sampling.CopyFrom(_build_sampling(sampling))
+        _set_sampling(generation, sampling)
+    return generation
+
+
+def build_tokenize_request(prompt: Prompt, model: str) -> generation_pb2.TokenizeRequest:
+    """Return the message to send.
+
+    Raises:
+        InvalidRequest: It is no prompt, or token ids already.
+    """
+    request = generation_pb2.TokenizeRequest(model=model)
+    _set_prompt(request, prompt)
     return request
 
 
-def set_prompt(
-    request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest, prompt: Prompt
-) -> None:
-    """Fill in the prompt oneof of a request; token ids only where the request has a place for them.
-
-    Raises:
-        InvalidRequest: it is no prompt, or a token id is no u32.
-    """
+def _set_prompt(request: generation_pb2.Generation | generation_pb2.TokenizeRequest, prompt: Prompt) -> None:
     prompt = _check_prompt(prompt, "prompt")
     if isinstance(prompt, str):
-        _assign(request, "text", prompt, "prompt")
+        _assign(request, "text.text", prompt, "prompt")
+        request.text.SetInParent()  # an empty text is there, and refused by the server as what it is
     elif is_conversation(prompt):
         for message in cast(Conversation, prompt):
-            request.chat.messages.add(**message)
-    elif isinstance(request, generation_pb2.GenerateRequest):
-        request.token_ids.SetInParent()  # an empty list is there, and refused by the server as what it is
+            parts = [{"text": message["content"]}]
+            request.chat.messages.add(role=message["role"], name=message.get("name", ""), parts=parts)
+    elif isinstance(request, generation_pb2.Generation):
+        request.token_ids.SetInParent()
         _extend(request.token_ids.ids, cast("Sequence[int]", prompt), "prompt")
     else:
         raise InvalidRequest("prompt", "these are token ids already")
@@ -161,37 +178,50 @@ def _check_message(message: Mapping[Any, Any], where: str) -> Message:
     return message
 
 
-def _build_sampling(sampling: SamplingParams | Mapping[str, Any]) -> common_pb2.SamplingParams:
+def _set_sampling(
+    generation: generation_pb2.Generation, sampling: SamplingParams | Mapping[str, Any]
+) -> None:
     if isinstance(sampling, SamplingParams):
         values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
         if sampling.allowed_token_ids == ():  # the default means all; an empty list is refused by the server
             del values["allowed_token_ids"]
+        if sampling.max_tokens is None:
+            generation.length.rest_of_context.SetInParent()
     elif isinstance(sampling, Mapping):
         values = dict(sampling)
     else:
         raise InvalidRequest("sampling_params", f"expected SamplingParams, not {_show(sampling)}")
-    message = common_pb2.SamplingParams()
     for name, value in values.items():
-        field = f"sampling.{name}"
         if name not in _SAMPLING_FIELDS:
-            raise InvalidRequest(field, "no such field")
-        if value is None:
-            continue
-        if name in ("stop", "bad_words"):
-            _extend(getattr(message, name), [value] if isinstance(value, str) else value, field)
-        elif name == "stop_token_ids":
-            _extend(message.stop_token_ids, value, field)
-        elif name == "allowed_token_ids":
-            message.allowed_token_ids.SetInParent()
-            _extend(message.allowed_token_ids.ids, value, field)
-        elif name == "logit_bias":
-            _set_biases(message, value, field)
-        else:
-            _assign(message, name, value, field)
-    return message
+            raise InvalidRequest(f"sampling.{name}", "no such field")
+        if value is not None:
+            _set_sampling_field(generation, name, value)
 
 
-def _set_biases(message: common_pb2.SamplingParams, biases: Any, field: str) -> None:
+def _set_sampling_field(generation: generation_pb2.Generation, name: str, value: Any) -> None:
+    path = SAMPLING_PATHS[name]
+    match name:
+        case "stop" | "bad_words":
+            _extend(_find(generation, path), [value] if isinstance(value, str) else value, path)
+        case "stop_token_ids":
+            _extend(generation.length.stop_token_ids, value, path)
+        case "allowed_token_ids":
+            generation.sampling.allowed_token_ids.SetInParent()
+            _extend(generation.sampling.allowed_token_ids.ids, value, path)
+        case "logit_bias":
+            _set_biases(generation.sampling, value, path)
+        case "logprobs" | "prompt_logprobs":
+            options = getattr(generation.response, name)
+            options.with_bytes = True
+            if value == -1:
+                options.whole_vocabulary.SetInParent()
+            else:
+                _assign(generation, path, value)
+        case _:
+            _assign(generation, path, value)
+
+
+def _set_biases(message: sampling_pb2.SamplingParams, biases: Any, field: str) -> None:
     try:
         for token_id, bias in biases.items() if isinstance(biases, Mapping) else biases:
             message.logit_bias[token_id] = bias
@@ -199,11 +229,20 @@ def _set_biases(message: common_pb2.SamplingParams, biases: Any, field: str) -> 
         raise InvalidRequest(field, f"{_show(biases)} cannot be sent: {error}") from None
 
 
-def _assign(message: Any, name: str, value: Any, field: str) -> None:
+def _find(message: Any, path: str) -> Any:
+    """Return the field of a path like `length.stop`."""
+    for name in path.split("."):
+        message = getattr(message, name)
+    return message
+
+
+def _assign(message: Any, path: str, value: Any, field: str = "") -> None:
+    """Set the field of a path like `length.max_tokens`; `field` names it in errors, if not by its path."""
+    parent, _, name = path.rpartition(".")
     try:
-        setattr(message, name, value)
+        setattr(_find(message, parent) if parent else message, name, value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, f"{_show(value)} cannot be sent: {error}") from None
+        raise InvalidRequest(field or path, f"{_show(value)} cannot be sent: {error}") from None
 
 
 def _extend(column: Any, values: Iterable[Any], field: str) -> None:

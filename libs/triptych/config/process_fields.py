@@ -13,6 +13,12 @@ class FrontendConfig:
 
     host: str = value("127.0.0.1", "Address to bind; 0.0.0.0 for all.", FRONTEND)
     port: int = value(50051, "gRPC port; 0: any free one, written to --ready-file.", FRONTEND, ge=0, le=65535)
+    admin_port: int = value(
+        50050, "gRPC port of the operator's AdminService; 0: any free one.", FRONTEND, ge=0, le=65535
+    )
+    admin_host: str = value(
+        "127.0.0.1", "Address to bind the admin port to. Whoever reaches it can stop the engines.", FRONTEND
+    )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
     engine_addresses: str = value(

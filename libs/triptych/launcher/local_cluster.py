@@ -126,6 +126,12 @@ class LocalCluster:
         return dial_address(frontend.host, frontend.port)
 
     @property
+    def admin_address(self) -> str:
+        """The frontend's address for the operator's calls, host:port; valid once bound."""
+        frontend = self.config.frontend
+        return dial_address(frontend.admin_host, frontend.admin_port)
+
+    @property
     def http_address(self) -> str:
         """Address of the frontend's HTTP server, host:port; valid once bound."""
         frontend = self.config.frontend

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 from triptych import errors
 from triptych.errors import FieldViolation, TriptychError
 
-ERROR_DOMAIN = "triptych"
+ERROR_DOMAIN = "triptych.dev"
 UNAVAILABLE_RETRY_S = 1.0  # an engine that is gone is dialled again within a second, and another may be there
 
 # Clients refuse more than 8 KiB of trailing metadata and see RESOURCE_EXHAUSTED in place of the status. It
@@ -42,7 +42,8 @@ _TABLE = (
     ErrorRow(errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ModelNotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
-    ErrorRow(errors.FeatureDisabled, grpc.StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
+    ErrorRow(errors.FeatureDisabled, grpc.StatusCode.UNIMPLEMENTED, 400, "invalid_request_error"),
+    ErrorRow(errors.WrongState, grpc.StatusCode.FAILED_PRECONDITION, 409, "invalid_request_error"),
     ErrorRow(errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, 409, "invalid_request_error"),
     ErrorRow(errors.QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     ErrorRow(errors.DeadlineUnreachable, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
@@ -63,6 +64,7 @@ _TABLE = (
     ErrorRow(TriptychError, grpc.StatusCode.INTERNAL, 500, "server_error"),
 )
 _ROW_BY_CODE = {row.error.code: row for row in _TABLE}
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 # For a status that carries no ErrorInfo: the peer was no Triptych servicer, or gRPC itself ended the call.
 _ERROR_BY_GRPC_CODE: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
@@ -77,20 +79,44 @@ def row_of(error: TriptychError) -> ErrorRow:
 
 
 def to_status(error: TriptychError, request_id: str = "") -> grpc.Status:
-    """Return the gRPC status with all its details, cut to what a client's gRPC accepts.
+    """Return what ends a call: `to_rich_status` for gRPC."""
+    return rpc_status.to_status(to_rich_status(error, request_id))
+
+
+def to_rich_status(error: TriptychError, request_id: str = "") -> status_pb2.Status:
+    """Return the status with all its details, cut to what a client's gRPC accepts.
 
     Args:
         request_id: Of the request that failed; empty: it has none.
     """
     row = row_of(error)
-    details: list[Any] = [_error_info(error.code, error.metadata)]
-    if isinstance(error, errors.InvalidRequest):
-        details.append(_bad_request(error.violations))
+    violations = _violations_of(error)
+    details: list[Any] = [_error_info(error.code, error.metadata or _metadata_of(violations))]
+    if violations:
+        details.append(_bad_request(violations))
     if isinstance(error, errors.QueueFull):
         details.append(_retry_info(error.retry_after_s))
     elif isinstance(error, (errors.EngineUnavailable, errors.GenerationLost)):
         details.append(_retry_info(UNAVAILABLE_RETRY_S))
     return _status(row.grpc_code.value[0], _cut(error.message, _MAX_MESSAGE_BYTES), details, request_id)
+
+
+def _violations_of(error: TriptychError) -> Sequence[FieldViolation]:
+    """Return what is wrong field by field; empty for an error that is not about fields."""
+    if isinstance(error, errors.InvalidRequest):
+        return error.violations
+    if isinstance(error, errors.FeatureDisabled):
+        return [FieldViolation(feature, error.why) for feature in error.features]
+    return ()
+
+
+def _metadata_of(violations: Sequence[FieldViolation]) -> dict[str, str]:
+    """Return the field, the value and the limit of a single violation, as far as they are known."""
+    if len(violations) != 1:
+        return {}
+    violation = violations[0]
+    found = {"field": violation.field, "value": violation.value, "limit": violation.limit}
+    return {key: text for key, text in found.items() if text}
 
 
 def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:
@@ -104,7 +130,7 @@ def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.E
     return error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=cut)
 
 
-def _status(code: int, text: str, details: Sequence[Any], request_id: str) -> grpc.Status:
+def _status(code: int, text: str, details: Sequence[Any], request_id: str) -> status_pb2.Status:
     message = status_pb2.Status(code=code, message=text)
     if request_id:
         details = [*details, error_details_pb2.RequestInfo(request_id=_cut(request_id, 128))]
@@ -112,7 +138,7 @@ def _status(code: int, text: str, details: Sequence[Any], request_id: str) -> gr
         packed = any_pb2.Any()
         packed.Pack(detail)
         message.details.append(packed)
-    return rpc_status.to_status(message)
+    return message
 
 
 def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadRequest:
@@ -136,6 +162,11 @@ def _cut(text: str, max_bytes: int) -> str:
 
 
 def internal_status(request_id: str = "") -> grpc.Status:
+    """Return what ends a call that failed by a bug: `internal_rich_status` for gRPC."""
+    return rpc_status.to_status(internal_rich_status(request_id))
+
+
+def internal_rich_status(request_id: str = "") -> status_pb2.Status:
     """Return the status of a bug: it says that there is one and where to look."""
     where = f" (request {request_id})" if request_id else ""
     text = f"internal error{where}; the server's log has the details"
@@ -145,8 +176,16 @@ def internal_status(request_id: str = "") -> grpc.Status:
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     """Return the typed error that a status means; UNKNOWN and the like become plain TriptychError."""
     code = error.code()
-    text = error.details() or code.name
-    status = _rich_status(error)
+    return _typed_error(code, error.details() or code.name, _rich_status(error))
+
+
+def from_rich_status(status: status_pb2.Status) -> TriptychError:
+    """Return the typed error that a status in a message stands for."""
+    code = _STATUS_CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _typed_error(code, status.message or code.name, status)
+
+
+def _typed_error(code: grpc.StatusCode, text: str, status: status_pb2.Status | None) -> TriptychError:
     reason, retry_after_s = "", 0.0
     metadata: dict[str, str] = {}
     violations: list[FieldViolation] = []
@@ -191,6 +230,6 @@ def error_from_code(
     if issubclass(kind, errors.QueueFull):
         return kind(message, retry_after_s)
     if issubclass(kind, errors.FeatureDisabled):
-        feature, _, why = message.partition(": ")
-        return kind(feature, why)
+        features, _, why = message.partition(": ")
+        return kind(features.split(", "), why)
     return kind(message)

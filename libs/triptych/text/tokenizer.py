@@ -68,7 +68,12 @@ class Tokenizer:
             raise ModelError(f"{path}: {error}") from error
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        keeps_beginning: bool = False,
     ) -> list[int]:
         """Token ids of `text`; special tokens spelled out in it become their ids.
 
@@ -76,23 +81,33 @@ class Tokenizer:
             add_special_tokens: Add what the model wants around a plain text; off for a rendered chat template,
                 which has written it already.
             max_tokens: Keep only the end of the text, so that there are at most so many tokens. What is added
-                around the text stays, as with Hugging Face's `truncation_side="left"`.
+                around the text stays, as with Hugging Face's `truncation_side`.
+            keeps_beginning: Keep the beginning of the text in place of its end.
         """
         if max_tokens is not None:
-            return self._encode_end(text, add_special_tokens, max_tokens)
+            return self._encode_cut(text, add_special_tokens, max_tokens, keeps_beginning)
         # Of the library's ways this one holds the GIL least, which counts on a thread beside an event loop:
         # at most 3 ms for 1 MB of text, where `encode` held it for 26.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
-    def _encode_end(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
+    def find_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Return where in `text` each token of `encode` begins and ends, in code points; (0, 0) for an added one."""
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets: list[tuple[int, int]] = encoding.offsets
+        return offsets
+
+    def _encode_cut(
+        self, text: str, add_special_tokens: bool, max_tokens: int, keeps_beginning: bool
+    ) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         num_added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding.truncate(max(0, max_tokens - num_added), direction="left")
+        direction = "right" if keeps_beginning else "left"
+        encoding.truncate(max(0, max_tokens - num_added), direction=direction)
         encoding = self._backend.post_process(encoding, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
-        return ids[-max_tokens:]
+        return ids[:max_tokens] if keeps_beginning else ids[-max_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, as a whole: equal to what an `IncrementalDetokenizer` says in pieces.

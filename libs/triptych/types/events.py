@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, Usage
-from triptych.types.step import PromptLogprobs
+from triptych.types.step import U32, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,9 @@ class AdmittedEvent:
     request_id: str
     model: str
     seed: int
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | U32
+    is_limited_by_context: bool = False
+    """The output may be as long as the model's context leaves, and no longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,10 +18,12 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    UNKNOWN = 255
+    """A reason that a later version has added. Only a client sees it."""
 
     @property
     def word(self) -> str:
-        """The name that clients see: stop, length, abort."""
+        """The name that clients see: stop, length, abort, unknown."""
         return self.name.lower()
 
 
@@ -159,7 +161,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
-    """stop, length, abort; None while it runs."""
+    """stop, length, abort, or unknown for one of a later version; None while it runs."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it."""
 

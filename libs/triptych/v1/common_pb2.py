@@ -24,35 +24,22 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/common.proto\x12\x0btriptych.v1\"\x8f\x08\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x0e \x01(\x08\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x30\n\x11\x61llowed_token_ids\x18\x13 \x01(\x0b\x32\x15.triptych.v1.TokenIds\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\x17\n\ndetokenize\x18\x15 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x0e\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x17 \x01(\x08H\x0f\x88\x01\x01\x12:\n\x12structured_outputs\x18\x18 \x01(\x0b\x32\x1e.triptych.v1.StructuredOutputs\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_detokenizeB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x95\x01\n\x11StructuredOutputs\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x14.triptych.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x06\n\x04\x66orm\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"]\n\x0cStageTimings\x12\x13\n\x0btokenize_ns\x18\x01 \x01(\x04\x12\x11\n\tqueued_ns\x18\x02 \x01(\x04\x12\x12\n\nprefill_ns\x18\x03 \x01(\x04\x12\x11\n\tdecode_ns\x18\x04 \x01(\x04\"r\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x18\n\x0btoken_bytes\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\x0e\n\x0c_token_bytes\"X\n\rTokenLogprobs\x12$\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x14.triptych.v1.Logprob\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.triptych.v1.Logprob*x\n\nOutputKind\x12\x1b\n\x17OUTPUT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OUTPUT_KIND_CUMULATIVE\x10\x01\x12\x15\n\x11OUTPUT_KIND_DELTA\x10\x02\x12\x1a\n\x16OUTPUT_KIND_FINAL_ONLY\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/common.proto\x12\x0btriptych.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"K\n\nTruncation\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12)\n\x04side\x18\x02 \x01(\x0e\x32\x1b.triptych.v1.TruncationSide\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_OUTPUTKIND']._serialized_start=1678
-  _globals['_OUTPUTKIND']._serialized_end=1798
-  _globals['_FINISHREASON']._serialized_start=1800
-  _globals['_FINISHREASON']._serialized_end=1920
-  _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=1081
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=770
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=818
-  _globals['_TOKENIDS']._serialized_start=1083
-  _globals['_TOKENIDS']._serialized_end=1106
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1109
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1258
-  _globals['_CHOICES']._serialized_start=1260
-  _globals['_CHOICES']._serialized_end=1285
-  _globals['_USAGE']._serialized_start=1287
-  _globals['_USAGE']._serialized_end=1375
-  _globals['_STAGETIMINGS']._serialized_start=1377
-  _globals['_STAGETIMINGS']._serialized_end=1470
-  _globals['_LOGPROB']._serialized_start=1472
-  _globals['_LOGPROB']._serialized_end=1586
-  _globals['_TOKENLOGPROBS']._serialized_start=1588
-  _globals['_TOKENLOGPROBS']._serialized_end=1676
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
+  _globals['_TRUNCATIONSIDE']._serialized_start=317
+  _globals['_TRUNCATIONSIDE']._serialized_end=419
+  _globals['_TOKENIDS']._serialized_start=41
+  _globals['_TOKENIDS']._serialized_end=64
+  _globals['_TEXTPROMPT']._serialized_start=66
+  _globals['_TEXTPROMPT']._serialized_end=148
+  _globals['_TRUNCATION']._serialized_start=150
+  _globals['_TRUNCATION']._serialized_end=225
+  _globals['_USAGE']._serialized_start=227
+  _globals['_USAGE']._serialized_end=315
 # @@protoc_insertion_point(module_scope)

@@ -22,54 +22,61 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
+from triptych.v1 import chat_pb2 as triptych_dot_v1_dot_chat__pb2
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
+from triptych.v1 import output_pb2 as triptych_dot_v1_dot_output__pb2
+from triptych.v1 import sampling_pb2 as triptych_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x8f\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\rH\x01\x88\x01\x01\x12,\n\x0boutput_kind\x18\x0b \x01(\x0e\x32\x17.triptych.v1.OutputKind\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x42\x08\n\x06promptB\x19\n\x17_truncate_prompt_tokens\"\xa2\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.triptych.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xce\x01\n\x10GenerateResponse\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.triptych.v1.AdmittedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.triptych.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.triptych.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enum_candidates\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\r\n\x05ranks\x18\x05 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x06 \x03(\x0c\x12\x19\n\x11\x66irst_token_bytes\x18\x07 \x01(\x0c\"p\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\"\xd6\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\r\n\x0bstop_reason\"Y\n\x08\x46inished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Usage\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.triptych.v1.StageTimings\"\x95\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triptych.v1.Model\"X\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"U\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_dimensions\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.triptych.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x32\xc5\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.triptych.v1.TokenizeRequest\x1a\x1d.triptych.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.triptych.v1.DetokenizeRequest\x1a\x1f.triptych.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.triptych.v1.ListModelsRequest\x1a\x1f.triptych.v1.ListModelsResponse2R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.triptych.v1.EmbedRequest\x1a\x1a.triptych.v1.EmbedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x17google/rpc/status.proto\x1a\x16triptych/v1/chat.proto\x1a\x18triptych/v1/common.proto\x1a\x18triptych/v1/output.proto\x1a\x1atriptych/v1/sampling.proto\"\x94\x04\n\nGeneration\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x04text\x18\x02 \x01(\x0b\x32\x17.triptych.v1.TextPromptH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12#\n\x06length\x18\x06 \x01(\x0b\x32\x13.triptych.v1.Length\x12:\n\x12structured_outputs\x18\x07 \x01(\x0b\x32\x1e.triptych.v1.StructuredOutputs\x12.\n\x08response\x18\x08 \x01(\x0b\x32\x1c.triptych.v1.ResponseOptions\x12(\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x19.triptych.v1.CacheOptions\x12+\n\ntruncation\x18\n \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\x12+\n\x07\x65mitted\x18\x0e \x03(\x0b\x32\x1a.triptych.v1.EmittedTokensB\x08\n\x06prompt\"1\n\rEmittedTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xad\x03\n\x0fResponseOptions\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x08\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.triptych.v1.LogprobOptions\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.triptych.v1.LogprobOptions\x12\x0f\n\x07timings\x18\x06 \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x07 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\t \x01(\x08H\x03\x88\x01\x01\x12\x1b\n\x13min_interval_tokens\x18\n \x01(\r\x12\x15\n\rwhole_choices\x18\x0b \x01(\x08\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokens\"\xa7\x01\n\x0eLogprobOptions\x12\r\n\x03top\x18\x01 \x01(\rH\x00\x12\x38\n\x10whole_vocabulary\x18\x02 \x01(\x0b\x32\x1c.triptych.v1.WholeVocabularyH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12\x12\n\nwith_bytes\x18\x04 \x01(\x08\x42\x0c\n\ncandidates\"\x11\n\x0fWholeVocabulary\",\n\x0c\x43\x61\x63heOptions\x12\x0c\n\x04salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"R\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.triptych.v1.Generation\"\xc6\x01\n\x10GenerateResponse\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.triptych.v1.Admitted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.triptych.v1.PromptLogprobs\x12*\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x19.triptych.v1.ChoiceOutput\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.triptych.v1.Finished\"X\n\x15StreamGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.triptych.v1.Generation\"\xee\x01\n\x16StreamGenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x15.triptych.v1.AdmittedH\x00\x12+\n\x06output\x18\x03 \x01(\x0b\x32\x19.triptych.v1.ChoiceOutputH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.triptych.v1.PromptLogprobsH\x00\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x14\x42\x61tchGenerateRequest\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x33\n\x07request\x18\x02 \x01(\x0b\x32\".triptych.v1.StreamGenerateRequest\x12\x17\n\ntimeout_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"\x89\x01\n\x15\x42\x61tchGenerateResponse\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x34\n\x05\x65vent\x18\x02 \x01(\x0b\x32#.triptych.v1.StreamGenerateResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\":\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rlast_sequence\x18\x02 \x01(\x04\"D\n\x0e\x41ttachResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.triptych.v1.StreamGenerateResponse\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\xa0\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x04text\x18\x02 \x01(\x0b\x32\x17.triptych.v1.TextPromptH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x12\x12\n\nwith_bytes\x18\x04 \x01(\x08\x12\x14\n\x0cwith_offsets\x18\x05 \x01(\x08\x42\x08\n\x06prompt\"}\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x03 \x03(\x0c\x12\x15\n\rstart_offsets\x18\x04 \x03(\r\x12\x13\n\x0b\x65nd_offsets\x18\x05 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xb2\x04\n\x11GenerationService\x12G\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse\x12[\n\x0eStreamGenerate\x12\".triptych.v1.StreamGenerateRequest\x1a#.triptych.v1.StreamGenerateResponse0\x01\x12Z\n\rBatchGenerate\x12!.triptych.v1.BatchGenerateRequest\x1a\".triptych.v1.BatchGenerateResponse(\x01\x30\x01\x12\x43\n\x06\x41ttach\x12\x1a.triptych.v1.AttachRequest\x1a\x1b.triptych.v1.AttachResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.triptych.v1.AbortRequest\x1a\x1a.triptych.v1.AbortResponse\x12G\n\x08Tokenize\x12\x1c.triptych.v1.TokenizeRequest\x1a\x1d.triptych.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.triptych.v1.DetokenizeRequest\x1a\x1f.triptych.v1.DetokenizeResponseBJ\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=471
-  _globals['_CHAT']._serialized_start=474
-  _globals['_CHAT']._serialized_end=636
-  _globals['_CHATMESSAGE']._serialized_start=638
-  _globals['_CHATMESSAGE']._serialized_end=696
-  _globals['_GENERATERESPONSE']._serialized_start=699
-  _globals['_GENERATERESPONSE']._serialized_end=905
-  _globals['_PROMPTLOGPROBS']._serialized_start=908
-  _globals['_PROMPTLOGPROBS']._serialized_end=1072
-  _globals['_ADMITTED']._serialized_start=1074
-  _globals['_ADMITTED']._serialized_end=1186
-  _globals['_DELTA']._serialized_start=1189
-  _globals['_DELTA']._serialized_end=1403
-  _globals['_FINISHED']._serialized_start=1405
-  _globals['_FINISHED']._serialized_end=1494
-  _globals['_TOKENIZEREQUEST']._serialized_start=1497
-  _globals['_TOKENIZEREQUEST']._serialized_end=1646
-  _globals['_TOKENIZERESPONSE']._serialized_start=1648
-  _globals['_TOKENIZERESPONSE']._serialized_end=1708
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1710
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1821
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1823
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1857
-  _globals['_LISTMODELSREQUEST']._serialized_start=1859
-  _globals['_LISTMODELSREQUEST']._serialized_end=1878
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1880
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1936
-  _globals['_MODEL']._serialized_start=1938
-  _globals['_MODEL']._serialized_end=2026
-  _globals['_EMBEDREQUEST']._serialized_start=2028
-  _globals['_EMBEDREQUEST']._serialized_end=2113
-  _globals['_EMBEDRESPONSE']._serialized_start=2115
-  _globals['_EMBEDRESPONSE']._serialized_end=2209
-  _globals['_EMBEDDING']._serialized_start=2211
-  _globals['_EMBEDDING']._serialized_end=2238
-  _globals['_GENERATIONSERVICE']._serialized_start=2241
-  _globals['_GENERATIONSERVICE']._serialized_end=2566
-  _globals['_EMBEDDINGSERVICE']._serialized_start=2568
-  _globals['_EMBEDDINGSERVICE']._serialized_end=2650
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
+  _globals['_GENERATION']._serialized_start=175
+  _globals['_GENERATION']._serialized_end=707
+  _globals['_EMITTEDTOKENS']._serialized_start=709
+  _globals['_EMITTEDTOKENS']._serialized_end=758
+  _globals['_RESPONSEOPTIONS']._serialized_start=761
+  _globals['_RESPONSEOPTIONS']._serialized_end=1190
+  _globals['_LOGPROBOPTIONS']._serialized_start=1193
+  _globals['_LOGPROBOPTIONS']._serialized_end=1360
+  _globals['_WHOLEVOCABULARY']._serialized_start=1362
+  _globals['_WHOLEVOCABULARY']._serialized_end=1379
+  _globals['_CACHEOPTIONS']._serialized_start=1381
+  _globals['_CACHEOPTIONS']._serialized_end=1425
+  _globals['_GENERATEREQUEST']._serialized_start=1427
+  _globals['_GENERATEREQUEST']._serialized_end=1509
+  _globals['_GENERATERESPONSE']._serialized_start=1512
+  _globals['_GENERATERESPONSE']._serialized_end=1710
+  _globals['_STREAMGENERATEREQUEST']._serialized_start=1712
+  _globals['_STREAMGENERATEREQUEST']._serialized_end=1800
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=1803
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=2041
+  _globals['_BATCHGENERATEREQUEST']._serialized_start=2044
+  _globals['_BATCHGENERATEREQUEST']._serialized_end=2172
+  _globals['_BATCHGENERATERESPONSE']._serialized_start=2175
+  _globals['_BATCHGENERATERESPONSE']._serialized_end=2312
+  _globals['_ATTACHREQUEST']._serialized_start=2314
+  _globals['_ATTACHREQUEST']._serialized_end=2372
+  _globals['_ATTACHRESPONSE']._serialized_start=2374
+  _globals['_ATTACHRESPONSE']._serialized_end=2442
+  _globals['_ABORTREQUEST']._serialized_start=2444
+  _globals['_ABORTREQUEST']._serialized_end=2479
+  _globals['_ABORTRESPONSE']._serialized_start=2481
+  _globals['_ABORTRESPONSE']._serialized_end=2525
+  _globals['_TOKENIZEREQUEST']._serialized_start=2528
+  _globals['_TOKENIZEREQUEST']._serialized_end=2688
+  _globals['_TOKENIZERESPONSE']._serialized_start=2690
+  _globals['_TOKENIZERESPONSE']._serialized_end=2815
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2817
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2928
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2930
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2964
+  _globals['_GENERATIONSERVICE']._serialized_start=2967
+  _globals['_GENERATIONSERVICE']._serialized_end=3529
 # @@protoc_insertion_point(module_scope)

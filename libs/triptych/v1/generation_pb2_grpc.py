@@ -27,6 +27,13 @@ if _version_not_supported:
 
 class GenerationServiceStub(object):
     """Generates text. Served by every frontend.
+
+    An error is a gRPC status with google.rpc details: ErrorInfo always, with `field`, `value` and `limit` in its metadata
+    where it has them; RequestInfo where there is a request; BadRequest with every violation; RetryInfo where a retry
+    helps. Violations name fields relative to `Generation`. A field or method that is known and not served yet answers
+    UNIMPLEMENTED by its name.
+
+    Clients ignore events, fields and enum values that they do not know. A stream ends with `finished`.
     """
 
     def __init__(self, channel):
@@ -35,10 +42,30 @@ class GenerationServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
+        self.Generate = channel.unary_unary(
                 '/triptych.v1.GenerationService/Generate',
                 request_serializer=triptych_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.StreamGenerate = channel.unary_stream(
+                '/triptych.v1.GenerationService/StreamGenerate',
+                request_serializer=triptych_dot_v1_dot_generation__pb2.StreamGenerateRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_generation__pb2.StreamGenerateResponse.FromString,
+                _registered_method=True)
+        self.BatchGenerate = channel.stream_stream(
+                '/triptych.v1.GenerationService/BatchGenerate',
+                request_serializer=triptych_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/triptych.v1.GenerationService/Attach',
+                request_serializer=triptych_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_generation__pb2.AttachResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/triptych.v1.GenerationService/Abort',
+                request_serializer=triptych_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_generation__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/triptych.v1.GenerationService/Tokenize',
@@ -50,28 +77,58 @@ class GenerationServiceStub(object):
                 request_serializer=triptych_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
-        self.ListModels = channel.unary_unary(
-                '/triptych.v1.GenerationService/ListModels',
-                request_serializer=triptych_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
-                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
     """Generates text. Served by every frontend.
+
+    An error is a gRPC status with google.rpc details: ErrorInfo always, with `field`, `value` and `limit` in its metadata
+    where it has them; RequestInfo where there is a request; BadRequest with every violation; RetryInfo where a retry
+    helps. Violations name fields relative to `Generation`. A field or method that is known and not served yet answers
+    UNIMPLEMENTED by its name.
+
+    Clients ignore events, fields and enum values that they do not know. A stream ends with `finished`.
     """
 
     def Generate(self, request, context):
-        """Streams the answer to one prompt. The first message is always `admitted`; the last is `finished`.
-        Errors are gRPC statuses with google.rpc details (ErrorInfo always, RequestInfo, BadRequest with every violation,
-        RetryInfo where a retry helps). Leaving the stream aborts the request, and so does not reading it for long.
+        """Answers one prompt with the whole answer. An answer larger than one message may be, 16 MiB, is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamGenerate(self, request, context):
+        """Streams the answer to one prompt. Leaving the stream aborts the request, and so does not reading it for long.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchGenerate(self, request_iterator, context):
+        """Streams the answers to many prompts, each as StreamGenerate would, in any order. An error ends only its own item.
+        The server reads no further items while as many as GetServerInfo's max_batch_in_flight run. Leaving the stream
+        aborts all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Goes on with a stream that broke. Not served yet; see `Generation.emitted`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests of this frontend: their choices finish with FINISH_REASON_ABORT. Ids that are not alive do no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or chat messages into token ids.
+        """Turns a text or a conversation into token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,20 +141,33 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListModels(self, request, context):
-        """Lists the models that requests may name.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
+            'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=triptych_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'StreamGenerate': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamGenerate,
+                    request_deserializer=triptych_dot_v1_dot_generation__pb2.StreamGenerateRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_generation__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'BatchGenerate': grpc.stream_stream_rpc_method_handler(
+                    servicer.BatchGenerate,
+                    request_deserializer=triptych_dot_v1_dot_generation__pb2.BatchGenerateRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_generation__pb2.BatchGenerateResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=triptych_dot_v1_dot_generation__pb2.AttachRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_generation__pb2.AttachResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=triptych_dot_v1_dot_generation__pb2.AbortRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_generation__pb2.AbortResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -109,11 +179,6 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=triptych_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
-            'ListModels': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListModels,
-                    request_deserializer=triptych_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'triptych.v1.GenerationService', rpc_method_handlers)
@@ -124,6 +189,13 @@ def add_GenerationServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
     """Generates text. Served by every frontend.
+
+    An error is a gRPC status with google.rpc details: ErrorInfo always, with `field`, `value` and `limit` in its metadata
+    where it has them; RequestInfo where there is a request; BadRequest with every violation; RetryInfo where a retry
+    helps. Violations name fields relative to `Generation`. A field or method that is known and not served yet answers
+    UNIMPLEMENTED by its name.
+
+    Clients ignore events, fields and enum values that they do not know. A stream ends with `finished`.
     """
 
     @staticmethod
@@ -137,12 +209,120 @@ class GenerationService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/triptych.v1.GenerationService/Generate',
             triptych_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             triptych_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamGenerate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triptych.v1.GenerationService/StreamGenerate',
+            triptych_dot_v1_dot_generation__pb2.StreamGenerateRequest.SerializeToString,
+            triptych_dot_v1_dot_generation__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchGenerate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/triptych.v1.GenerationService/BatchGenerate',
+            triptych_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
+            triptych_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triptych.v1.GenerationService/Attach',
+            triptych_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
+            triptych_dot_v1_dot_generation__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.GenerationService/Abort',
+            triptych_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+            triptych_dot_v1_dot_generation__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,109 +377,6 @@ class GenerationService(object):
             '/triptych.v1.GenerationService/Detokenize',
             triptych_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
             triptych_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListModels(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/triptych.v1.GenerationService/ListModels',
-            triptych_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
-            triptych_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class EmbeddingServiceStub(object):
-    """Turns text into vectors. Not served yet.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Embed = channel.unary_unary(
-                '/triptych.v1.EmbeddingService/Embed',
-                request_serializer=triptych_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
-                _registered_method=True)
-
-
-class EmbeddingServiceServicer(object):
-    """Turns text into vectors. Not served yet.
-    """
-
-    def Embed(self, request, context):
-        """One vector per input.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_EmbeddingServiceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Embed': grpc.unary_unary_rpc_method_handler(
-                    servicer.Embed,
-                    request_deserializer=triptych_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'triptych.v1.EmbeddingService', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('triptych.v1.EmbeddingService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class EmbeddingService(object):
-    """Turns text into vectors. Not served yet.
-    """
-
-    @staticmethod
-    def Embed(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/triptych.v1.EmbeddingService/Embed',
-            triptych_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
-            triptych_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

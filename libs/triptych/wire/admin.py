@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
-from triptych.v1 import admin_pb2
 
 _PAUSE_MODES = {
     admin_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.WAIT,
@@ -13,15 +13,48 @@ _PAUSE_MODES = {
     admin_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
 _PROTO_PAUSE_MODES = {mode: number for number, mode in _PAUSE_MODES.items()}  # the last wins: WAIT has two
-_PLAIN = tuple(
-    f.name for f in admin_pb2.EngineStatus.DESCRIPTOR.fields if f.name not in ("num_finished", "model")
+_SLEEP_LEVELS = {
+    admin_pb2.SLEEP_LEVEL_UNSPECIFIED: SleepLevel.WEIGHTS_ON_HOST,
+    admin_pb2.SLEEP_LEVEL_WEIGHTS_ON_HOST: SleepLevel.WEIGHTS_ON_HOST,
+    admin_pb2.SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel.WEIGHTS_DROPPED,
+}
+_PLAIN = (
+    "engine_id",
+    "why_not_ready",
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "num_used_blocks",
+    "num_cached_blocks",
+    "num_steps",
+    "step_ns",
+    "prefix_queries",
+    "prefix_hits",
+    "num_preemptions",
+    "num_scheduled_tokens",
 )
 
 
 def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
     return admin_pb2.EngineStatus(
-        **{name: getattr(status, name) for name in _PLAIN}, num_finished=status.num_finished, model=model
+        **{name: getattr(status, name) for name in _PLAIN},
+        state=_state(status),
+        max_steps_in_flight=status.steps_in_flight,
+        num_finished=[
+            admin_pb2.OutcomeCount(outcome=f"OUTCOME_{reason.upper()}", count=count)
+            for reason, count in status.num_finished.items()
+        ],
+        model=model,
+        journal=f"JOURNAL_STATE_{status.journal.upper()}",
     )
+
+
+def _state(status: EngineStatus) -> admin_pb2.EngineState:
+    if status.asleep:
+        return admin_pb2.ENGINE_STATE_ASLEEP
+    if status.paused:
+        return admin_pb2.ENGINE_STATE_PAUSED
+    return admin_pb2.ENGINE_STATE_READY if status.ready else admin_pb2.ENGINE_STATE_NOT_READY
 
 
 def pause_mode_from_proto(mode: int) -> PauseMode:
@@ -32,14 +65,13 @@ def pause_mode_from_proto(mode: int) -> PauseMode:
     return known
 
 
-def sleep_level(number: int) -> SleepLevel:
-    """Raises InvalidRequest for a number that is no level."""
-    try:
-        return SleepLevel(number)
-    except ValueError:
-        known = " or ".join(str(level.value) for level in SleepLevel)
-        raise InvalidRequest("level", f"{number} is no level of sleep; it must be {known}") from None
-
-
 def pause_mode_to_proto(mode: PauseMode) -> admin_pb2.PauseMode:
     return _PROTO_PAUSE_MODES[mode]
+
+
+def sleep_level_from_proto(level: int) -> SleepLevel:
+    """Raises InvalidRequest for a level of a later version."""
+    known = _SLEEP_LEVELS.get(level)  # type: ignore[call-overload]
+    if known is None:
+        raise InvalidRequest("level", f"{level} is none of the levels known here, 1 to {max(_SLEEP_LEVELS)}")
+    return known

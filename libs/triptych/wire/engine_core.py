@@ -25,13 +25,13 @@ from triptych.wire.columns import (
     u64_from_bytes,
     u64_to_bytes,
 )
-from triptych.wire.common import sampling_from_proto, sampling_to_proto
 from triptych.wire.result import (
     logprobs_from_proto,
     logprobs_to_proto,
     prompt_logprobs_from_proto,
     prompt_logprobs_to_proto,
 )
+from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 from triptych.wire.worker import model_facts_from_proto, model_facts_to_proto
 
 
@@ -59,7 +59,6 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
 
     Raises:
         ProtocolViolation: the columns of the choices differ in length, or there is no choice.
-        FeatureDisabled: as `sampling_from_proto` says.
     """
     has_deadline = message.HasField("deadline_remaining_ms")
     numbers, seeds = u32_from_bytes(message.numbers), u64_from_bytes(message.seeds)

@@ -1,60 +1,186 @@
-"""generation.proto: what a frontend streams and a client reads."""
+"""output.proto: what a frontend streams and a client reads; where sampling fields stand in a public request."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
 import numpy as np
 
+from triptych.errors import ProtocolViolation
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason
+from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
-from triptych.v1 import common_pb2, generation_pb2
-from triptych.wire.common import (
-    timings_from_proto,
-    timings_to_proto,
-    token_logprobs_from_proto,
-    token_logprobs_to_proto,
-    usage_from_proto,
-    usage_to_proto,
-)
+from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
+
+MAX_CANDIDATES = 32768
+"""Log-probabilities in one message: with their bytes, they take less than 1 MiB."""
+
+SAMPLING_PATHS: Mapping[str, str] = {
+    **{field.name: f"sampling.{field.name}" for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields},
+    **{
+        field.name: f"length.{field.name}"
+        for field in sampling_pb2.Length.DESCRIPTOR.fields
+        if field.name != "rest_of_context"
+    },
+    "detokenize": "response.text",
+    "skip_special_tokens": "response.skip_special_tokens",
+    "spaces_between_special_tokens": "response.spaces_between_special_tokens",
+    "logprobs": "response.logprobs.top",
+    "prompt_logprobs": "response.prompt_logprobs.top",
+}
+"""Field of `triptych.types.sampling.SamplingParams` -> its path in a `Generation`."""
 
 _PROTO_REASON = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: output_pb2.FINISH_REASON_ABORT,
 }
 _REASON = {number: reason for reason, number in _PROTO_REASON.items()}
 
 
-def event_to_proto(event: Event) -> generation_pb2.GenerateResponse:
-    match event:
-        case DeltaEvent():
-            return generation_pb2.GenerateResponse(delta=_delta_to_proto(event))
-        case PromptLogprobsEvent():
-            return generation_pb2.GenerateResponse(prompt_logprobs=_prompt_logprobs_to_proto(event))
-        case AdmittedEvent():
-            return generation_pb2.GenerateResponse(
-                admitted=generation_pb2.Admitted(
-                    request_id=event.request_id,
-                    model=event.model,
-                    seed=event.seed,
-                    num_prompt_tokens=len(event.prompt_token_ids),
-                    prompt_token_ids=event.prompt_token_ids,
-                )
-            )
-        case FinishedEvent():
-            return generation_pb2.GenerateResponse(
-                finished=generation_pb2.Finished(
-                    usage=usage_to_proto(event.usage),
-                    timings=timings_to_proto(event.timings, event.tokenize_ns),
-                )
-            )
+class EventEncoder:
+    """Turns the events of one answer into messages, numbered 1, 2, 3, …"""
+
+    def __init__(self, options: generation_pb2.ResponseOptions, stop_token_ids: Collection[int] = ()) -> None:
+        """
+        Args:
+            options: What the client wants of them.
+            stop_token_ids: Of the request. Another token that stops a choice ends the sequence.
+        """
+        self._sequence = 0
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._sends_token_ids = options.token_ids or not options.HasField("token_ids")
+        self._sends_prompt_token_ids = options.prompt_token_ids
+        self._sends_bytes = options.logprobs.with_bytes
+        self._sends_prompt_bytes = options.prompt_logprobs.with_bytes
+        self._sends_timings = options.timings
+        self._length_limit: output_pb2.LengthLimit = output_pb2.LENGTH_LIMIT_MAX_TOKENS
+
+    def encode(self, event: Event) -> Sequence[generation_pb2.StreamGenerateResponse]:
+        """Return the event's message, or several if it has more log-probabilities than one may hold."""
+        match event:
+            case DeltaEvent():
+                if event.logprobs:
+                    return [self._number(output=self._output(part)) for part in _split(event)]
+                return (self._number(output=self._output(event)),)
+            case PromptLogprobsEvent():
+                return (self._number(prompt_logprobs=self._prompt_logprobs(event)),)
+            case AdmittedEvent():
+                return (self._number(admitted=self._admitted(event)),)
+            case FinishedEvent():
+                return (self._number(finished=self._finished(event)),)
+
+    def _number(self, **event: object) -> generation_pb2.StreamGenerateResponse:
+        self._sequence += 1
+        return generation_pb2.StreamGenerateResponse(sequence=self._sequence, **event)  # type: ignore[arg-type]
+
+    def _output(self, event: DeltaEvent) -> output_pb2.ChoiceOutput:
+        if self._sends_token_ids:
+            output = output_pb2.ChoiceOutput(index=event.index, text=event.text, token_ids=event.token_ids)
+        else:
+            output = output_pb2.ChoiceOutput(index=event.index, text=event.text)
+        if event.logprobs:
+            output.logprobs.CopyFrom(_logprobs_to_proto(event.logprobs, self._sends_bytes))
+        if event.finish_reason is not None:
+            self._finish(output, event)
+        return output
+
+    def _finish(self, output: output_pb2.ChoiceOutput, event: DeltaEvent) -> None:
+        assert event.finish_reason is not None
+        output.finish_reason = _PROTO_REASON[event.finish_reason]
+        if event.finish_reason is FinishReason.LENGTH:
+            output.length_limit = self._length_limit
+        elif isinstance(event.stop_reason, str):
+            output.stop_string = event.stop_reason
+        elif event.stop_reason in self._stop_token_ids:
+            output.stop_token_id = event.stop_reason
+        elif event.finish_reason is FinishReason.STOP and event.token_ids:
+            output.eos_token_id = event.token_ids[-1]
+
+    def _admitted(self, event: AdmittedEvent) -> output_pb2.Admitted:
+        if event.is_limited_by_context:
+            self._length_limit = output_pb2.LENGTH_LIMIT_CONTEXT
+        token_ids = np.asarray(event.prompt_token_ids)
+        return output_pb2.Admitted(
+            request_id=event.request_id,
+            model=event.model,
+            seed=event.seed,
+            num_prompt_tokens=len(token_ids),
+            prompt_token_ids=token_ids.tolist() if self._sends_prompt_token_ids else (),
+        )
+
+    def _prompt_logprobs(self, event: PromptLogprobsEvent) -> output_pb2.PromptLogprobs:
+        part = event.logprobs
+        return output_pb2.PromptLogprobs(
+            first_position=part.first_position,
+            logprobs=output_pb2.Logprobs(
+                num_candidates=part.token_ids.shape[1],
+                token_ids=part.token_ids.ravel().tolist(),
+                logprobs=part.logprobs.ravel().tolist(),
+                ranks=part.ranks.tolist(),
+                token_bytes=event.token_bytes if self._sends_prompt_bytes else (),
+            ),
+            first_token_bytes=event.first_token_bytes if self._sends_prompt_bytes else b"",
+        )
+
+    def _finished(self, event: FinishedEvent) -> output_pb2.Finished:
+        usage = common_pb2.Usage(
+            num_prompt_tokens=event.usage.num_prompt_tokens,
+            num_output_tokens=event.usage.num_output_tokens,
+            num_cached_tokens=event.usage.num_cached_tokens,
+        )
+        if not self._sends_timings:
+            return output_pb2.Finished(usage=usage)
+        timings = output_pb2.StageTimings(
+            tokenize_ns=event.tokenize_ns,
+            queued_ns=event.timings.queued_ns,
+            prefill_ns=event.timings.prefill_ns,
+            decode_ns=event.timings.decode_ns,
+        )
+        return output_pb2.Finished(usage=usage, timings=timings)
 
 
-def event_from_proto(message: generation_pb2.GenerateResponse) -> Event:
-    """Raises ValueError for an event that this client does not know, or whose columns do not fit together."""
+class WholeAnswer:
+    """Gathers the messages of a stream into one."""
+
+    def __init__(self) -> None:
+        self._answer = generation_pb2.GenerateResponse()
+        self._index_to_choice: dict[int, output_pb2.ChoiceOutput] = {}
+
+    def add(self, message: generation_pb2.StreamGenerateResponse) -> None:
+        answer = self._answer
+        match message.WhichOneof("event"):
+            case "output":
+                index = message.output.index
+                if index not in self._index_to_choice:
+                    self._index_to_choice[index] = answer.choices.add()
+                self._index_to_choice[index].MergeFrom(message.output)
+            case "prompt_logprobs":
+                part = message.prompt_logprobs
+                if answer.HasField("prompt_logprobs"):
+                    part.ClearField("first_position")  # that of the first part stays
+                answer.prompt_logprobs.MergeFrom(part)
+            case "admitted":
+                answer.admitted.CopyFrom(message.admitted)
+            case "finished":
+                answer.finished.CopyFrom(message.finished)
+
+    def take(self) -> generation_pb2.GenerateResponse:
+        """Return the answer, its choices by index; the last call."""
+        self._answer.choices.sort(key=lambda choice: choice.index)
+        return self._answer
+
+
+def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | None:
+    """Return the event, or None for one of a kind that a later version has added.
+
+    Raises:
+        ProtocolViolation: Its columns do not fit together.
+    """
     match message.WhichOneof("event"):
-        case "delta":
-            return _delta_from_proto(message.delta)
+        case "output":
+            return _output_from_proto(message.output)
         case "prompt_logprobs":
             return _prompt_logprobs_from_proto(message.prompt_logprobs)
         case "admitted":
@@ -63,66 +189,97 @@ def event_from_proto(message: generation_pb2.GenerateResponse) -> Event:
                 admitted.request_id, admitted.model, admitted.seed, list(admitted.prompt_token_ids)
             )
         case "finished":
-            finished = message.finished
+            usage, timings = message.finished.usage, message.finished.timings
             return FinishedEvent(
-                usage_from_proto(finished.usage),
-                timings_from_proto(finished.timings),
-                finished.timings.tokenize_ns,
+                Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens),
+                StageTimings(timings.queued_ns, timings.prefill_ns, timings.decode_ns),
+                timings.tokenize_ns,
             )
-        case other:
-            raise ValueError(f"an event of a kind this client does not know: {other}")
+        case _:
+            return None
 
 
-def _prompt_logprobs_to_proto(event: PromptLogprobsEvent) -> generation_pb2.PromptLogprobs:
-    part = event.logprobs
-    return generation_pb2.PromptLogprobs(
-        first_position=part.first_position,
-        num_candidates=part.token_ids.shape[1],
-        token_ids=part.token_ids.ravel().tolist(),
-        logprobs=part.logprobs.ravel().tolist(),
-        ranks=part.ranks.tolist(),
-        token_bytes=event.token_bytes,
-        first_token_bytes=event.first_token_bytes,
-    )
-
-
-def _prompt_logprobs_from_proto(message: generation_pb2.PromptLogprobs) -> PromptLogprobsEvent:
-    shape = len(message.ranks), message.num_candidates
-    return PromptLogprobsEvent(
-        PromptLogprobs(
-            message.first_position,
-            np.array(message.token_ids, np.uint32).reshape(shape),
-            np.array(message.logprobs, np.float32).reshape(shape),
-            np.array(message.ranks, np.uint32),
-        ),
-        list(message.token_bytes),
-        message.first_token_bytes,
-    )
-
-
-def _delta_to_proto(event: DeltaEvent) -> generation_pb2.Delta:
-    delta = generation_pb2.Delta(
-        index=event.index,
-        text=event.text,
-        token_ids=event.token_ids,
-        logprobs=[token_logprobs_to_proto(entry) for entry in event.logprobs],
-    )
-    if event.finish_reason is not None:
-        delta.finish_reason = _PROTO_REASON[event.finish_reason]
-    if isinstance(event.stop_reason, str):
-        delta.stop_string = event.stop_reason
-    elif event.stop_reason is not None:
-        delta.stop_token_id = event.stop_reason
-    return delta
-
-
-def _delta_from_proto(message: generation_pb2.Delta) -> DeltaEvent:
-    stop = message.WhichOneof("stop_reason")
+def _output_from_proto(message: output_pb2.ChoiceOutput) -> DeltaEvent:
+    reason, stop_reason = None, None
+    if message.finish_reason:
+        reason = _REASON.get(message.finish_reason, FinishReason.UNKNOWN)
+        detail = message.WhichOneof("finish_detail")
+        stop_reason = getattr(message, detail) if detail in ("stop_token_id", "stop_string") else None
     return DeltaEvent(
         index=message.index,
         text=message.text,
         token_ids=list(message.token_ids),
-        logprobs=tuple(token_logprobs_from_proto(entry) for entry in message.logprobs),
-        finish_reason=_REASON.get(message.finish_reason),
-        stop_reason=getattr(message, stop) if stop else None,
+        logprobs=tuple(_rows(message.logprobs)) if message.HasField("logprobs") else (),
+        finish_reason=reason,
+        stop_reason=stop_reason,
     )
+
+
+def _prompt_logprobs_from_proto(message: output_pb2.PromptLogprobs) -> PromptLogprobsEvent:
+    columns = message.logprobs
+    _check_columns(columns)
+    shape = len(columns.ranks), columns.num_candidates
+    return PromptLogprobsEvent(
+        PromptLogprobs(
+            message.first_position,
+            np.array(columns.token_ids, np.uint32).reshape(shape),
+            np.array(columns.logprobs, np.float32).reshape(shape),
+            np.array(columns.ranks, np.uint32),
+        ),
+        _bytes_of(columns),
+        message.first_token_bytes,
+    )
+
+
+def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
+    """Yield parts with at most `MAX_CANDIDATES` log-probabilities; text in the first, the end in the last."""
+    num_rows = max(1, MAX_CANDIDATES // (1 + len(event.logprobs[0].top)))
+    if len(event.logprobs) <= num_rows:
+        yield event
+        return
+    for start in range(0, len(event.logprobs), num_rows):
+        rows = slice(start, start + num_rows)
+        is_last = start + num_rows >= len(event.logprobs)
+        yield replace(
+            event,
+            text="" if start else event.text,
+            token_ids=event.token_ids[rows],
+            logprobs=event.logprobs[rows],
+            finish_reason=event.finish_reason if is_last else None,
+        )
+
+
+def _logprobs_to_proto(rows: Sequence[TokenLogprobs], sends_bytes: bool) -> output_pb2.Logprobs:
+    candidates = [candidate for row in rows for candidate in (row.chosen, *row.top)]
+    return output_pb2.Logprobs(
+        num_candidates=1 + len(rows[0].top),
+        token_ids=[candidate.token_id for candidate in candidates],
+        logprobs=[candidate.logprob for candidate in candidates],
+        ranks=[row.chosen.rank for row in rows],
+        token_bytes=[candidate.utf8 for candidate in candidates] if sends_bytes else (),
+    )
+
+
+def _rows(columns: output_pb2.Logprobs) -> Iterator[TokenLogprobs]:
+    _check_columns(columns)
+    values = zip(columns.token_ids, columns.logprobs, _bytes_of(columns), strict=True)
+    for rank in columns.ranks:
+        ranks = rank, *range(1, columns.num_candidates)
+        chosen, *top = [Logprob.of_bytes(*next(values), rank) for rank in ranks]
+        yield TokenLogprobs(chosen, tuple(top))
+
+
+def _bytes_of(columns: output_pb2.Logprobs) -> list[bytes]:
+    """Return the bytes of each candidate; empty ones where they were not asked for."""
+    return list(columns.token_bytes) or [b""] * len(columns.token_ids)
+
+
+def _check_columns(columns: output_pb2.Logprobs) -> None:
+    num_values = len(columns.ranks) * columns.num_candidates
+    lengths = {len(columns.token_ids), len(columns.logprobs), len(columns.token_bytes) or num_values}
+    if lengths != {num_values} or (columns.ranks and not columns.num_candidates):
+        raise ProtocolViolation(
+            f"logprobs: {len(columns.ranks)} ranks, {columns.num_candidates} candidates each, but "
+            f"{len(columns.token_ids)} token_ids, {len(columns.logprobs)} logprobs and {len(columns.token_bytes)} "
+            "token_bytes"
+        )

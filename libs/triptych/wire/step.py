@@ -6,7 +6,7 @@ from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
 from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
-from triptych.wire.common import sampling_from_proto, sampling_to_proto
+from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 
 Step = step_pb2.Step
 """One step of a session as it travels; what it means, `StepDecoder` says."""

@@ -10,6 +10,7 @@ import grpc.aio
 
 from services.enginecore.frontends.sessions import FrontendSession, FrontendSessions
 from services.enginecore.loop import EngineLoop
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import (
     FeatureDisabled,
     InvalidRequest,
@@ -17,10 +18,8 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
 from triptych.rpc.session.handshake import read_hello
-from triptych.types.facts import SleepLevel
 from triptych.types.outputs import OutputBatch
-from triptych.v1 import admin_pb2, admin_pb2_grpc
-from triptych.wire.admin import pause_mode_from_proto, sleep_level, status_to_proto
+from triptych.wire.admin import pause_mode_from_proto, sleep_level_from_proto, status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
 
@@ -105,12 +104,7 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
         match request.WhichOneof("message"):
             case "submit":
                 for message in request.submit.requests:
-                    try:
-                        submit = submit_from_proto(message)
-                    except FeatureDisabled as error:  # of this request; anything else is a broken stream
-                        self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
-                    else:
-                        self._loop.submit(session.number, submit)
+                    self._loop.submit(session.number, submit_from_proto(message))
                 session.messages_received += 1
             case "abort":
                 numbers = u32_from_bytes(request.abort).tolist()
@@ -126,10 +120,22 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves `triptych.v1.AdminService`; frontends forward to it."""
+    """Serves `triptych.admin.v1.AdminService`; frontends forward to it."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
+
+    async def ListEngines(
+        self, request: admin_pb2.ListEnginesRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListEnginesResponse:
+        welcome = self._loop.welcome
+        info = admin_pb2.EngineInfo(
+            engine_id=welcome.engine_id,
+            ready=welcome.ready,
+            why_not_ready=welcome.why_not_ready,
+            model=welcome.model.name if welcome.model else "",
+        )
+        return admin_pb2.ListEnginesResponse(engines=[info])
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -166,7 +172,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Sleep(
         self, request: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.SleepResponse:
-        level = sleep_level(request.level if request.HasField("level") else SleepLevel.WEIGHTS_ON_HOST.value)
+        level = sleep_level_from_proto(request.level)
         released_bytes = await self._loop.worker_sleep.sleep(level, pause_mode_from_proto(request.mode))
         return admin_pb2.SleepResponse(released_bytes=released_bytes)
 

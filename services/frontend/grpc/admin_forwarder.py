@@ -1,4 +1,4 @@
-"""The operator's gRPC service: every call is forwarded, unread, to the engine that its request names."""
+"""The operator's gRPC service: calls are forwarded, unread, to the engine that their request names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
+from triptych.admin.v1 import admin_pb2
 from triptych.rpc.status import from_rpc_error
-from triptych.v1 import admin_pb2
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name
 
 
 def create_admin_forwarder(router: Router) -> grpc.GenericRpcHandler:
-    """Return what serves all methods of `triptych.v1.AdminService`. What an engine refuses, it refuses in its words."""
+    """Return what serves all methods of AdminService. What an engine refuses, it refuses in its words."""
     handlers = {}
     for method in _SERVICE.methods:
         path = f"/{ADMIN_SERVICE}/{method.name}"
@@ -28,7 +29,30 @@ def create_admin_forwarder(router: Router) -> grpc.GenericRpcHandler:
             else (grpc.unary_unary_rpc_method_handler, _forward)
         )
         handlers[method.name] = wrap(forward(router, path), request_deserializer=request_type.FromString)
+    handlers["ListEngines"] = grpc.unary_unary_rpc_method_handler(
+        _list_engines(router),
+        request_deserializer=admin_pb2.ListEnginesRequest.FromString,
+        response_serializer=admin_pb2.ListEnginesResponse.SerializeToString,
+    )
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
+
+
+def _list_engines(router: Router) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> admin_pb2.ListEnginesResponse:
+        return admin_pb2.ListEnginesResponse(engines=map(_to_info, router.engines))
+
+    return handle
+
+
+def _to_info(engine: EngineClient) -> admin_pb2.EngineInfo:
+    model = engine.welcome.model if engine.welcome is not None else None
+    return admin_pb2.EngineInfo(
+        engine_id=engine.name,
+        address=engine.address,
+        ready=engine.is_ready,
+        why_not_ready="" if engine.is_ready else engine.why_not_ready,
+        model=model.name if model is not None else "",
+    )
 
 
 def _forward(router: Router, path: str) -> Any:

@@ -1,96 +1,139 @@
-"""The public gRPC servicer: proto in, generator, proto out."""
+"""`triptych.v1.GenerationService`: proto in, generator, proto out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import grpc.aio
 
 from services.frontend.generate import Generator
+from services.frontend.grpc.batch import BatchRun
+from services.frontend.grpc.convert import chat_size, to_raw_request, to_tokenize_prompt
 from services.frontend.identity import unique_request_id
-from services.frontend.requests.parse import RawChat, RawRequest, why_too_many_messages
+from services.frontend.requests.raw import RawRequest
 from services.frontend.work_threads import WorkThreads
-from triptych.errors import DeadlineExceeded, FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.rpc.interceptors import current_request_id, sent_request_id, set_request_id
+from triptych.errors import DeadlineExceeded, FeatureDisabled, InvalidRequest
+from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
+from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
 from triptych.rpc.status import to_status
-from triptych.types.sampling import OutputKind
-from triptych.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from triptych.wire.generation import event_to_proto
+from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
+from triptych.wire.generation import EventEncoder, WholeAnswer
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-EMBEDDING_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 
-_OUTPUT_KINDS = {
-    common_pb2.OUTPUT_KIND_UNSPECIFIED: OutputKind.DELTA,
-    common_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
-    common_pb2.OUTPUT_KIND_DELTA: OutputKind.DELTA,
-    common_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
-}
 _INLINE_BYTES = 8192  # a longer conversation is read on a thread
-_MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
-# Stand in for messages that are refused already, so that they are not reported missing as well.
-_REFUSED_MESSAGES = ({"role": "user", "content": ""},)
-_PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
-_KWARGS_PATH = "chat.template_kwargs_json"
+_MAX_ABORTS = 4096  # ids in one call
+_MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves `triptych.v1.GenerationService`."""
 
     def __init__(self, generator: Generator, client_timeout_s: float) -> None:
-        """`client_timeout_s`: how long a client may read nothing while its answer waits."""
+        """
+        Args:
+            client_timeout_s: How long a client may read nothing while its answer waits.
+        """
         self._generator = generator
         self._client_timeout_s = client_timeout_s
         self._threads = WorkThreads(1, inline_size=_INLINE_BYTES, what="long conversations")
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
-        own_id = unique_request_id(label) if label else current_request_id()
-        request.request_id = request.request_id or own_id
-        set_request_id(request.request_id)
-        remaining_s = context.time_remaining()
-        if remaining_s is not None and remaining_s <= 0:
-            raise DeadlineExceeded("the call's deadline had passed before the request was read")
-        raw = await self._threads.run(_chat_size(request), to_raw_request, request, remaining_s)
+    ) -> generation_pb2.GenerateResponse:
+        generation = request.generation
+        generation.response.whole_choices = True
+        num_bytes = 0
+        answer = WholeAnswer()
+        self._name(request, context)
+        async with aclosing(self._messages(request, context.time_remaining())) as messages:
+            async for message in messages:
+                num_bytes += message.ByteSize()
+                if num_bytes > _MAX_ANSWER_BYTES:
+                    why = f"the answer exceeds the limit of {_MAX_ANSWER_BYTES} bytes; use StreamGenerate"
+                    raise InvalidRequest("response", why)
+                answer.add(message)
+        return answer.take()
+
+    async def StreamGenerate(
+        self, request: generation_pb2.StreamGenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generation_pb2.StreamGenerateResponse]:
+        self._name(request, context)
+        raw = await self._read(request, context.time_remaining())
+        encoder = _encoder(request)
         watch = _StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(self._generator.generate(raw)) as events:
                 async for event in events:
+                    for message in encoder.encode(event):
+                        watch.begin_write()
+                        yield message
+                        watch.end_write()
+        finally:
+            watch.close()
+
+    async def BatchGenerate(
+        self,
+        request_iterator: AsyncIterator[generation_pb2.BatchGenerateRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
+        def answer(
+            item: generation_pb2.BatchGenerateRequest,
+        ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
+            item.request.request_id = item.request.request_id or new_request_id()
+            return self._messages(item.request, _time_of_item(item, context.time_remaining()))
+
+        watch = _StallWatch(context, self._client_timeout_s)
+        try:
+            async with aclosing(BatchRun(answer).run(request_iterator)) as responses:
+                async for response in responses:
                     watch.begin_write()
-                    yield event_to_proto(event)
+                    yield response
                     watch.end_write()
         finally:
             watch.close()
 
+    async def Attach(
+        self, request: generation_pb2.AttachRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generation_pb2.AttachResponse]:
+        why = "this version does not serve it yet; send the request again with the tokens that came as `emitted`"
+        raise FeatureDisabled("GenerationService.Attach", why)
+        yield  # an error interceptor expects a generator
+
+    async def Abort(
+        self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.AbortResponse:
+        num_ids = len(request.request_ids)
+        if not 1 <= num_ids <= _MAX_ABORTS:
+            raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{_MAX_ABORTS}")
+        aborted = self._generator.abort(request.request_ids)
+        return generation_pb2.AbortResponse(aborted_request_ids=aborted)
+
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise InvalidRequest("prompt", "none is given; set text or chat")
-        prompt: str | RawChat = request.text
-        if kind == "chat":
-            prompt, violations = await self._threads.run(_chat_size(request), _to_chat, request.chat)
-            if violations:
-                raise InvalidRequest(violations)
-            if request.chat.tools_json:
-                raise FeatureDisabled("chat.tools_json", "this version does not serve it yet; leave it out")
+        size = _size(request.chat if request.HasField("chat") else None)
+        prompt, add_special_tokens, path = await self._threads.run(size, to_tokenize_prompt, request)
         token_ids = await self._generator.tokenize(
             prompt,
             model=request.model,
-            add_special_tokens=_given(request, "add_special_tokens"),
-            path=_PROMPT_PATHS[kind],
-            kwargs_path=_KWARGS_PATH,
+            add_special_tokens=add_special_tokens,
+            path=path,
+            kwargs_path="chat.template_kwargs_json",
         )
-        max_model_len = self._generator.find_model(request.model).max_model_len
-        return generation_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+        response = generation_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=self._generator.find_model(request.model).max_model_len
+        )
+        if request.with_bytes:
+            response.token_bytes.extend(await self._generator.token_bytes(token_ids))
+        if request.with_offsets and isinstance(prompt, str):
+            offsets = await self._generator.find_offsets(prompt, add_special_tokens=add_special_tokens)
+            response.start_offsets.extend([start for start, _ in offsets])
+            response.end_offsets.extend([end for _, end in offsets])
+        return response
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -98,15 +141,60 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         text = await self._generator.detokenize(
             request.token_ids,
             model=request.model,
-            skip_special_tokens=_given(request, "skip_special_tokens") is not False,
+            skip_special_tokens=request.skip_special_tokens or not request.HasField("skip_special_tokens"),
         )
         return generation_pb2.DetokenizeResponse(text=text)
 
-    async def ListModels(
-        self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.ListModelsResponse:
-        models = [generation_pb2.Model(**served._asdict()) for served in self._generator.models()]
-        return generation_pb2.ListModelsResponse(models=models)
+    @staticmethod
+    def _name(
+        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Give the request of this call an id, unless its client has."""
+        label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
+        own_id = unique_request_id(label) if label else current_request_id()
+        request.request_id = request.request_id or own_id
+        set_request_id(request.request_id)
+
+    async def _messages(
+        self,
+        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
+        remaining_s: float | None,
+    ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
+        raw = await self._read(request, remaining_s)
+        encoder = _encoder(request)
+        async with aclosing(self._generator.generate(raw)) as events:
+            async for event in events:
+                for message in encoder.encode(event):
+                    yield message
+
+    async def _read(
+        self,
+        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
+        remaining_s: float | None,
+    ) -> RawRequest:
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlineExceeded("the deadline had passed before the request was read")
+        generation = request.generation
+        size = _size(generation.chat if generation.HasField("chat") else None)
+        return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
+
+
+def _encoder(request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest) -> EventEncoder:
+    generation = request.generation
+    return EventEncoder(generation.response, generation.length.stop_token_ids)
+
+
+def _size(chat: chat_pb2.Chat | None) -> int:
+    return 0 if chat is None else chat_size(chat)
+
+
+def _time_of_item(item: generation_pb2.BatchGenerateRequest, remaining_s: float | None) -> float | None:
+    """Return the time that an item of a batch may take, in seconds; `remaining_s` is that of the call."""
+    if not item.HasField("timeout_ms"):
+        return remaining_s
+    timeout_s = item.timeout_ms / 1000
+    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
 class _StallWatch:
@@ -146,95 +234,3 @@ class _StallWatch:
             self._loop.call_soon(self._call.cancel)
         with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
             await self._context.abort(status.code, status.details, status.trailing_metadata)
-
-
-class EmbeddingServicer(generation_pb2_grpc.EmbeddingServiceServicer):
-    """Refuses `triptych.v1.EmbeddingService` by name."""
-
-    async def Embed(
-        self, request: generation_pb2.EmbedRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.EmbedResponse:
-        raise FeatureDisabled("EmbeddingService.Embed", "this version does not serve it yet")
-
-
-def _chat_size(request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest) -> int:
-    """How much work it is to read the request's conversation, in bytes."""
-    if not request.HasField("chat"):
-        return 0
-    return request.chat.ByteSize() + _MESSAGE_BYTES * len(request.chat.messages)
-
-
-def to_raw_request(request: generation_pb2.GenerateRequest, deadline_s: float | None) -> RawRequest:
-    """The request as the frontend knows it; what only this servicer can see to be wrong is noted in it."""
-    violations: list[FieldViolation] = []
-    unsupported: list[str] = []
-    kind = request.WhichOneof("prompt")
-    prompt: Any = None
-    match kind:
-        case "text":
-            prompt = request.text
-        case "token_ids":
-            prompt = request.token_ids.ids
-        case "chat":
-            prompt, violations = _to_chat(request.chat)
-            if request.chat.tools_json:
-                unsupported.append("chat.tools_json")
-    if request.output_kind not in _OUTPUT_KINDS:
-        violations.append(FieldViolation("output_kind", f"{request.output_kind} is none of 0..3"))
-    paths = {"template_kwargs": _KWARGS_PATH, "deadline_s": "the call's deadline"}
-    if kind is not None:
-        paths["prompt"] = _PROMPT_PATHS[kind]
-    return RawRequest(
-        api="grpc",
-        prompt=prompt,
-        request_id=request.request_id,
-        model=request.model,
-        sampling=_sampling_fields(request.sampling),
-        output_kind=_OUTPUT_KINDS.get(request.output_kind, OutputKind.DELTA),
-        priority=request.priority,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        truncate_prompt_tokens=_given(request, "truncate_prompt_tokens"),
-        adapter=request.adapter,
-        echo=request.echo,
-        deadline_s=deadline_s,
-        sampling_prefix="sampling.",
-        paths=paths,
-        violations=tuple(violations),
-        unsupported=tuple(unsupported),
-    )
-
-
-def _sampling_fields(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that the client set; protobuf lists exactly those."""
-    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    if "allowed_token_ids" in fields:
-        fields["allowed_token_ids"] = message.allowed_token_ids.ids
-    return fields
-
-
-def _to_chat(chat: generation_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
-    template_kwargs: Mapping[str, Any] = {}
-    violations = []
-    if (why := why_too_many_messages(len(chat.messages))) is not None:
-        return RawChat(_REFUSED_MESSAGES), [FieldViolation("chat.messages", why)]
-    if chat.template_kwargs_json:
-        try:
-            template_kwargs = json.loads(chat.template_kwargs_json)
-        except ValueError as error:
-            template_kwargs = {}
-            violations.append(FieldViolation(_KWARGS_PATH, f"is not JSON: {error}"))
-        if not isinstance(template_kwargs, dict):
-            violations.append(FieldViolation(_KWARGS_PATH, "is not a JSON object"))
-            template_kwargs = {}
-    messages = [
-        {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
-        for message in chat.messages
-    ]
-    add_generation_prompt = _given(chat, "add_generation_prompt") is not False
-    return RawChat(messages, add_generation_prompt, template_kwargs), violations
-
-
-def _given(message: Any, field: str) -> Any:
-    """The value of an optional field; None where the client left it out."""
-    return getattr(message, field) if message.HasField(field) else None

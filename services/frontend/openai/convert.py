@@ -19,7 +19,8 @@ from services.frontend.openai.schema import (
     SamplingBody,
     TokenizeRequest,
 )
-from services.frontend.requests.parse import RawChat, RawRequest, why_not_request_id
+from services.frontend.requests.parse import why_not_request_id
+from services.frontend.requests.raw import RawChat, RawRequest
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
 
@@ -115,7 +116,7 @@ def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
     if violations:
         raise InvalidRequest(violations)
     if unsupported := _unsupported_messages(body):
-        raise FeatureDisabled(", ".join(unsupported), "this version does not serve it yet; leave it out")
+        raise FeatureDisabled(unsupported, "this version does not serve it yet; leave it out")
     return to_chat(body) if body.prompt is None else body.prompt
 
 

@@ -95,7 +95,7 @@ def _from_triptych_error(error: TriptychError) -> HttpError:
         case InvalidRequest():
             param = error.violations[0].field if error.violations else None
         case FeatureDisabled():
-            param = error.feature.partition(", ")[0].partition(" ")[0]
+            param = error.features[0].partition(" ")[0]
         case ModelNotFound():
             param = "model"
         case QueueFull():

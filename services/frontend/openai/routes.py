@@ -30,7 +30,8 @@ from services.frontend.openai.schema import (
     TokenizeRequest,
 )
 from services.frontend.openai.streams import EventStream, chunks, merge
-from services.frontend.requests.parse import MAX_DEADLINE_S, RawChat, RawRequest
+from services.frontend.requests.parse import MAX_DEADLINE_S
+from services.frontend.requests.raw import RawChat, RawRequest
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.events import Event
 

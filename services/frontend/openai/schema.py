@@ -23,7 +23,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
-from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_MESSAGES
+from services.frontend.requests.parse import MAX_LABEL_BYTES
+from services.frontend.requests.raw import MAX_MESSAGES
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {

@@ -1,94 +1,23 @@
-"""Raw requests, as any door hands them in, and their parsing into valid ones: every violation at once."""
+"""Raw requests -> valid ones: every violation at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
 from services.frontend.requests.sampling import check_sampling, find_bad_token_id, to_array, why_not_text
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.types.sampling import OutputKind, SamplingParams
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome
 
 COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out; a chat gets all that is left
 MAX_DEADLINE_S = 1e9
 MAX_REQUEST_ID_BYTES = 128
-MAX_MESSAGES = 16384  # of one conversation
 MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
-_MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
-_LONG_VARIABLE = 1 << 13  # stands for the size of a list or an object, which is not looked into
 _I32 = (-(1 << 31), (1 << 31) - 1)
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "self")
-
-
-@dataclass(frozen=True, slots=True)
-class RawChat:
-    """A conversation as the client wrote it."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """Each with `role` and `content` (text) at least."""
-    add_generation_prompt: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Extra variables for the chat template."""
-    size: int = field(init=False)
-    """How much work it is to check and to render, in characters of a message."""
-
-    def __post_init__(self) -> None:
-        num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
-        variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
-        object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawRequest:
-    """One request to generate, unchecked. The same from every door."""
-
-    api: str
-    """grpc or http; for logs and metrics."""
-    prompt: str | Sequence[int] | RawChat | None
-    """None: the client gave none."""
-    request_id: str = ""
-    """Empty: one is drawn."""
-    model: str = ""
-    """Empty: the one served."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SamplingParams` that the client gave, by name; absent or None is unset."""
-    output_kind: OutputKind = OutputKind.DELTA
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
-    truncate_prompt_tokens: int | None = None
-    adapter: str = ""
-    echo: bool = False
-    deadline_s: float | None = None
-    """Time left for all of it."""
-    sampling_prefix: str = ""
-    """Stands before the name of a sampling field in the client's own words: `sampling.` in gRPC."""
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
-    "logprobs": "top_logprobs"}."""
-    violations: tuple[FieldViolation, ...] = ()
-    """What the door found wrong by itself; reported together with the rest."""
-    unsupported: tuple[str, ...] = ()
-    """Paths of fields that the client set and nobody has built; refused by name."""
-
-    @property
-    def size(self) -> int:
-        """How much work it is to check: characters, token ids, entries of lists."""
-        size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
-        if isinstance(self.prompt, RawChat):
-            return size + self.prompt.size
-        return size if self.prompt is None else size + len(self.prompt)
-
-    def path(self, name: str) -> str:
-        """The path of a field of this class as the client wrote it."""
-        return self.paths.get(name, name)
-
-    def sampling_path(self, name: str) -> str:
-        """The same for a field of `SamplingParams`."""
-        return self.paths.get(name, self.sampling_prefix + name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +33,8 @@ class ValidRequest:
     @property
     def default_max_tokens(self) -> int | None:
         """For a client that gave none; None: all that the context leaves."""
-        return None if isinstance(self.prompt, RawChat) else COMPLETION_MAX_TOKENS
+        takes_rest = self.raw.takes_rest_of_context or isinstance(self.prompt, RawChat)
+        return None if takes_rest else COMPLETION_MAX_TOKENS
 
 
 def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float]) -> ValidRequest:
@@ -120,7 +50,7 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     """
     assert engine.model is not None, "an engine that was never ready is never chosen"
     vocab_size, max_model_len = engine.model.vocab_size, engine.model.max_model_len
-    checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.sampling_path)
+    checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path)
     values = {"max_tokens": None, **defaults, **checked.values}
     sampling = SamplingParams(**values, output_kind=raw.output_kind)
     violations = [
@@ -129,6 +59,7 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
         *_check_envelope(raw, engine),
         *checked.violations,
         *_check_together(raw, sampling, engine),
+        *_check_emitted(raw, sampling, vocab_size),
     ]
     overflow = _overflow_of_token_ids(raw, max_model_len)
     if violations:
@@ -137,11 +68,11 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
         raise overflow
     unsupported = [*raw.unsupported, *checked.unsupported, *([raw.path("adapter")] if raw.adapter else [])]
     if unsupported:
-        raise FeatureDisabled(", ".join(unsupported), "this version does not serve it yet; leave it out")
+        raise FeatureDisabled(unsupported, "this version does not serve it yet; leave it out")
     assert raw.prompt is not None
     if isinstance(raw.prompt, (str, RawChat)):
         return ValidRequest(raw, raw.prompt, sampling)
-    return ValidRequest(raw, to_array(raw.prompt[-_num_kept(raw, raw.prompt) :]), sampling)
+    return ValidRequest(raw, to_array(raw.prompt[_kept(raw, raw.prompt)]), sampling)
 
 
 def is_request_id(text: str) -> bool:
@@ -175,7 +106,7 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
         max_tokens = min(request.default_max_tokens or room, room)
     elif max_tokens > room:
         raise _exceeds_context(
-            raw.sampling_path("max_tokens"),
+            raw.path("max_tokens"),
             num_prompt_tokens,
             max_tokens,
             max_model_len,
@@ -183,16 +114,13 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
         )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
-            raw.sampling_path("min_tokens"), f"{sampling.min_tokens} exceeds max_tokens, here {max_tokens}"
+            raw.path("min_tokens"), f"{sampling.min_tokens} exceeds max_tokens, here {max_tokens}"
         )
+    for number, token_ids in enumerate(raw.emitted.values()):
+        if len(token_ids) >= max_tokens:
+            why = f"{len(token_ids)} tokens leave nothing to generate: max_tokens is {max_tokens}"
+            raise InvalidRequest(f"{raw.path('emitted')}[{number}].token_ids", why)
     return replace(sampling, max_tokens=max_tokens)
-
-
-def why_too_many_messages(num_messages: int) -> str | None:
-    """Return what is wrong with the length of a conversation, or None if nothing is."""
-    if num_messages <= MAX_MESSAGES:
-        return None
-    return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
 
 
 def prompt_has_too_many_chars(
@@ -250,26 +178,28 @@ def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[
     if isinstance(prompt, str):
         why = why_not_text(prompt)
         return [] if why is None else [FieldViolation(path, why)]
-    num_kept = _num_kept(raw, prompt)
-    if num_kept >= max_model_len:
+    kept = _kept(raw, prompt)
+    if kept.stop - kept.start >= max_model_len:
         return []  # refused for its length; looking at each of millions of ids would take long
-    bad = find_bad_token_id(prompt[-num_kept:], vocab_size)
+    bad = find_bad_token_id(prompt[kept], vocab_size)
     if bad is not None:
-        return [FieldViolation(f"{path}[{len(prompt) - num_kept + bad[0]}]", bad[1])]
+        return [FieldViolation(f"{path}[{kept.start + bad[0]}]", bad[1])]
     return []
 
 
-def _num_kept(raw: RawRequest, token_ids: Sequence[int]) -> int:
-    """Return how many ids of a prompt are left after truncation."""
-    limit = raw.truncate_prompt_tokens
-    return len(token_ids) if not isinstance(limit, int) or limit < 1 else min(limit, len(token_ids))
+def _kept(raw: RawRequest, token_ids: Sequence[int]) -> slice[int, int, None]:
+    """Return the ids of a prompt that are left after truncation."""
+    limit, length = raw.truncate_prompt_tokens, len(token_ids)
+    num_kept = length if not isinstance(limit, int) or limit < 1 else min(limit, length)
+    return slice(0, num_kept) if raw.keeps_beginning else slice(length - num_kept, length)
 
 
 def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLengthExceeded | None:
     """Return the refusal of a prompt of token ids that leaves no room for output, or None if it leaves some."""
     if raw.prompt is None or isinstance(raw.prompt, (str, RawChat)):
         return None
-    num_kept = _num_kept(raw, raw.prompt)
+    kept = _kept(raw, raw.prompt)
+    num_kept = kept.stop - kept.start
     return _prompt_too_long(raw, num_kept, max_model_len) if num_kept >= max_model_len else None
 
 
@@ -308,17 +238,17 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
                 "names only tokens that end the output, and min_tokens "
                 f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
             )
-            found.append((raw.sampling_path("allowed_token_ids"), why))
+            found.append((raw.path("allowed_token_ids"), why))
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
-        found.append((raw.sampling_path("max_tokens"), why))
+        found.append((raw.path("max_tokens"), why))
     if sampling.n > engine.max_choices:
         why = f"{sampling.n} choices are above the limit {engine.max_choices}: so many run and wait together at most"
-        found.append((raw.sampling_path("n"), why))
+        found.append((raw.path("n"), why))
     if sampling.n > 1 and sampling.is_greedy:
         found.append(
             (
-                raw.sampling_path("n"),
+                raw.path("n"),
                 f"{sampling.n} choices of greedy sampling (temperature {sampling.temperature:g}) would all be "
                 "equal; the limit is 1, or raise temperature",
             )
@@ -326,16 +256,32 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         found.append(
             (
-                raw.sampling_path("min_tokens"),
+                raw.path("min_tokens"),
                 f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}",
             )
         )
     if not sampling.detokenize:
         if sampling.stop:
-            found.append((raw.sampling_path("stop"), "is looked for in the text, but detokenize is false"))
+            found.append((raw.path("stop"), "is looked for in the text, but detokenize is false"))
         if raw.echo:
             found.append((raw.path("echo"), "repeats the prompt's text, but detokenize is false"))
     return [FieldViolation(path, description) for path, description in found]
+
+
+def _check_emitted(raw: RawRequest, sampling: SamplingParams, vocab_size: int) -> list[FieldViolation]:
+    """Output tokens so far that cannot be those of this request."""
+    path = raw.path("emitted")
+    violations = []
+    for number, (index, token_ids) in enumerate(raw.emitted.items()):
+        if index >= sampling.n:
+            why = f"{index} is no choice of this request, which has {sampling.n}"
+            violations.append(FieldViolation(f"{path}[{number}].index", why))
+        if (bad := find_bad_token_id(token_ids, vocab_size)) is not None:
+            violations.append(FieldViolation(f"{path}[{number}].token_ids[{bad[0]}]", bad[1]))
+    if raw.emitted and sampling.prompt_logprobs is not None:
+        why = "is sent before any output, which has begun already; leave it out"
+        violations.append(FieldViolation(raw.path("prompt_logprobs"), why))
+    return violations
 
 
 def _prompt_too_long(raw: RawRequest, num_prompt_tokens: int, max_model_len: int) -> ContextLengthExceeded:
@@ -361,13 +307,3 @@ def _exceeds_context(
         "max_tokens": str(max_tokens),
     }
     return error
-
-
-def _has_text(message: Mapping[str, Any]) -> bool:
-    return isinstance(message.get("content"), str)
-
-
-def _size_of_variable(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    return 1 if value is None or isinstance(value, (bool, int, float)) else _LONG_VARIABLE

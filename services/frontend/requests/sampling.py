@@ -16,8 +16,6 @@ from triptych.types.step import U32
 
 # Long lists are looked at in parts: a thread lets the event loop run only between two calls into C.
 _CHUNK_TOKENS = 8192
-_UNSUPPORTED_MESSAGES = ("structured_outputs",)
-"""Fields of the protocol that the table of sampling fields lacks, and that this version does not support."""
 
 
 @dataclass(slots=True)
@@ -53,7 +51,8 @@ def check_sampling(
         try:
             result.values[name] = _parse_field(name, value, vocab_size)
         except _BadValue as error:
-            result.violations.append(FieldViolation(path(name) + error.where, error.description))
+            where = path(name) + error.where
+            result.violations.append(FieldViolation(where, error.description, error.value, error.limit))
     return result
 
 
@@ -103,16 +102,18 @@ def why_not_text(value: Any) -> str | None:
 
 
 class _BadValue(Exception):
-    def __init__(self, description: str, where: str = "") -> None:
+    def __init__(self, description: str, where: str = "", *, value: str = "", limit: str = "") -> None:
         super().__init__(description)
         self.description = description
         self.where = where
+        self.value = value
+        self.limit = limit
 
 
 def _is_unsupported(name: str, value: Any) -> bool:
     spec = SAMPLING_FIELDS.get(name)
     if spec is None:
-        return name in _UNSUPPORTED_MESSAGES and bool(value)
+        return False
     if not spec.is_supported:
         return bool(value)
     return type(value) is int and value in spec.unsupported_values
@@ -149,7 +150,7 @@ def _number(value: Any, spec: SamplingField) -> float:
     single = _float32(value)
     _check_range(single, spec)
     if spec.excludes_low and single == spec.low:
-        raise _BadValue(f"{value:g} must be above {spec.low:g}")
+        raise _BadValue(f"{value:g} must be above {spec.low:g}", value=f"{value:g}", limit=f"{spec.low:g}")
     return single
 
 
@@ -167,9 +168,13 @@ def _float32(value: Any) -> float:
 
 def _check_range(value: float, spec: SamplingField) -> None:
     if value < spec.low:
-        raise _BadValue(f"{_show(value)} is below the limit {_show(spec.low)}")
+        raise _out_of_range(_show(value), "below", _show(spec.low))
     if value > spec.high:
-        raise _BadValue(f"{_show(value)} is above the limit {_show(spec.high)}")
+        raise _out_of_range(_show(value), "above", _show(spec.high))
+
+
+def _out_of_range(value: str, side: str, limit: str) -> _BadValue:
+    return _BadValue(f"{value} is {side} the limit {limit}", value=value, limit=limit)
 
 
 def _show(value: float) -> str:

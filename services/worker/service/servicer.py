@@ -17,7 +17,7 @@ from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.session.handshake import read_hello
 from triptych.types.step import StepResult
-from triptych.wire.admin import sleep_level
+from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.result import result_to_proto
 from triptych.wire.worker import worker_facts_to_proto
 
@@ -68,7 +68,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Sleep(
         self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SleepResponse:
-        released_bytes = await self._sleep.fall_asleep(request.session_name, sleep_level(request.level))
+        released_bytes = await self._sleep.fall_asleep(
+            request.session_name, sleep_level_from_proto(request.level)
+        )
         return worker_pb2.SleepResponse(released_bytes=released_bytes)
 
     async def Wake(

@@ -1,7 +1,7 @@
+from triptych.internal.v1 import sampling_pb2 as _sampling_pb2
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
-from triptych.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -94,7 +94,7 @@ class Submit(_message.Message):
     request_id: str
     prompt_token_ids: bytes
     emitted_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    sampling: _common_pb2.SamplingParams
+    sampling: _sampling_pb2.SamplingParams
     seeds: bytes
     priority: int
     tenant: str
@@ -102,7 +102,7 @@ class Submit(_message.Message):
     deadline_remaining_ms: int
     adapter: str
     whole_output: bool
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ...) -> None: ...
 
 class OutputBatch(_message.Message):
     __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places")

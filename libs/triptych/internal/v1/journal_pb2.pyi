@@ -1,7 +1,7 @@
+from triptych.admin.v1 import admin_pb2 as _admin_pb2
 from triptych.internal.v1 import engine_core_pb2 as _engine_core_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
-from triptych.v1 import admin_pb2 as _admin_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

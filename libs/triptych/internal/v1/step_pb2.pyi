@@ -1,4 +1,4 @@
-from triptych.v1 import common_pb2 as _common_pb2
+from triptych.internal.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -50,8 +50,8 @@ class RowContent(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_token_ids: bytes
-    sampling: _common_pb2.SamplingParams
-    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    sampling: _sampling_pb2.SamplingParams
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")

@@ -1,3 +1,4 @@
+from triptych.admin.v1 import admin_pb2 as _admin_pb2
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
@@ -152,8 +153,8 @@ class SleepRequest(_message.Message):
     SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     session_name: str
-    level: int
-    def __init__(self, session_name: _Optional[str] = ..., level: _Optional[int] = ...) -> None: ...
+    level: _admin_pb2.SleepLevel
+    def __init__(self, session_name: _Optional[str] = ..., level: _Optional[_Union[_admin_pb2.SleepLevel, str]] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ("released_bytes",)

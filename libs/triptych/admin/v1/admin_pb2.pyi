@@ -2,10 +2,35 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
+    ENGINE_STATE_NOT_READY: _ClassVar[EngineState]
+    ENGINE_STATE_READY: _ClassVar[EngineState]
+    ENGINE_STATE_PAUSED: _ClassVar[EngineState]
+    ENGINE_STATE_ASLEEP: _ClassVar[EngineState]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_STOP: _ClassVar[Outcome]
+    OUTCOME_LENGTH: _ClassVar[Outcome]
+    OUTCOME_ABORT: _ClassVar[Outcome]
+    OUTCOME_ERROR: _ClassVar[Outcome]
+
+class JournalState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOURNAL_STATE_UNSPECIFIED: _ClassVar[JournalState]
+    JOURNAL_STATE_OFF: _ClassVar[JournalState]
+    JOURNAL_STATE_RECORDING: _ClassVar[JournalState]
+    JOURNAL_STATE_FULL: _ClassVar[JournalState]
+    JOURNAL_STATE_FAILED: _ClassVar[JournalState]
+    JOURNAL_STATE_CLOSED: _ClassVar[JournalState]
 
 class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -13,10 +38,59 @@ class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAUSE_MODE_WAIT: _ClassVar[PauseMode]
     PAUSE_MODE_ABORT: _ClassVar[PauseMode]
     PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+
+class SleepLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SLEEP_LEVEL_UNSPECIFIED: _ClassVar[SleepLevel]
+    SLEEP_LEVEL_WEIGHTS_ON_HOST: _ClassVar[SleepLevel]
+    SLEEP_LEVEL_WEIGHTS_DROPPED: _ClassVar[SleepLevel]
+ENGINE_STATE_UNSPECIFIED: EngineState
+ENGINE_STATE_NOT_READY: EngineState
+ENGINE_STATE_READY: EngineState
+ENGINE_STATE_PAUSED: EngineState
+ENGINE_STATE_ASLEEP: EngineState
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_STOP: Outcome
+OUTCOME_LENGTH: Outcome
+OUTCOME_ABORT: Outcome
+OUTCOME_ERROR: Outcome
+JOURNAL_STATE_UNSPECIFIED: JournalState
+JOURNAL_STATE_OFF: JournalState
+JOURNAL_STATE_RECORDING: JournalState
+JOURNAL_STATE_FULL: JournalState
+JOURNAL_STATE_FAILED: JournalState
+JOURNAL_STATE_CLOSED: JournalState
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_ABORT: PauseMode
 PAUSE_MODE_KEEP: PauseMode
+SLEEP_LEVEL_UNSPECIFIED: SleepLevel
+SLEEP_LEVEL_WEIGHTS_ON_HOST: SleepLevel
+SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel
+
+class ListEnginesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEnginesResponse(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("engine_id", "address", "ready", "why_not_ready", "model")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    address: str
+    ready: bool
+    why_not_ready: str
+    model: str
+    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("engine_id",)
@@ -45,16 +119,9 @@ class WatchStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine_id", "ready", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "steps_in_flight", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "paused", "journal", "asleep")
-    class NumFinishedEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("engine_id", "state", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "max_steps_in_flight", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "journal")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
-    READY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -62,7 +129,7 @@ class EngineStatus(_message.Message):
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
@@ -70,11 +137,9 @@ class EngineStatus(_message.Message):
     NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_FIELD_NUMBER: _ClassVar[int]
-    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
-    ready: bool
+    state: EngineState
     why_not_ready: str
     num_running: int
     num_waiting: int
@@ -82,18 +147,24 @@ class EngineStatus(_message.Message):
     num_used_blocks: int
     num_cached_blocks: int
     num_steps: int
-    steps_in_flight: int
+    max_steps_in_flight: int
     step_ns: int
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
     num_scheduled_tokens: int
-    num_finished: _containers.ScalarMap[str, int]
+    num_finished: _containers.RepeatedCompositeFieldContainer[OutcomeCount]
     model: str
-    paused: bool
-    journal: str
-    asleep: bool
-    def __init__(self, engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Mapping[str, int]] = ..., model: _Optional[str] = ..., paused: bool = ..., journal: _Optional[str] = ..., asleep: bool = ...) -> None: ...
+    journal: JournalState
+    def __init__(self, engine_id: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Iterable[_Union[OutcomeCount, _Mapping]]] = ..., model: _Optional[str] = ..., journal: _Optional[_Union[JournalState, str]] = ...) -> None: ...
+
+class OutcomeCount(_message.Message):
+    __slots__ = ("outcome", "count")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    count: int
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("engine_id", "mode")
@@ -123,9 +194,9 @@ class SleepRequest(_message.Message):
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
-    level: int
+    level: SleepLevel
     mode: PauseMode
-    def __init__(self, engine_id: _Optional[str] = ..., level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[str] = ..., level: _Optional[_Union[SleepLevel, str]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ("released_bytes",)

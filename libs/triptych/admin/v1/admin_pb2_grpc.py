@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from triptych.v1 import admin_pb2 as triptych_dot_v1_dot_admin__pb2
+from triptych.admin.v1 import admin_pb2 as triptych_dot_admin_dot_v1_dot_admin__pb2
 
 GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in triptych/v1/admin_pb2_grpc.py depends on'
+        + f' but the generated code in triptych/admin/v1/admin_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -35,61 +35,73 @@ class AdminServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.ListEngines = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/ListEngines',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
-                '/triptych.v1.AdminService/GetStatus',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+                '/triptych.admin.v1.AdminService/GetStatus',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
         self.WatchStatus = channel.unary_stream(
-                '/triptych.v1.AdminService/WatchStatus',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+                '/triptych.admin.v1.AdminService/WatchStatus',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
         self.Pause = channel.unary_unary(
-                '/triptych.v1.AdminService/Pause',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.PauseResponse.FromString,
+                '/triptych.admin.v1.AdminService/Pause',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PauseResponse.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
-                '/triptych.v1.AdminService/Resume',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+                '/triptych.admin.v1.AdminService/Resume',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
                 _registered_method=True)
         self.Sleep = channel.unary_unary(
-                '/triptych.v1.AdminService/Sleep',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+                '/triptych.admin.v1.AdminService/Sleep',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SleepResponse.FromString,
                 _registered_method=True)
         self.Wake = channel.unary_unary(
-                '/triptych.v1.AdminService/Wake',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.WakeResponse.FromString,
+                '/triptych.admin.v1.AdminService/Wake',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WakeResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
-                '/triptych.v1.AdminService/Drain',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                '/triptych.admin.v1.AdminService/Drain',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
-                '/triptych.v1.AdminService/ResetPrefixCache',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+                '/triptych.admin.v1.AdminService/ResetPrefixCache',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
-                '/triptych.v1.AdminService/LoadAdapter',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                '/triptych.admin.v1.AdminService/LoadAdapter',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
                 _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
-                '/triptych.v1.AdminService/UnloadAdapter',
-                request_serializer=triptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                '/triptych.admin.v1.AdminService/UnloadAdapter',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """Looks into an engine and steers it.
     """
+
+    def ListEngines(self, request, context):
+        """Lists the engines that the other calls may name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
         """Counters of this moment.
@@ -166,67 +178,99 @@ class AdminServiceServicer(object):
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'ListEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEngines,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesResponse.SerializeToString,
+            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
             ),
             'WatchStatus': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStatus,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.PauseRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.PauseResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PauseRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PauseResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.SleepRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.SleepResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SleepResponse.SerializeToString,
             ),
             'Wake': grpc.unary_unary_rpc_method_handler(
                     servicer.Wake,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.WakeRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.WakeResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WakeRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.WakeResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.DrainRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
-                    request_deserializer=triptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'triptych.v1.AdminService', rpc_method_handlers)
+            'triptych.admin.v1.AdminService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('triptych.v1.AdminService', rpc_method_handlers)
+    server.add_registered_method_handlers('triptych.admin.v1.AdminService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """Looks into an engine and steers it.
     """
+
+    @staticmethod
+    def ListEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/ListEngines',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetStatus(request,
@@ -242,9 +286,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/GetStatus',
-            triptych_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            '/triptych.admin.v1.AdminService/GetStatus',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -269,9 +313,9 @@ class AdminService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/triptych.v1.AdminService/WatchStatus',
-            triptych_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+            '/triptych.admin.v1.AdminService/WatchStatus',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -296,9 +340,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/Pause',
-            triptych_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.PauseResponse.FromString,
+            '/triptych.admin.v1.AdminService/Pause',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.PauseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -323,9 +367,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/Resume',
-            triptych_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            '/triptych.admin.v1.AdminService/Resume',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -350,9 +394,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/Sleep',
-            triptych_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.SleepResponse.FromString,
+            '/triptych.admin.v1.AdminService/Sleep',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.SleepRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.SleepResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -377,9 +421,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/Wake',
-            triptych_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.WakeResponse.FromString,
+            '/triptych.admin.v1.AdminService/Wake',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.WakeRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -404,9 +448,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/Drain',
-            triptych_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            '/triptych.admin.v1.AdminService/Drain',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -431,9 +475,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/ResetPrefixCache',
-            triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+            '/triptych.admin.v1.AdminService/ResetPrefixCache',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -458,9 +502,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/LoadAdapter',
-            triptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            '/triptych.admin.v1.AdminService/LoadAdapter',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -485,9 +529,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/triptych.v1.AdminService/UnloadAdapter',
-            triptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
-            triptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            '/triptych.admin.v1.AdminService/UnloadAdapter',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,207 @@
+"""Public messages -> raw requests: names mapped, what is not served listed, ranges left to the parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
+from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.types.sampling import OutputKind
+from triptych.v1 import chat_pb2, common_pb2, generation_pb2
+from triptych.wire.generation import SAMPLING_PATHS
+
+NOT_SERVED = "this version does not serve it yet; leave it out"
+_MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
+# Stand in for messages that are refused already, so that they are not reported missing as well.
+_REFUSED_MESSAGES = ({"role": "user", "content": ""},)
+_PROMPT_PATHS = {"text": "text.text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+_KWARGS_PATH = "chat.template_kwargs_json"
+_PATHS = {
+    **SAMPLING_PATHS,
+    "cache_salt": "cache.salt",
+    "truncate_prompt_tokens": "truncation.max_tokens",
+    "echo": "response.echo",
+    "template_kwargs": _KWARGS_PATH,
+    "deadline_s": "the call's deadline",
+}
+_LEFT_SIDES = (common_pb2.TRUNCATION_SIDE_UNSPECIFIED, common_pb2.TRUNCATION_SIDE_LEFT)
+_UNSUPPORTED = ("structured_outputs", "cache.bypass")
+_UNSUPPORTED_OF_CHAT = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "continue_final_message",
+    "documents",
+    "reasoning_effort",
+)
+_UNSUPPORTED_OF_MESSAGE = ("tool_calls", "tool_call_id", "reasoning")
+
+
+def to_raw_request(
+    request_id: str, generation: generation_pb2.Generation, deadline_s: float | None
+) -> RawRequest:
+    """Return the request as the frontend knows it; what only this API can see to be wrong is noted in it."""
+    violations: list[FieldViolation] = []
+    unsupported = [path for path in _UNSUPPORTED if _is_set(generation, path)]
+    sampling = _sampling_fields(generation, unsupported)
+    paths: Mapping[str, str] = _PATHS
+    prompt: Any = None
+    kind = generation.WhichOneof("prompt")
+    match kind:
+        case "text":
+            prompt = generation.text.text
+        case "token_ids":
+            prompt = generation.token_ids.ids
+        case "chat":
+            prompt, violations = to_chat(generation.chat)
+            unsupported += unsupported_of_chat(generation.chat)
+    if kind is not None:
+        paths = {**_PATHS, "prompt": _PROMPT_PATHS[kind]}
+    truncation = generation.truncation if generation.HasField("truncation") else None
+    if truncation is not None and truncation.side not in common_pb2.TruncationSide.values():
+        violations.append(FieldViolation("truncation.side", f"{truncation.side} is none of 0..2"))
+    return RawRequest(
+        api="grpc",
+        prompt=prompt,
+        add_special_tokens=_given(generation.text, "add_special_tokens") if kind == "text" else None,
+        request_id=request_id,
+        model=generation.model,
+        sampling=sampling,
+        takes_rest_of_context=generation.length.HasField("rest_of_context"),
+        output_kind=OutputKind.FINAL_ONLY if generation.response.whole_choices else OutputKind.DELTA,
+        min_interval_tokens=generation.response.min_interval_tokens,
+        emitted=_emitted(generation, violations),
+        priority=generation.priority,
+        tenant=generation.tenant,
+        cache_salt=generation.cache.salt,
+        truncate_prompt_tokens=truncation.max_tokens if truncation is not None else None,
+        keeps_beginning=truncation is not None and truncation.side not in _LEFT_SIDES,
+        adapter=generation.adapter,
+        echo=generation.response.echo,
+        deadline_s=deadline_s,
+        paths=paths,
+        violations=tuple(violations),
+        unsupported=tuple(unsupported),
+    )
+
+
+def chat_size(chat: chat_pb2.Chat) -> int:
+    """Return how much work it is to read a conversation, in bytes of its text."""
+    return chat.ByteSize() + _MESSAGE_BYTES * len(chat.messages)
+
+
+def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
+    """Return the conversation, and what is wrong with how it is written."""
+    if (why := why_too_many_messages(len(chat.messages))) is not None:
+        return RawChat(_REFUSED_MESSAGES), [FieldViolation("chat.messages", why)]
+    template_kwargs, violations = _template_kwargs(chat.template_kwargs_json)
+    messages = [
+        {"role": message.role, "content": "\n".join(part.text for part in message.parts)}
+        | ({"name": message.name} if message.name else {})
+        for message in chat.messages
+    ]
+    add_generation_prompt = _given(chat, "add_generation_prompt") is not False
+    return RawChat(messages, add_generation_prompt, template_kwargs), violations
+
+
+def unsupported_of_chat(chat: chat_pb2.Chat) -> list[str]:
+    """Return the paths of the fields that are set and not served."""
+    paths = [f"chat.{name}" for name in _UNSUPPORTED_OF_CHAT if _is_set(chat, name)]
+    for index, message in enumerate(chat.messages):
+        where = f"chat.messages[{index}]"
+        paths += [f"{where}.{name}" for name in _UNSUPPORTED_OF_MESSAGE if _is_set(message, name)]
+        for number, part in enumerate(message.parts):
+            if (kind := part.WhichOneof("part")) not in ("text", None):
+                paths.append(f"{where}.parts[{number}].{kind}")
+    return paths
+
+
+def to_tokenize_prompt(
+    request: generation_pb2.TokenizeRequest,
+) -> tuple[str | RawChat, bool | None, str]:
+    """Return what to tokenize, whether special tokens are added around it (None: as usual), and its path.
+
+    Raises:
+        InvalidRequest, FeatureDisabled: What is wrong with it, or not served.
+    """
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text.text, _given(request.text, "add_special_tokens"), _PROMPT_PATHS["text"]
+        case "chat":
+            chat, violations = to_chat(request.chat)
+            if request.with_offsets:
+                why = "a conversation is rendered first: there is no text of yours that tokens could stand in"
+                violations.append(FieldViolation("with_offsets", why))
+            if violations:
+                raise InvalidRequest(violations)
+            if unsupported := unsupported_of_chat(request.chat):
+                raise FeatureDisabled(unsupported, NOT_SERVED)
+            return chat, None, _PROMPT_PATHS["chat"]
+        case _:
+            raise InvalidRequest("prompt", "none is given; set text or chat")
+
+
+def _sampling_fields(generation: generation_pb2.Generation, unsupported: list[str]) -> dict[str, Any]:
+    """Return the sampling fields that the client set, by their names in `SamplingParams`."""
+    fields: dict[str, Any] = {}
+    for message in (generation.sampling, generation.length):
+        fields.update({field.name: value for field, value in message.ListFields()})
+    fields.pop("rest_of_context", None)
+    if "allowed_token_ids" in fields:
+        fields["allowed_token_ids"] = generation.sampling.allowed_token_ids.ids
+    response = generation.response
+    for name, field_name in (
+        ("detokenize", "text"),
+        ("skip_special_tokens", "skip_special_tokens"),
+        ("spaces_between_special_tokens", "spaces_between_special_tokens"),
+    ):
+        if response.HasField(field_name):
+            fields[name] = getattr(response, field_name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if response.HasField(name):
+            options = getattr(response, name)
+            candidates = options.WhichOneof("candidates")
+            if candidates in ("top", None):
+                fields[name] = options.top
+            else:
+                unsupported.append(f"response.{name}.{candidates}")
+    return fields
+
+
+def _emitted(generation: generation_pb2.Generation, violations: list[FieldViolation]) -> dict[int, list[int]]:
+    """Return the output tokens so far of the choices to go on with, by index."""
+    emitted: dict[int, list[int]] = {}
+    for number, choice in enumerate(generation.emitted):
+        if choice.index in emitted:
+            violations.append(FieldViolation(f"emitted[{number}].index", f"{choice.index} is there twice"))
+        emitted[choice.index] = list(choice.token_ids)
+    return emitted
+
+
+def _template_kwargs(text: str) -> tuple[Mapping[str, Any], list[FieldViolation]]:
+    if not text:
+        return {}, []
+    try:
+        kwargs = json.loads(text)
+    except ValueError as error:
+        return {}, [FieldViolation(_KWARGS_PATH, f"is not JSON: {error}")]
+    if not isinstance(kwargs, dict):
+        return {}, [FieldViolation(_KWARGS_PATH, "is not a JSON object")]
+    return kwargs, []
+
+
+def _given(message: Any, field: str) -> Any:
+    """Return the value of an optional field, or None where the client left it out."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _is_set(message: Message, path: str) -> bool:
+    """Return whether a field, or a field of a field, has been set."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    return any(field.name == name for field, _ in message.ListFields())

@@ -1,0 +1,80 @@
+"""`triptych.v1.ModelService`: what this frontend serves, and itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import grpc.aio
+
+from services.frontend.generate import Generator, ServedModel
+from services.frontend.grpc.batch import MAX_IN_FLIGHT
+from services.frontend.requests.raw import MAX_MESSAGES
+from triptych.errors import InvalidRequest
+from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
+from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS, SAMPLING_FIELDS
+from triptych.v1 import model_pb2, model_pb2_grpc
+
+MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+
+_PAGE_SIZE = 100
+_MAX_PAGE_SIZE = 1000
+_LIMITS = model_pb2.ServerLimits(
+    max_message_bytes=PUBLIC_MESSAGE_BYTES,
+    max_choices=MAX_CHOICES,
+    max_logprobs=MAX_LOGPROBS,
+    max_stop_strings=SAMPLING_FIELDS["stop"].max_items,
+    max_chat_messages=MAX_MESSAGES,
+    max_batch_in_flight=MAX_IN_FLIGHT,
+)
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Serves `triptych.v1.ModelService`."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def ListModels(
+        self, request: model_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> model_pb2.ListModelsResponse:
+        if request.page_size > _MAX_PAGE_SIZE:
+            raise InvalidRequest("page_size", f"{request.page_size} is above the limit {_MAX_PAGE_SIZE}")
+        page_size = request.page_size or _PAGE_SIZE
+        # A page begins after the name that its token is: models may come and go between two pages.
+        models = sorted(m for m in self._generator.models() if m.name > request.page_token)
+        page = models[:page_size]
+        return model_pb2.ListModelsResponse(
+            models=map(_to_proto, page), next_page_token=page[-1].name if len(models) > page_size else ""
+        )
+
+    async def GetModel(
+        self, request: model_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> model_pb2.GetModelResponse:
+        return model_pb2.GetModelResponse(model=_to_proto(self._generator.find_model(request.name)))
+
+    async def GetServerInfo(
+        self, request: model_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> model_pb2.GetServerInfoResponse:
+        return model_pb2.GetServerInfoResponse(
+            version=importlib.metadata.version("triptych"),
+            ready=self._generator.is_ready,
+            why_not_ready=self._generator.why_not_ready,
+            limits=_LIMITS,
+            num_engines=self._generator.num_ready_engines,
+        )
+
+
+def _to_proto(served: ServedModel) -> model_pb2.Model:
+    capabilities = [model_pb2.CAPABILITY_GENERATE]
+    if served.has_chat_template:
+        capabilities.append(model_pb2.CAPABILITY_CHAT)
+    model = model_pb2.Model(
+        name=served.name,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+        eos_token_ids=served.eos_token_ids,
+        capabilities=capabilities,
+        fingerprint=served.fingerprint,
+    )
+    model.create_time.FromSeconds(served.created_unix_s)
+    return model

@@ -1,0 +1,85 @@
+"""Raw requests -> requests ready for an engine: parsed, templated, tokenized, fitted to the context."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from services.frontend.identity import draw_seed
+from services.frontend.requests.parse import fit_to_context, parse
+from services.frontend.requests.raw import RawChat, RawRequest
+from services.frontend.text_model import TextModel
+from triptych.errors import InvalidRequest
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import U32
+from triptych.types.submit import EngineWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request ready to be submitted."""
+
+    raw: RawRequest
+    request_id: str
+    engine: EngineWelcome
+    """The facts that it was checked against."""
+    prompt_token_ids: U32
+    sampling: SamplingParams
+    """`max_tokens` is filled in."""
+    is_limited_by_context: bool
+    """`max_tokens` is all that the context leaves."""
+    seed: int
+    echo: str
+    tokenize_ns: int
+
+
+async def prepare(
+    raw: RawRequest, request_id: str, engine: EngineWelcome, text: TextModel
+) -> PreparedRequest:
+    """Do everything that comes before the engine.
+
+    Args:
+        engine: A ready engine's welcome, whose facts the request is checked against.
+
+    Raises:
+        InvalidRequest, FeatureDisabled, QueueFull: As `parse`, `TextModel.encode` and `fit_to_context`.
+    """
+    assert engine.model is not None, "a ready engine has told its model"
+    valid = await text.run(raw.size, parse, raw, engine, text.defaults)
+    started_ns = time.perf_counter_ns()
+    max_kept, max_model_len = raw.truncate_prompt_tokens, engine.model.max_model_len
+    if isinstance(valid.prompt, (str, RawChat)):
+        token_ids = await text.encode(
+            valid.prompt,
+            raw.path("prompt"),
+            add_special_tokens=raw.add_special_tokens,
+            max_tokens=max_kept,
+            keeps_beginning=raw.keeps_beginning,
+            max_model_len=max_model_len if max_kept is None else None,
+        )
+    else:
+        token_ids = valid.prompt
+    sampling = fit_to_context(valid, len(token_ids), max_model_len)
+    largest = int(token_ids.max())
+    if largest >= engine.model.vocab_size:  # no prompt of ids gets here with one
+        raise InvalidRequest(
+            raw.path("prompt"),
+            f"has the token {largest}, but the model's vocabulary ends at {engine.model.vocab_size - 1}",
+        )
+    echo = ""
+    if raw.echo and isinstance(valid.prompt, str) and max_kept is None:
+        echo = valid.prompt
+    elif raw.echo:
+        echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    num_tokens = len(token_ids) + (sampling.max_tokens or 0)
+    return PreparedRequest(
+        raw=raw,
+        request_id=request_id,
+        engine=engine,
+        prompt_token_ids=token_ids,
+        sampling=sampling,
+        is_limited_by_context=valid.sampling.max_tokens is None and num_tokens == max_model_len,
+        seed=draw_seed() if sampling.seed is None else sampling.seed,
+        echo=echo,
+        tokenize_ns=time.perf_counter_ns() - started_ns,
+    )

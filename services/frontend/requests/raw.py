@@ -1,0 +1,104 @@
+"""Requests as a client wrote them, unchecked and the same from every API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from triptych.errors import FieldViolation
+from triptych.types.sampling import OutputKind
+
+MAX_MESSAGES = 16384  # of one conversation
+_MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
+_LONG_VARIABLE = 1 << 13  # stands for the size of a list or an object, which is not looked into
+
+
+@dataclass(frozen=True, slots=True)
+class RawChat:
+    """A conversation as the client wrote it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Each with `role` and `content` (text) at least."""
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Extra variables for the chat template."""
+    size: int = field(init=False)
+    """How much work it is to check and to render, in characters of a message."""
+
+    def __post_init__(self) -> None:
+        num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
+        variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
+        object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRequest:
+    """One request to generate, unchecked. The same from every API."""
+
+    api: str
+    """grpc or http; for logs and metrics."""
+    prompt: str | Sequence[int] | RawChat | None
+    """None: the client gave none."""
+    request_id: str = ""
+    """Empty: one is drawn."""
+    model: str = ""
+    """Empty: the one served."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the client gave, by name; absent or None is unset."""
+    takes_rest_of_context: bool = False
+    """Where `max_tokens` is unset, the output may be as long as the context leaves. Always so for a chat."""
+    output_kind: OutputKind = OutputKind.DELTA
+    min_interval_tokens: int = 0
+    """New tokens of a choice to gather before they are sent. 0: none."""
+    emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Choices to go on with, by index, and their output tokens so far. Empty: all, from their beginning."""
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    add_special_tokens: bool | None = None
+    """Around a text. None: yes."""
+    truncate_prompt_tokens: int | None = None
+    keeps_beginning: bool = False
+    """A prompt that is truncated loses its end, not its beginning."""
+    adapter: str = ""
+    echo: bool = False
+    deadline_s: float | None = None
+    """Time left for all of it."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
+    "logprobs": "top_logprobs"}."""
+    violations: tuple[FieldViolation, ...] = ()
+    """What the API found wrong by itself; reported together with the rest."""
+    unsupported: tuple[str, ...] = ()
+    """Paths of fields that the client set and nobody has built; refused by name."""
+
+    @property
+    def size(self) -> int:
+        """How much work it is to check: characters, token ids, entries of lists."""
+        size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
+        size += sum(map(len, self.emitted.values()))
+        if isinstance(self.prompt, RawChat):
+            return size + self.prompt.size
+        return size if self.prompt is None else size + len(self.prompt)
+
+    def path(self, name: str) -> str:
+        """Return the path of a field of this class, or of `SamplingParams`, as the client wrote it."""
+        return self.paths.get(name, name)
+
+
+def why_too_many_messages(num_messages: int) -> str | None:
+    """Return what is wrong with the length of a conversation, or None if nothing is."""
+    if num_messages <= MAX_MESSAGES:
+        return None
+    return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), str)
+
+
+def _size_of_variable(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return 1 if value is None or isinstance(value, (bool, int, float)) else _LONG_VARIABLE
