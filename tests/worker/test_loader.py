@@ -139,7 +139,7 @@ class TestSafetensors:
             save_file({"a": torch.zeros(3), **others}, tmp_path / f"{name}.safetensors")
         weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ModelError, match=r"two\.safetensors: a: stands in another file too"):
+        with pytest.raises(ModelError, match=r"two\.safetensors: a: is in another file too"):
             open_checkpoint(tmp_path)
 
     @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])

@@ -1,1 +1,1 @@
-"""The seam between models and attention backends."""
+"""Attention backends, and the batch layout that models pass to them."""

@@ -1,4 +1,4 @@
-"""What attention works on: a layer's keys and values, and whose the tokens of one step are."""
+"""The interface of attention backends: a layer's keys and values, and the layout of one step's tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
-    """One layer's paged keys and values. Models hand it on; the attention layer alone looks inside."""
+    """One layer's paged keys and values. Only the attention layer and its ops read or write the tensors."""
 
     blocks: Tensor
     """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous."""
     scales: Tensor | None = None
-    """[num_blocks, 2, num_kv_heads, block_size] float32, where the blocks hold 8 bits: docs/adr/0007."""
+    """[num_blocks, 2, num_kv_heads, block_size] float32 if the blocks hold 8 bits, else None: docs/adr/0007."""
 
     @property
     def device(self) -> torch.device:
@@ -33,23 +33,24 @@ class AttentionBatch:
         step's tokens   a a a a b c c          three rows, query_starts [0, 4, 5, 7]
         their positions 0 1 2 3 9 6 7          seq_lens [4, 10, 8]
 
-    A backend may keep what it made of a batch for the layers that follow, and knows the batch by its identity: another
-    step is another object. The one exception are decodes that a graph records, whose tensors change under it.
+    A backend may keep what it derives from a batch for the layers that follow, and recognises the batch by its
+    identity: each step is another object. The only exception is a decode that a graph records, whose tensors change
+    while the object stays.
 
-    Tensors are on the rank's device; the numbers and tuples say the same to code that loops on the host without
-    waiting for the device. Where a program is recorded no step is known: they keep their defaults.
+    Tensors are on the rank's device. The numbers and tuples hold the same values for code that loops on the host, which
+    then need not wait for the device. They have their defaults while a program is recorded, since no step is known.
     """
 
     slot_mapping: Tensor
-    """[num_tokens] int64, block_id * block_size + offset; -1: this token's key and value are not written."""
+    """[num_tokens] int64, block_id * block_size + offset; -1 if the token's key and value are not written."""
     block_tables: Tensor
     """[num_rows, max_blocks] int32, padded with 0, the null block; max_blocks covers `max_seq_len`."""
     query_starts: Tensor
     """[num_rows + 1] int32."""
     seq_lens: Tensor
-    """[num_rows] int32, length of the keys and values, this step's tokens included."""
+    """[num_rows] int32, number of keys, this step's tokens included."""
     backend: AttentionBackend
-    """Attends, in every layer."""
+    """The backend of all layers."""
     max_query_len: int = 0
     max_seq_len: int = 0
     query_lens_list: tuple[int, ...] = ()
@@ -57,23 +58,24 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Attends to what already stands in the cache; one for all layers, so that it can prepare a step once."""
+    """Attention to the keys and values in the cache. One object serves all layers, so it can prepare a step once."""
 
     name: str
-    """As `ResolvedConfig.attention_backend` says it; auto: whatever the device's own kernels are."""
+    """Name as in `ResolvedConfig.attention_backend`; auto: the device's own kernels."""
     in_graphs: bool
-    """Whether a CUDA graph may record it in a step of decodes: it then allocates by the bounds that the batch's
-    lists are, reads back nothing, and serves any lengths up to them when it is replayed."""
+    """Whether a CUDA graph may record it in a step of decodes. It then allocates by the batch's lists, which are upper
+    bounds, reads nothing back, and serves all lengths up to these bounds when it is replayed."""
 
     def attend(
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
     ) -> Tensor:
-        """Causal attention of each query to its row's keys up to its own position.
+        """Attend from each query to the keys of its row, up to its own position.
 
         Args:
             query: [num_tokens, num_heads, head_dim], rotated.
-            scale: of the products of queries and keys.
-            window: keys that a query sees at most, its own included; 0: all.
+            scale: Factor of the products of queries and keys.
+            window: Number of keys that a query sees, its own included; 0: all.
+
         Returns:
             [num_tokens, num_heads, head_dim] of the same dtype.
         """

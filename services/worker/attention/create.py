@@ -1,4 +1,4 @@
-"""From a resolved config to the attention backend, and what it adds to a worker's description."""
+"""Creation of the attention backend from a resolved config, and its part of a worker's description."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _IMPLS = {"native": "cpu", "triton": "triton", "torch": "torch"}
 
 
 def create_attention(config: ResolvedConfig) -> AttentionBackend:
-    """The backend that `config.attention_backend` names, ready for the rank's device.
+    """Create the backend that `config.attention_backend` names, for the rank's device.
 
     Raises:
-        ConfigError: its package is installed, but cannot be used on this machine.
+        ConfigError: Its package is installed, but cannot be used on this machine.
     """
     try:
         attention = _create(config)
@@ -39,10 +39,10 @@ def create_attention(config: ResolvedConfig) -> AttentionBackend:
 
 
 def describe_kernels(forward: str, attention: AttentionBackend) -> str:
-    """For people, as in "triton graphs" or "triton eager, attention by flashinfer".
+    """Return a description for people, such as "triton graphs" or "triton eager, attention by flashinfer".
 
     Args:
-        forward: what the forward backend says of itself, its own kernels' attention implied.
+        forward: Description of the forward backend, whose own kernels' attention is not mentioned.
     """
     is_implied = attention.name in ("auto", "native", "triton") or attention.name == forward
     return forward if is_implied else f"{forward}, attention by {attention.name}"

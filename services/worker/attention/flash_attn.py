@@ -1,7 +1,7 @@
-"""Attention by the flash-attn packages, of which none has to be installed.
+"""Attention by the flash-attn packages, which are optional.
 
 Both take the cache as pages [num_blocks, block_size, num_kv_heads, head_dim] with any strides as long as the last axis
-is dense, so views of ours serve: nothing is copied.
+is dense. Views of our cache have this form, so nothing is copied.
 
 Source: FlashAttention-2, arXiv:2307.08691; FlashAttention-3, arXiv:2407.08608; flash_attn_interface.py of each.
 """
@@ -22,7 +22,7 @@ class FlashAttention2:
 
     name = "flash-attn"
     in_graphs = (
-        True  # decodes read their lengths from the device and cut keys by the width of the block table
+        True  # decodes read their lengths from the device and split keys by the width of the block table
     )
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class FlashAttention2:
         return attended
 
     def _starts_of_keys(self, batch: AttentionBatch) -> Tensor:
-        """[num_rows + 1] int32, of which only differences count; computed for a step's first layer."""
+        """Return [num_rows + 1] int32, of which only differences matter; computed for a step's first layer."""
         if self._key_starts is None or self._key_starts[0] is not batch:
             starts = pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             self._key_starts = batch, starts
@@ -100,11 +100,11 @@ class FlashAttention3:
 
 
 def _window_size(window: int) -> tuple[int, int]:
-    """Keys that a query sees before its own and behind it, as the packages count; -1: all."""
+    """Return the numbers of keys that a query sees before and after its own, as the packages count; -1: all."""
     return (window - 1, 0) if window else (-1, -1)
 
 
 def _pages(kv_cache: KvCache) -> tuple[Tensor, Tensor]:
-    """Keys and values, each a view [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Return keys and values, each a view [num_blocks, block_size, num_kv_heads, head_dim]."""
     keys, values = kv_cache.blocks.transpose(2, 3).unbind(1)
     return keys, values

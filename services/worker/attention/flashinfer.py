@@ -1,4 +1,4 @@
-"""Attention by the flashinfer package, which does not have to be installed. Our cache has the layout it calls HND.
+"""Attention by the flashinfer package, which is optional. Our cache has the layout that it calls HND.
 
 A step is planned on the host, once for all layers, so no CUDA graph records it.
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from services.worker.attention.base import AttentionBatch, KvCache
 
 _WORKSPACE_BYTES = 384 << 20
-"""Of partial results: the package's examples take 128 MiB, which long prompts of many heads overflow."""
+"""Memory for partial results. The package's examples take 128 MiB, which long prompts of many heads overflow."""
 
 _MIN_TENSOR_CORE_GROUP = 4
-"""Query heads per key head from which tensor cores decode faster: they fill a tile's rows with them."""
+"""Least number of query heads per key head for which tensor cores decode faster, as these fill a tile's rows."""
 
 
 class FlashInferAttention:
@@ -32,7 +32,7 @@ class FlashInferAttention:
     in_graphs = False
 
     def __init__(self, device: torch.device, *, heads_per_kv_head: int) -> None:
-        """Takes its workspaces from the device at once, so that they are not counted as room for blocks."""
+        """Allocate the workspaces now, so that their memory is not counted as free for KV blocks."""
         package = import_module("flashinfer")
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._decodes = _Planned(
@@ -68,7 +68,7 @@ class FlashInferAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a plan holds of a layer; see `AttentionBackend.attend`."""
+    """The properties of a layer that a plan depends on; see `AttentionBackend.attend`."""
 
     scale: float
     window: int
@@ -83,13 +83,13 @@ class _Event(Protocol):
 
 
 class _Planned:
-    """A wrapper of the package, and the step that it was planned for."""
+    """A wrapper of the package, and the step that it is planned for."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
         self._step: tuple[AttentionBatch, _Limits] | None = None
-        # A plan travels through pinned memory of the wrapper's own, which it writes without asking whether the device
-        # has read the plan before; and we launch steps ahead of the device.
+        # The wrapper writes a plan to its own pinned memory without checking that the device has read the plan before,
+        # and we launch steps ahead of the device.
         self._was_read: _Event | None = torch.cuda.Event() if device.type == "cuda" else None
 
     def is_for(self, batch: AttentionBatch, limits: _Limits) -> bool:
@@ -98,7 +98,7 @@ class _Planned:
     def plan(self, batch: AttentionBatch, limits: _Limits, *arguments: Any, **options: Any) -> None:
         if self._was_read is not None:
             self._was_read.synchronize()
-        # the package counts the keys before a query's own; -1: all
+        # the package counts the keys before the query's own; -1: all
         self.wrapper.plan(*arguments, sm_scale=limits.scale, window_left=limits.window - 1, **options)
         if self._was_read is not None:
             self._was_read.record()
@@ -106,7 +106,7 @@ class _Planned:
 
 
 def _pages_of_rows(seq_lens: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
-    """On the host: where each row's pages start, [num_rows + 1], and how many keys its last one holds, [num_rows]."""
+    """Return on the host where each row's pages start, [num_rows + 1], and the keys of its last page, [num_rows]."""
     last_page_len = [(seq_len - 1) % block_size + 1 for seq_len in seq_lens]
     num_pages = [-(-seq_len // block_size) for seq_len in seq_lens]
     return _starts(num_pages), torch.tensor(last_page_len, dtype=torch.int32)
@@ -117,7 +117,7 @@ def _starts(lengths: Sequence[int]) -> Tensor:
 
 
 def _page_indices(batch: AttentionBatch, block_size: int, *, num_pages: int) -> Tensor:
-    """[num_pages] int32, each row's blocks after those of the row before; on the device, which nobody waits for."""
+    """Return [num_pages] int32, the blocks of all rows in order, on the device and without waiting for it."""
     pages_of_row = (batch.seq_lens.long() + (block_size - 1)) // block_size
     rows = torch.repeat_interleave(pages_of_row, output_size=num_pages)
     starts = pages_of_row.cumsum(0) - pages_of_row

@@ -1,4 +1,4 @@
-"""The project's own attention, straight from the paged cache: what the device's kernels are, or plain torch."""
+"""The project's own attention, which reads the paged cache: by the device's kernels, or in plain torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class PagedAttention:
     """An `AttentionBackend`."""
 
     def __init__(self, impl: str | None = None) -> None:
-        """`impl`: cpu, triton or torch; None: the device's own."""
+        """
+        Args:
+            impl: cpu, triton or torch; None: the device's own kernels.
+        """
         self.name = _NAMES[impl]
-        self.in_graphs = impl != "torch"  # which loops over rows on the host
+        self.in_graphs = impl != "torch"  # plain torch loops over rows on the host
         self._impl = impl
 
     def attend(

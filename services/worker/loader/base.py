@@ -1,4 +1,4 @@
-"""A checkpoint as the loader sees it: named tensors, read one at a time."""
+"""The interface of a checkpoint: named tensors, read one at a time."""
 
 from __future__ import annotations
 
@@ -18,45 +18,54 @@ from triptych.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What is known of a tensor without reading it."""
+    """The properties of a tensor that are known without reading it."""
 
     shape: tuple[int, ...]
-    """As in Hugging Face: [out_features, in_features] for a linear layer."""
+    """Shape as in Hugging Face: [out_features, in_features] for a linear layer."""
     type: str
     """Form of the stored elements: BF16, F32, Q4_1, …"""
     size: int
-    """In bytes, as stored."""
+    """Size in bytes, as stored."""
 
 
 class Checkpoint(ABC):
-    """Weights under Hugging Face's names and in its layout, whatever file they stand in."""
+    """Weights under Hugging Face's names and in its layout, whatever the format of their files."""
 
     tensors: Mapping[str, StoredTensor]
-    """Name -> what stands there, in the order of the file: the fastest to read in."""
+    """Name -> properties, in the order of the file, which is the fastest to read in."""
     file_name_to_size: Mapping[str, int]
-    """The weight files, in bytes."""
+    """Name of each weight file -> its size in bytes."""
 
     @abstractmethod
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor, in `dtype`, on the CPU or where it was drawn or converted; KeyError if none has that name.
+        """Read one tensor, in `dtype`, on the CPU or on the device that drew or converted it.
 
-        It may be a view of the file, mapped privately: copy it to where it shall live, and drop it.
+        It may be a view of the file, mapped privately: copy it to its place, and drop it.
+
+        Raises:
+            KeyError: There is no tensor of that name.
         """
 
     def read_blocks(self, name: str) -> Tensor:
-        """The rows of a matrix as they are stored, [rows, bytes of a row] uint8, in Hugging Face's order; KeyError if
-        there is none of that name.
+        """Read the rows of a matrix as they are stored, [rows, bytes of a row] uint8, in Hugging Face's order.
 
         It may be a view of the file, as above.
+
+        Raises:
+            KeyError: There is no tensor of that name.
         """
         raise NotImplementedError(f"{name}: only .gguf files hold blocks")
 
 
 class MappedFile:
-    """A weight file in memory, page by page as it is touched; never written to."""
+    """A weight file that is mapped into memory and never written to."""
 
     def __init__(self, path: Path, expected_size: int) -> None:
-        """Raises ModelError if the file is missing or not `expected_size` bytes long."""
+        """Map the file.
+
+        Raises:
+            ModelError: The file is missing, or not `expected_size` bytes long.
+        """
         try:
             found_size = path.stat().st_size
         except OSError as error:
@@ -66,19 +75,20 @@ class MappedFile:
                 f"{path}: weight file has {found_size} bytes, expected {expected_size}; "
                 "it was cut short or replaced, fetch it again"
             )
-        # Private: a stray write would change our copy of the page and never the file.
+        # Private: an accidental write would change our copy of the page and never the file.
         self._bytes = torch.from_file(str(path), shared=False, size=found_size, dtype=torch.uint8)
 
     def read(self, offset: int, size: int) -> Tensor:
-        """[size] uint8, a view of the file."""
+        """Return [size] uint8, a view of the file."""
         return self._bytes[offset : offset + size]
 
 
 def fingerprint(
     checkpoint: Checkpoint, architecture: ModelArchitecture, dtype: str, quantization: str
 ) -> str:
-    """sha256, in hex, over everything that two workers of one model must share, short of the weights' bytes:
-    architecture, tensor names, shapes and types, file sizes, dtype, quantization.
+    """Return the sha256, in hex, of everything that two workers of one model must share but the weights' bytes.
+
+    That is architecture, tensor names, shapes and types, file sizes, dtype and quantization.
     """
     facts = {
         "architecture": asdict(architecture),

@@ -42,10 +42,10 @@ def supported_types() -> tuple[str, ...]:
 
 
 def stored_size(type: str, num_weights: int) -> int:
-    """Bytes that `num_weights` weights take in this form.
+    """Return the bytes that `num_weights` weights take in this form.
 
     Raises:
-        KeyError: the form is not known.
+        KeyError: The form is not known.
     """
     if type in _PLAIN_DTYPES:
         return num_weights * _PLAIN_DTYPES[type].itemsize
@@ -54,7 +54,7 @@ def stored_size(type: str, num_weights: int) -> int:
 
 
 def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
-    """Weights in `dtype`, computed in float32 and rounded once.
+    """Convert blocks to weights in `dtype`, computed in float32 and rounded once.
 
     Args:
         data: [n] uint8 as stored, contiguous; whole blocks.
@@ -62,7 +62,7 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     Returns:
         [num_weights], on the CPU; a view of `data` where the stored form is `dtype` already.
     Raises:
-        KeyError: the form is not known.
+        KeyError: The form is not known.
     """
     if type in _PLAIN_DTYPES:
         return data.view(_PLAIN_DTYPES[type]).to(dtype)
@@ -83,12 +83,12 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """[n, 1] float32: the float16 at byte `start` of each block."""
+    """Return [n, 1] float32: the float16 at byte `start` of each block."""
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
-    """[n, k] bytes -> [n, 2k]: all low halves, then all high ones."""
+    """Split [n, k] bytes into [n, 2k]: all low halves, then all high ones."""
     k = packed.shape[1]
     out[:, :k] = packed & 15
     out[:, k:] = packed >> 4
@@ -129,7 +129,7 @@ def _unpack_q8_0(blocks: Tensor, out: Tensor) -> None:
 
 
 def _unpack_q4_k(blocks: Tensor, out: Tensor) -> None:
-    """256 weights as 8 groups of 32; group pairs share 32 bytes, even groups in the low halves."""
+    """Unpack 256 weights as 8 groups of 32; group pairs share 32 bytes, even groups in the low halves."""
     packed = blocks[:, 4:16]  # [n, 12]: the 6-bit scales and minima, see get_scale_min_k4 in llama.cpp
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)  # [n, 8]
@@ -144,7 +144,7 @@ def _unpack_q4_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def _unpack_q6_k(blocks: Tensor, out: Tensor) -> None:
-    """256 weights as two halves of 4 x 32; each half has 64 bytes of low nibbles and 32 of high bit pairs."""
+    """Unpack 256 weights as two halves of 4 x 32; each half has 64 bytes of low nibbles and 32 of high bit pairs."""
     low = blocks[:, 0:128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)

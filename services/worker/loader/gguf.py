@@ -48,7 +48,7 @@ class GgufCheckpoint(Checkpoint):
         return self._stored(tensor).view(tensor.shape[0], -1)
 
     def _stored(self, tensor: GgufTensor) -> Tensor:
-        """[size] uint8, rows in Hugging Face's order."""
+        """Return [size] uint8, rows in Hugging Face's order."""
         data = self._file.read(tensor.offset, tensor.size)
         if tensor.permuted_heads:
             data = _undo_permutation(data, num_rows=tensor.shape[0], num_heads=tensor.permuted_heads)

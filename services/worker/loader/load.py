@@ -1,4 +1,4 @@
-"""Opening a checkpoint and streaming it into a model, so that no rank ever holds the weights twice."""
+"""Opening a checkpoint and streaming it into a model, so that no rank holds the weights twice."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_produ
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""(bytes read, bytes in all), as stored; called after each tensor."""
+"""Called after each tensor with (bytes read, bytes in all), as stored."""
 
-Meanwhile = Callable[[CausalLM], AbstractContextManager[object]]
+DuringLoad = Callable[[CausalLM], AbstractContextManager[object]]
 
 
 def open_checkpoint(
     directory: Path, *, format: str = "auto", seed: int = 0, device: torch.device | None = None
 ) -> Checkpoint:
-    """The weights of a model directory, in whichever form they stand there.
+    """Open the weights of a model directory.
 
     Args:
-        directory: from `triptych.hub.resolve_model`.
-        format: `load.format`: auto, safetensors, gguf, or random, which reads config.json alone.
+        directory: As of `triptych.hub.resolve_model`.
+        format: `load.format`: auto, safetensors, gguf, or random, which reads config.json only.
         seed: `model.seed`, for random weights.
-        device: draws random weights, and converts stored ones; None: the CPU.
+        device: Device that draws random weights and converts stored ones; None: the CPU.
+
     Raises:
-        ModelError: there are none, or a file is missing, cut short or not understood.
+        ModelError: There are no weights, or a file is missing, cut short or not understood.
     """
     if format == "random":
         return RandomCheckpoint(read_architecture(directory), seed, device)
@@ -65,19 +66,22 @@ def load_model(
     *,
     group: RankGroup | None = None,
     progress: Progress | None = None,
-    meanwhile: Meanwhile = nullcontext,
+    during: DuringLoad = nullcontext,
 ) -> CausalLM:
     """Create the model that `config.architecture` names and stream the weights into it, tensor by tensor.
 
     Args:
-        meanwhile: entered with the model before it has weights, left when it has them all.
+        group: The connected ranks; None: one rank.
+        progress: Called after each tensor.
+        during: Makes a context manager that is entered before the model has weights, and left when it has all of them.
+
     Raises:
-        FeatureDisabled: an architecture that no model is registered for.
-        ModelError: a tensor is missing, left over or of another shape.
+        FeatureDisabled: No model is registered for the architecture.
+        ModelError: A tensor is missing, left over or of another shape.
     """
     tensor_types = {name: stored.type for name, stored in checkpoint.tensors.items()}
     model = create_model(context=ModelContext(config, group or OneRank(), tensor_types))
-    with meanwhile(model), _one_thread():
+    with during(model), _one_thread():
         model.load_weights(_stream(checkpoint, config, progress))
     if config.dtype == "bfloat16" and not config.batch_invariant:
         _allow_wide_products(model)
@@ -85,7 +89,7 @@ def load_model(
 
 
 def _allow_wide_products(model: CausalLM) -> None:
-    assert isinstance(model, nn.Module), "every model is one"
+    assert isinstance(model, nn.Module), "the contract of CausalLM"
     quantized = [weight for weight in linear_weights(model) if isinstance(weight, QuantizedWeight)]
     for (out_features, in_features, _, _), num_rows in allow_wide_products(quantized).items():
         log.info(
@@ -100,8 +104,8 @@ def _allow_wide_products(model: CausalLM) -> None:
 def _one_thread() -> Iterator[None]:
     """Keep torch from spreading thousands of short operations over its threads.
 
-    They are bound by memory, and each ends at a barrier. Beside other busy processes, as when a whole
-    stack starts, the embedded model took 10 s at the barriers; one thread takes 0.3 s, busy or not.
+    They are bound by memory, and each ends at a barrier. Beside other busy processes, as when a whole stack starts, the
+    embedded model took 10 s at the barriers; one thread takes 0.3 s, busy or not.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,7 +118,7 @@ def _one_thread() -> Iterator[None]:
 def _stream(
     checkpoint: Checkpoint, config: ResolvedConfig, progress: Progress | None
 ) -> Iterator[tuple[str, Tensor | StoredBlocks]]:
-    """Each (name, tensor) in turn; the model copies it to its device before it asks for the next."""
+    """Yield (name, tensor) one by one; the model copies each to its device before it reads the next."""
     # what is quantized is rounded once, from float32
     dtype = TORCH_DTYPES[config.dtype] if config.quantization == "none" else torch.float32
     total = sum(tensor.size for tensor in checkpoint.tensors.values())

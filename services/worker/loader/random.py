@@ -16,23 +16,26 @@ from services.worker.models.registry import create_model
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig, ModelConfig
 
-_STANDARD_DEVIATION = 0.02  # what Llama is initialised with: activations neither vanish nor overflow
+_STANDARD_DEVIATION = 0.02  # as Llama is initialised: activations neither vanish nor overflow
 
 
 class RandomCheckpoint(Checkpoint):
-    """Of any architecture that a model is registered for: the model says which tensors it needs.
+    """Random weights for any architecture that has a model, which provides names and shapes.
 
-    A tensor depends on the seed, its own name and the kind of device that draws it: processors and CUDA devices have
-    generators of their own.
+    A tensor depends on the seed, its own name and the kind of device that draws it: CPUs and CUDA devices have
+    different generators.
     """
 
     def __init__(
         self, architecture: ModelArchitecture, seed: int, device: torch.device | None = None
     ) -> None:
-        """Raises FeatureDisabled for an architecture that no model is registered for.
+        """Find the names and shapes of the tensors.
 
         Args:
-            device: draws the tensors, which stay there; None: the CPU, far slower at it than a GPU.
+            device: Device that draws the tensors, which stay there; None: the CPU, which is far slower at it.
+
+        Raises:
+            FeatureDisabled: No model is registered for the architecture.
         """
         self._seed = seed
         self._device = device or torch.device("cpu")
@@ -45,7 +48,7 @@ class RandomCheckpoint(Checkpoint):
         self.file_name_to_size: dict[str, int] = {}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """As in `Checkpoint`, but on the device of this one."""
+        """Draw one tensor on the device; see `Checkpoint.read`."""
         shape = self.tensors[name].shape
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self._device)
@@ -57,9 +60,9 @@ class RandomCheckpoint(Checkpoint):
 
 
 def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in Hugging Face's layout, asked of a model without storage."""
+    """Return name -> shape of every tensor, in Hugging Face's layout, from a model without storage."""
     config = ResolvedConfig(
-        # the table of rotary positions is no weight, so the shortest will do
+        # the rotary table is not a weight, so its shortest length is enough
         engine=EngineConfig(model=ModelConfig(max_model_len=1)),
         architecture=architecture,
         rank=RankFacts(device="meta"),

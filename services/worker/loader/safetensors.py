@@ -20,16 +20,17 @@ _TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The tensors of all files, mapped: reading one touches its pages alone."""
+    """The tensors of all files, which are mapped into memory."""
 
     def __init__(self, directory: Path, device: torch.device | None = None) -> None:
         """Open the files; the library checks that each is whole.
 
         Args:
-            device: converts tensors that are stored in another dtype than they are asked for; None: the CPU.
+            device: Device that converts tensors to the dtype in which they are read; None: the CPU.
+
         Raises:
-            ModelError: a file is missing, cut short, damaged or no safetensors file; or a tensor has a type
-                that cannot be read, stands in two files, or is missing though the shard index names it.
+            ModelError: A file is missing, cut short, damaged or not a safetensors file. Or a tensor has a type that
+                cannot be read, is in two files, or is missing though the shard index names it.
         """
         self._device = device or torch.device("cpu")
         self.tensors: dict[str, StoredTensor] = {}
@@ -47,7 +48,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
         if tensor.dtype != dtype:
-            # a GPU converts faster than it is sent the numbers, and bfloat16 is half of what is made of it
+            # a GPU converts faster than it receives the numbers, and bfloat16 is half as much to send as float32
             tensor = tensor.to(self._device)
         return tensor.to(dtype)
 
@@ -71,13 +72,13 @@ class SafetensorsCheckpoint(Checkpoint):
                     f"{path}: {name}: type {type_} is not supported, only {', '.join(_TYPE_SIZES)}"
                 )
             if name in self.tensors:
-                raise ModelError(f"{path}: {name}: stands in another file too")
+                raise ModelError(f"{path}: {name}: is in another file too")
             self.tensors[name] = StoredTensor(shape, type_, math.prod(shape) * _TYPE_SIZES[type_])
             self._files[name] = file
 
 
 def _read_shard_index(directory: Path) -> dict[str, str]:
-    """Tensor name -> name of its file; empty where all tensors stand in the single file."""
+    """Return tensor name -> name of its file; empty if all tensors are in a single file."""
     index = directory / SHARD_INDEX_FILE
     if not index.is_file():
         if not (directory / SINGLE_FILE).is_file():

@@ -28,7 +28,7 @@ from services.worker.context.rank_group import RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.weights import weight_bytes
 from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
-from services.worker.loader.load import Meanwhile
+from services.worker.loader.load import DuringLoad
 from services.worker.models.base import CausalLM
 from services.worker.parallel.create import check_agreement, create_rank_group
 from services.worker.runner.cuda.streams import CudaStream
@@ -81,13 +81,13 @@ def create_runner(
     processor = isa() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, fingerprint=identity, processor=processor)
 
-    def load(checkpoint: Checkpoint, meanwhile: Meanwhile = nullcontext) -> CausalLM:
+    def load(checkpoint: Checkpoint, during: DuringLoad = nullcontext) -> CausalLM:
         return load_model(
             config,
             checkpoint,
             group=group,
             progress=lambda done, total: on_phase(Phase.LOADING, done / total),
-            meanwhile=meanwhile,
+            during=during,
         )
 
     model = load(
