@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.context.device import resolve_config
 from services.worker.layers import weights
-from services.worker.runner.cpu import eager
+from services.worker.runner.cpu import create as create_cpu
 from services.worker.runner.sleep import sleepable_runner
 from services.worker.runner.sleep.sleepable_runner import SleepableRunner
 from services.worker.runner.startup import create
@@ -66,7 +66,7 @@ def make_runner(
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and blocks in memory that torch allocates, as on a CUDA device; HostCopy takes them from there."""
     monkeypatch.setattr(weights, "can_pack", lambda in_features, dtype: False)
-    monkeypatch.setattr(eager, "isa", lambda: "")
+    monkeypatch.setattr(create_cpu, "isa", lambda: "")
 
 
 def as_on_a_device(runner: SleepableRunner) -> SleepableRunner:

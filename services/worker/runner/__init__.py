@@ -1,1 +1,1 @@
-"""From plans to results: rows, input batch, forward, sample. `base` imports no torch: doors stay light."""
+"""From plans to results: rows, input batch, forward, sample. `base` imports no torch, so servicers stay light."""

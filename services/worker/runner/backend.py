@@ -1,4 +1,4 @@
-"""The seam between a step's input and its tokens."""
+"""The interface between a step's gathered input and its tokens."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from services.worker.runner.input_batch import StepSizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """On the rank's device, until the next forward; work may still be in flight."""
+    """Tensors on the rank's device, valid until the next forward. The device may still compute them."""
 
     logits: Tensor
     """[num_sampling, vocab_size] float32."""
     token_ids: Tensor
-    """[num_sampling] int64, chosen among the logits as they are; see `SamplingBatch.choose`."""
+    """[num_sampling] int64, chosen from unchanged logits; see `SamplingBatch.choose`."""
     slots: Tensor | None = None
-    """[num_sampling] int64, whose they are, where `LastTokens` has kept them."""
+    """[num_sampling] int64, the slot of each token, if `LastTokens` has kept the tokens."""
     hidden: Tensor | None = None
-    """[num_tokens or more, hidden_size] of all the step's tokens; None of a step whose rows all sample after one token:
-    it scores no prompt."""
+    """[num_tokens or more, hidden_size] of all the step's tokens. None if all rows compute one token and sample, since
+    such a step scores no prompt."""
 
 
 class ForwardBackend(Protocol):
-    """Runs the model over one step's tokens, writing their keys and values into the cache, and samples."""
+    """Runs the model over one step's tokens, writes their keys and values into the cache, and samples."""
 
     description: str
-    """What computes, in words."""
+    """Name for people."""
     computes_with_torch: bool
-    """Whether torch computes steps on the host, all of them or in part, so that it should have threads for it."""
+    """Whether torch computes steps on the host, at least in part, and should have threads for that."""
 
     def forward(self, sizes: StepSizes) -> StepOutput:
-        """Compute what stands in the input buffers that the backend was made for; after an exception the same step
-        may be computed again."""
+        """Compute the step in the backend's input buffers. After an exception the same step may be computed again."""
         ...
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
-        """Return what is to be called, largest first, so that every graph stands before a step asks for it; each call
-        overwrites the input buffers, and writes no key or value. Empty where nothing is recorded."""
+        """Return functions that capture all graphs, one each, the largest first; empty if nothing is recorded.
+
+        Each overwrites the input buffers, and writes no key or value.
+        """
         ...

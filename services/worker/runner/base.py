@@ -1,4 +1,4 @@
-"""What a worker's door needs of whatever computes steps."""
+"""The interface between a worker's service and the runner that computes its steps. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import Protocol
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
-MAX_STEPS_IN_FLIGHT = (
-    4  # steps in flight that a runner accepts: past that a stop comes back too late to save work
-)
+MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
 
 
 class PendingStep(Protocol):
-    """A step that has been launched; belongs to its runner's thread."""
+    """A step that has been launched. Used on its runner's thread only."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
     def wait(self) -> StepResult:
-        """The step's result, once its device has it; steps launched before it are waited for as well.
+        """Wait for the step and for those launched before it, and return its result.
 
         Raises:
-            RuntimeError: the device failed; rows are undefined until `Runner.reset()`.
+            RuntimeError: The device failed; rows are undefined until `Runner.reset()`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletedStep:
-    """A `PendingStep` whose result is there: of a runner that computes on the thread that calls it."""
+    """A `PendingStep` that was complete when it had been launched."""
 
     result: StepResult
 
@@ -43,51 +41,58 @@ class CompletedStep:
 
 
 class StepRunner(Protocol):
-    """Computes steps, strictly in order, on one thread; holds the rows of one session at a time."""
+    """Computes steps, strictly in order, on one thread. Holds the rows of one session at a time."""
 
     @property
     def facts(self) -> WorkerFacts:
-        """What the handshake tells the engine; constant after construction."""
+        """The facts that the handshake sends to the engine; constant after construction."""
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin one step; on an asynchronous device it may be launched before the results of earlier ones are there.
+        """Launch one step. An asynchronous device may still compute earlier ones.
 
-        One request's failure is data in the result. After an exception rows are undefined until `reset()`.
+        The failure of one request is data in the result. After an exception rows are undefined until `reset()`.
 
         Raises:
-            ProtocolViolation: the plan contradicts the plans before it.
+            ProtocolViolation: The plan contradicts the plans before it.
         """
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step: `launch`, then `wait`."""
-        ...
+        """Launch one step and wait for it."""
+        return self.launch(plan).wait()
 
     def reset(self) -> None:
-        """Forget every row and expect step 1: a new session begins. Steps that have not been waited for are
-        waited for here, and nobody hears of them."""
+        """Forget every row and expect step 1 of a new session.
+
+        Waits for all steps in flight and drops their results.
+        """
         ...
 
 
 class Runner(StepRunner, Protocol):
-    """One whose memory can be given back for a while."""
+    """A runner that can give its memory back for a while."""
 
     def sleep(self, level: SleepLevel) -> int:
-        """Forget every row and give back the memory of keys and values, and of weights as `level` says; until `wake`
-        nothing else may be called but `facts`. Returns the bytes that the device has got back.
+        """Forget every row, and free the memory of keys and values, and of weights as `level` says.
+
+        Until `wake` only `facts` may be used.
+
+        Returns:
+            The number of bytes freed on the device.
 
         Raises:
-            MemoryShort: the weights have no room where they shall wait; rows are forgotten, nothing else has changed.
+            MemoryShort: The host has no memory for the weights. Rows are forgotten, and nothing else has changed.
         """
         ...
 
     def wake(self) -> None:
-        """Take memory again, with the facts that were told, and expect step 1. After an error it sleeps on and can be
-        woken again.
+        """Allocate the memory again, with the same facts, and expect step 1.
+
+        After an error the runner still sleeps and can be woken again.
 
         Raises:
-            MemoryShort: the device has no room now.
-            ModelError: the checkpoint is not there any more, or is one of another model.
+            MemoryShort: The device has not enough free memory now.
+            ModelError: The checkpoint is missing, or is that of another model.
         """
         ...

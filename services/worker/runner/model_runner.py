@@ -18,7 +18,7 @@ from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
-from services.worker.runner.base import CompletedStep, PendingStep
+from services.worker.runner.base import CompletedStep, PendingStep, StepRunner
 from services.worker.runner.cpu.create import create_cpu_backend
 from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
 from services.worker.runner.cuda.forward import LastTokens
@@ -37,11 +37,11 @@ from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 5.0  # between two lines on graphs that are captured
+_PROGRESS_S = 5.0  # between two log lines on captured graphs
 
 
-class ModelRunner:
-    """Owned by the worker's runner thread; nothing here is safe to call from two threads."""
+class ModelRunner(StepRunner):
+    """The runner of one loaded model. Owned by the worker's runner thread, which makes all calls."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class ModelRunner:
         group: RankGroup | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
     ) -> None:
-        """Stand ready for step 1.
+        """Prepare for step 1.
 
         Args:
-            kv_caches: one per layer, as `allocate_kv_cache` makes them; shape as `facts.kv` says.
-            attention: None: the project's own, as the device has it.
-            enforce_eager: see `create_cpu_backend` and `create_graph_recorder`.
+            kv_caches: One per layer, in the shape of `facts.kv`; see `allocate_kv_cache`.
+            attention: Backend; None: the project's own kernels for the device.
+            enforce_eager: See `create_cpu_backend` and `create_graph_recorder`.
             stream: Connection to the asynchronous device that holds the model; None: the thread that launches a step
                 also computes it.
-            group: of the ranks that compute the same steps; None: there are no others.
-            max_graph_tokens: tokens of the longest step with prompts that is recorded, on an asynchronous device.
+            group: The connected ranks, which compute the same steps; None: one rank.
+            max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
         """
         self._group = group or OneRank()
         self._rows = RequestRows(
@@ -95,7 +95,7 @@ class ModelRunner:
         self._scorer = PromptScorer(self._rows, model.compute_logits)
         self._device_steps: DeviceSteps | None = None
         if stream is None:
-            # a recorded program is native kernels alone: no sums over ranks between them
+            # a recorded program consists of native kernels, without sums over ranks between them
             eager = enforce_eager or self._group.size > 1
             self._backend = create_cpu_backend(model, kv_caches, self._inputs, enforce_eager=eager)
         else:
@@ -143,32 +143,29 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, on_progress: Callable[[float], None]) -> None:
-        """Record every CUDA graph that a step may ask for, so that no step waits for its own; before step 1.
+        """Capture every CUDA graph that a step may need, before step 1, so that no step waits for its capture.
 
         Args:
-            on_progress: called with the share of the graphs that stand.
+            on_progress: Called after each capture with the share of graphs that exist.
         """
         captures = self._backend.graph_captures()
-        started = told = time.perf_counter()
+        started = logged = time.perf_counter()
         for num_done, capture in enumerate(captures, 1):
             with self._group.step():
                 capture()
             on_progress(num_done / len(captures))
-            if (now := time.perf_counter()) - told > _PROGRESS_S or num_done == len(captures):
+            if (now := time.perf_counter()) - logged > _PROGRESS_S or num_done == len(captures):
                 log.info("captured %d of %d CUDA graphs in %.1f s", num_done, len(captures), now - started)
-                told = now
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step; see `Runner.execute`."""
-        return self.launch(plan).wait()
+                logged = now
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin one step; see `Runner.launch`.
+        """Launch one step; see `Runner.launch`.
 
-        On a CPU `forward_ns` holds the first choice of tokens, `sample_ns` what some requests ask beyond it. On an
-        asynchronous device `forward_ns` is what the device measures, sampling included; `prepare_ns` is the host's
-        time to prepare and launch, `sample_ns` that to read the result: other steps compute meanwhile.
+        On a CPU `forward_ns` includes the first choice of tokens, and `sample_ns` is the time of what some requests
+        need beyond it. On an asynchronous device `forward_ns` is the device's own measurement, sampling included. There
+        `prepare_ns` is the host's time to prepare and launch, and `sample_ns` its time to read the result; both overlap
+        with other steps on the device.
         """
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(

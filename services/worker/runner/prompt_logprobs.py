@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for the rows that ask: each chunk of a prompt reports its own."""
+"""Log-probabilities of prompt tokens, for rows that ask; each chunk of a prompt reports its own."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from triptych.types.step import PromptLogprobs, RowError, RowKey
 from triptych_kernels import ops
 
 MAX_SCORED_AT_ONCE = 256
-"""Prompt tokens whose logits are in memory at one time: 256 x 128k in float32 take 131 MB. More would make the product
-with the head no faster."""
+"""Number of prompt tokens with logits in memory at one time: 256 x 128k in float32 take 131 MB. A larger number would
+not make the product with the head faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompts:
-    """What came of a step's targets."""
+    """The results of a step's targets."""
 
     reported: Mapping[RowKey, PromptLogprobs]
     failures: Mapping[RowKey, RowError]
-    """Of the rows whose logits hold NaN or infinity; they report nothing."""
+    """Errors of rows with NaN or infinity among their logits; these report nothing."""
 
 
 class PromptScorer:
-    """Owned by the runner, whose rows it reads."""
+    """Computes the log-probabilities of prompt tokens. Owned by the runner; reads its rows."""
 
     def __init__(self, rows: RequestRows, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """`compute_logits`: see `CausalLM.compute_logits`."""
+        """
+        Args:
+            compute_logits: See `CausalLM.compute_logits`.
+        """
         self._rows = rows
         self._compute_logits = compute_logits
 
@@ -45,14 +48,14 @@ class PromptScorer:
         return take_prompt_targets(self._rows, step)
 
     def finish(self, output: StepOutput, targets: PromptTargets) -> ScoredPrompts:
-        """`launch`, then `read`, waiting for the device in between."""
+        """Launch the computation, wait for the device, and read the results."""
         return self.read(targets, [tensor.numpy(force=True) for tensor in self.launch(output, targets)])
 
     def launch(self, output: StepOutput, targets: PromptTargets) -> tuple[Tensor, ...]:
-        """Compute the log-probabilities of a step's targets; the device is not waited for.
+        """Compute the log-probabilities of a step's targets, without waiting for the device.
 
         Returns:
-            What `read` needs the values of: the columns of `ops.token_logprobs`, for all targets.
+            The columns of `ops.token_logprobs`, for all targets; `read` takes their values.
         """
         hidden = output.hidden
         assert hidden is not None, "a row that is in the middle of its prompt does not sample"
@@ -92,5 +95,5 @@ class PromptScorer:
 
 
 def _side_by_side(first: NDArray[np.generic], rest: NDArray[np.generic]) -> NDArray[np.generic]:
-    """[rows], [rows, n] -> [rows, 1 + n]"""
+    """Concatenate [rows] and [rows, n] to [rows, 1 + n]."""
     return np.concatenate((first[:, None], rest), axis=1)

@@ -1,4 +1,4 @@
-"""Which prompt tokens a step scores, for the rows that ask for their log-probabilities. Needs no torch."""
+"""The prompt tokens that a step scores, for rows that ask for their log-probabilities. Needs no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PromptTargets:
 
     rows: tuple[ScoredRow, ...]
     tokens: I64
-    """[num_targets] the step's token whose hidden state predicts each."""
+    """[num_targets] index of the step's token that predicts each target."""
     token_ids: I64
     """[num_targets]"""
 
@@ -40,9 +40,9 @@ class PromptTargets:
 
 
 def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | None:
-    """Find what a step scores, before it counts as computed; None if no row asks.
+    """Find the tokens that a step scores, before the step counts as computed; None if there are none.
 
-    A row is looked at until the first step after its prompt. Steps of rows that do not ask cost nothing.
+    A row is examined until the first step after its prompt. Steps without rows that ask cost nothing.
     """
     if not rows.slot_to_prompt_top:
         return None

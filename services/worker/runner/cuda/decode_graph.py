@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, by buckets of batch sizes.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, in buckets of batch sizes.
 
     rows of a step    1  2  3  5  9   17 …
-    bucket            1  2  4  8  16  24 …    the rows that are missing are padding, which reads the null block
+    bucket            1  2  4  8  16  24 …    the other rows are padding, which reads the null block
 
-A bucket is run operation by operation, which compiles what is not compiled yet, and is recorded after that: at start,
-of padding alone and the largest first, since the smaller ones then fit into its memory; or behind the first step that
-needs it (`worker.graph_capture`). All graphs share one pool of memory: what a step leaves in it is read before the next
-one is launched, or copied out. Steps with longer rows run operation by operation.
+A bucket is first run operation by operation, which compiles its kernels, and then recorded. `worker.graph_capture` says
+when: at start, with padding only and the largest bucket first, since smaller ones then fit into its memory; or after
+the first step that needs it. All graphs share one pool of memory: the outputs of a step are read, or copied out, before
+the next step is launched.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class DecodeGraphPath:
         largest, device = _decodes(inputs.max_num_seqs), inputs.device
         self._columns = torch.zeros(inputs.columns_bytes(largest), dtype=torch.uint8, device=device)
         self._tables = torch.zeros(inputs.max_num_seqs, inputs.max_blocks, dtype=torch.int32, device=device)
-        # Outputs stand outside the pool, or each bucket would keep logits of its own there: 2 GiB of 256 x 128k and
-        # smaller. The copy moves 0.26 GB then.
+        # Outputs are outside the pool, or each bucket would keep logits of its own there: 2 GiB for 256 x 128k and
+        # smaller. Copying them moves 0.26 GB.
         self._logits = torch.zeros(inputs.max_num_seqs, vocab_size, device=device)
         self._token_ids = torch.zeros(inputs.max_num_seqs, dtype=torch.int64, device=device)
 
@@ -75,7 +75,7 @@ class DecodeGraphPath:
         self._run(StepSizes.of_nothing(), size)
 
     def _run(self, sizes: StepSizes, size: int) -> _Bucket:
-        """Compute a gathered decode, padded to `size` rows; record it if that has not been done."""
+        """Compute a gathered decode, padded to `size` rows, and record the bucket if it is not recorded yet."""
         bucket = self._buckets.get(size)
         if bucket is None:
             bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
@@ -92,7 +92,7 @@ class DecodeGraphPath:
         return bucket
 
     def _static_batch(self, size: int) -> DeviceBatch:
-        """Where a step of `size` rows always stands."""
+        """Return the place of the inputs of every step of `size` rows."""
         columns = self._columns[: self._inputs.columns_bytes(_decodes(size))]
         lengths = StepLengths((1,) * size, (self._max_seq_len,) * size)
         return self._inputs.batch(columns, self._tables[:size], _decodes(size), lengths)
@@ -114,16 +114,16 @@ class DecodeGraphPath:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """One batch size."""
+    """The graph of one batch size."""
 
     size: int
     batch: DeviceBatch
-    """Static: views of the backend's own memory."""
+    """Inputs, which are views of the path's own memory."""
     replay: Replay | None = None
     may_record: bool = True
-    """False: there was no memory for it."""
+    """Whether a graph may be recorded; False if there was no memory for it."""
 
 
 def _decodes(num_rows: int) -> StepShape:
-    """Of a step whose rows compute one token each and all sample."""
+    """Return the shape of a step of which each row computes one token and samples."""
     return StepShape(num_rows, num_rows, num_rows)

@@ -1,4 +1,4 @@
-"""Launches recorded once and launched again as CUDA graphs; the one user of torch's capture."""
+"""Launches that are recorded once and repeated as CUDA graphs; the only user of torch's capture."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ Cut = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """Turns launches into something that launches them again."""
+    """Records launches, to repeat them."""
 
     num_bytes: int
-    """Memory that all recordings hold."""
+    """Memory of all recordings, in bytes."""
 
     def record(self, launch: Callable[[Cut], None]) -> tuple[Replay, ...]:
-        """Note what `launch` launches, without running it; `launch` is called twice where memory is short.
+        """Record the launches of `launch` without running them. `launch` is called twice if memory is short.
 
-        Memory that it allocates and gives back may serve whatever is recorded later: what a recording leaves for the
-        one behind its cut must be held until then, and what it leaves for others for as long as it is replayed.
+        Memory that is allocated and freed while recording may be used by later recordings. A tensor for the recording
+        after the next cut must be held until then, and a tensor for others as long as the recording is replayed.
 
         Returns:
-            One more than there were cuts, to be replayed in their order.
+            One replay more than there were cuts, to be called in order.
+
         Raises:
-            torch.OutOfMemoryError: there is no memory for what it allocates; nothing was recorded.
-            RuntimeError: it does something that cannot be recorded; nothing can be from then on.
+            torch.OutOfMemoryError: There is not enough memory; nothing was recorded.
+            RuntimeError: An operation cannot be recorded. No further recording is possible.
         """
         ...
 
@@ -54,7 +55,8 @@ class CudaGraphRecorder:
         self._is_pool_held = False
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            # cuBLAS keeps a workspace for each stream: taken in a capture, it would hold on to the pool when graphs go
+            # cuBLAS keeps a workspace for each stream: allocated in a capture, it would keep the pool alive after the
+            # graphs
             one = torch.ones(1, 1, device=device)
             torch.mm(one, one)
 
@@ -62,7 +64,7 @@ class CudaGraphRecorder:
         torch.cuda.synchronize(self._device)
         with suppress(torch.OutOfMemoryError):
             return self._capture(launch)
-        # A capture cannot take what torch keeps for later, so that is given back before another try.
+        # A capture cannot use memory in torch's cache, so the cache is emptied before another attempt.
         torch.cuda.empty_cache()
         return self._capture(launch)
 
@@ -71,7 +73,7 @@ class CudaGraphRecorder:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            # the event loop's thread makes no CUDA calls, but a library's thread might: they are not ours to forbid
+            # the event loop's thread makes no CUDA calls, but a library's thread might, and these must not fail
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             graphs.append(graph)
 
@@ -87,7 +89,7 @@ class CudaGraphRecorder:
             except BaseException:
                 with suppress(RuntimeError):  # the first error says why
                     graphs[-1].capture_end()
-                if not self._is_pool_held:  # a pool that all graphs have left is none to torch
+                if not self._is_pool_held:  # torch discards a pool without graphs
                     self._pool = torch.cuda.graph_pool_handle()
                 raise
             graphs[-1].capture_end()
@@ -99,12 +101,13 @@ class CudaGraphRecorder:
 def record_if_it_fits(
     recorder: GraphRecorder, launch: Callable[[Cut], None], *, what: str
 ) -> tuple[Replay, ...] | None:
-    """See `GraphRecorder.record`; None: there is no memory for it, and the log says so.
+    """Record as `GraphRecorder.record` does. Return None, and log a warning, if there is not enough memory.
 
     Args:
-        what: the steps that it records, in words.
+        what: Name of the recorded steps, for messages.
+
     Raises:
-        ConfigError: it cannot be recorded.
+        ConfigError: An operation cannot be recorded.
     """
     started = time.perf_counter()
     try:
@@ -131,7 +134,7 @@ def record_if_it_fits(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Whatever a collection would destroy might free device memory, which ends a capture."""
+    """Disable garbage collection, which might free device memory and so end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -2,8 +2,8 @@
 
     token_ids | positions | slot_mapping | is_awaited | … | sampling positions | block_tables
 
-Columns are as long as the step, so a decode of few rows sends little. Where all of them stand but the block tables,
-which are as wide as the longest row and come last, follows from the step's shape alone.
+Columns are as long as the step, so a decode of few rows sends little. The places of all columns follow from the step's
+shape, except for the block tables, which are as wide as the longest row and come last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGNMENT = (
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How long a step's columns are."""
+    """The lengths of a step's columns."""
 
     num_tokens: int
     num_rows: int
@@ -39,7 +39,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepLengths:
-    """Of each row, as the host knows it; see `AttentionBatch`."""
+    """The lengths of each row, as the host knows them; see `AttentionBatch`."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -47,7 +47,7 @@ class StepLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """An `InputBatch` some of whose ids only the device knows, see `LastTokens`."""
+    """An `InputBatch`, in which some token ids are known to the device only; see `LastTokens`."""
 
     inputs: InputBatch
     is_awaited: Tensor
@@ -68,14 +68,14 @@ class _Length(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A column in a block, in bytes."""
+    """The place of a column in a block, in bytes."""
 
     start: int
     end: int
 
 
 class DeviceInputs:
-    """Copies steps from the `InputBuffers` to the device."""
+    """Copies steps from the host's `InputBuffers` to the device."""
 
     def __init__(self, inputs: InputBuffers, stream: DeviceStream) -> None:
         feedback, sampling = inputs.feedback, inputs.sampling.columns.columns
@@ -106,11 +106,11 @@ class DeviceInputs:
         stream.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
 
     def columns_bytes(self, shape: StepShape) -> int:
-        """How much of a block stands before its block tables."""
+        """Return the bytes of a block before its block tables."""
         return _align(_places(self._kinds, shape)[-1].end)
 
     def token_bytes(self, num_tokens: int) -> int:
-        """How much of a block the columns of tokens take, which come first."""
+        """Return the bytes of the columns of tokens, which come first in a block."""
         places = _places(self._kinds, StepShape(num_tokens, 1, 1))
         return next(
             place.start
@@ -119,7 +119,7 @@ class DeviceInputs:
         )
 
     def upload(self, shape: StepShape, max_blocks: int) -> tuple[Tensor, Tensor]:
-        """The gathered step on the device; the buffers may be gathered into again at once.
+        """Copy the gathered step to the device. The next step may be gathered at once.
 
         Returns:
             The columns, [columns_bytes] uint8, and the block tables, [num_rows, max_blocks] int32.
@@ -137,7 +137,7 @@ class DeviceInputs:
     def batch(
         self, columns: Tensor, block_tables: Tensor, shape: StepShape, lengths: StepLengths
     ) -> DeviceBatch:
-        """Views of columns that stand as `upload` lays them out, wherever they have been copied since."""
+        """Return views of columns that have the layout of `upload`, wherever they have been copied since."""
         (
             token_ids,
             positions,
@@ -171,7 +171,7 @@ class DeviceInputs:
 
 @lru_cache(maxsize=512)  # decodes repeat their shapes, steps with prompts rarely do
 def _places(kinds: tuple[tuple[_Length, int], ...], shape: StepShape) -> tuple[_Place, ...]:
-    """Where columns of these lengths and bytes per entry stand."""
+    """Return the places of columns of these lengths and bytes per entry."""
     counts = {
         _Length.TOKENS: shape.num_tokens,
         _Length.ROWS: shape.num_rows,

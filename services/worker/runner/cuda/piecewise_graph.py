@@ -1,10 +1,10 @@
-"""Steps with prompts as CUDA graphs of what lies between their attention, by buckets of token counts.
+"""Steps with prompts as CUDA graphs of the operations between attention, in buckets of token counts.
 
     replay [embed … write keys] | attend | replay [project … write keys] | attend | … | replay [project … norm] | sample
 
-A graph stands for launches whose shapes never change. With its tokens padded, that holds for all of a step but
-attention, whose grid follows from its rows, and sampling: these two are launched as they are. In a small model such a
-step is bounded by the host's time to launch, not by the device's. Buckets are recorded when those of decodes are.
+A graph repeats launches of fixed shapes. With padded tokens all operations of a step have fixed shapes but attention,
+whose grid depends on the rows, and sampling: these two are launched as they are. In a small model such a step is
+bounded by the host's time to launch, not by the device. Buckets are recorded at the same time as those of decodes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class PiecewiseGraphPath:
         self._columns = torch.zeros(
             inputs.columns_bytes(_of_tokens(self._sizes[-1])), dtype=torch.uint8, device=inputs.device
         )
-        self._seam = _Seam(inputs.host.attention, self._sizes[-1])
+        self._attention = _AttentionBetweenGraphs(inputs.host.attention, self._sizes[-1])
         self._hidden: Tensor | None = None
-        """[longest, hidden_size], what each bucket leaves; outside of the pool, or each would keep its own there."""
+        """[longest, hidden_size], the output of every bucket; outside the pool, or each would keep its own there."""
 
     def serves(self, sizes: StepSizes) -> bool:
         if sizes.num_tokens > self._sizes[-1]:
@@ -72,7 +72,7 @@ class PiecewiseGraphPath:
         shape = StepShape(size, sizes.num_rows, sizes.num_sampling)
         lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
         batch = self._upload(shape, sizes.max_blocks, lengths)
-        self._seam.begin(batch.inputs.attention, sizes.num_tokens)
+        self._attention.begin(batch.inputs.attention, sizes.num_tokens)
         if bucket.pieces:
             self._replay(bucket)
             return self._forward.sample(self._hidden_of(size), batch)
@@ -91,48 +91,48 @@ class PiecewiseGraphPath:
         bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
         self._host.pad_tokens(StepSizes.of_nothing(), size)
         batch = self._upload(_of_tokens(size), 1, StepLengths((size,), (size,)))
-        self._seam.begin(batch.inputs.attention, 0)
+        self._attention.begin(batch.inputs.attention, 0)
         self._launch(bucket)
         self._record(bucket)
 
     def _upload(self, shape: StepShape, max_blocks: int, lengths: StepLengths) -> DeviceBatch:
-        """Copy the gathered step to the device, and its tokens to where they always stand."""
+        """Copy the gathered step to the device, and its tokens to their static place."""
         columns, tables = self._inputs.upload(shape, max_blocks)
         num_bytes = self._inputs.token_bytes(shape.num_tokens)
         self._columns[:num_bytes].copy_(columns[:num_bytes])
         return self._inputs.batch(columns, tables, shape, lengths)
 
     def _static_batch(self, size: int) -> DeviceBatch:
-        """Where the tokens of a step always stand. Its rows are nobody's: they are not looked at."""
+        """Return a batch with the static place of a step's tokens. Its rows are not used."""
         shape = _of_tokens(size)
         columns = self._columns[: self._inputs.columns_bytes(shape)]
         tables = torch.zeros(1, 1, dtype=torch.int32, device=columns.device)
         batch = self._inputs.batch(columns, tables, shape, StepLengths((size,), (size,)))
-        attention = replace(batch.inputs.attention, backend=self._seam)
+        attention = replace(batch.inputs.attention, backend=self._attention)
         return replace(batch, inputs=replace(batch.inputs, attention=attention))
 
     def _launch(self, bucket: _Bucket) -> Tensor:
-        """Launch what every token goes through: hidden states [size, hidden_size], where they always stand."""
+        """Launch the layers. Return the hidden states [size, hidden_size], at their static place."""
         hidden = self._forward.hidden(bucket.batch)
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._sizes[-1], hidden.shape[1])
         return self._hidden_of(bucket.size).copy_(hidden)
 
     def _hidden_of(self, size: int) -> Tensor:
-        assert self._hidden is not None, "the first step of all is not replayed"
+        assert self._hidden is not None, "the first step is never replayed"
         return self._hidden[:size]
 
     def _replay(self, bucket: _Bucket) -> None:
         first, *rest = bucket.pieces
         first()
         for call, piece in zip(bucket.calls, rest, strict=True):
-            self._seam.run(call)
+            self._attention.run(call)
             piece()
 
     def _record(self, bucket: _Bucket) -> None:
         def launch(cut: Cut) -> None:
             bucket.calls.clear()  # a recording may be tried twice
-            with self._seam.recording(cut, bucket.calls):
+            with self._attention.recording(cut, bucket.calls):
                 self._launch(bucket)
 
         pieces = record_if_it_fits(self._recorder, launch, what=f"steps of {bucket.size} tokens")
@@ -142,15 +142,15 @@ class PiecewiseGraphPath:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Attention of one layer."""
+    """The attention of one layer."""
 
     kv_cache: KvCache
     scale: float
     window: int
 
 
-class _Seam:
-    """The `AttentionBackend` that recorded layers see: between two recordings stands what a step really asks.
+class _AttentionBetweenGraphs:
+    """The `AttentionBackend` of recorded layers, which attends between two recordings by the rows of the actual step.
 
     Queries and results of all layers pass through the same memory, which no recording owns.
     """
@@ -168,12 +168,16 @@ class _Seam:
         self._calls: list[_Call] = []
 
     def begin(self, batch: AttentionBatch, num_tokens: int) -> None:
-        """From now on attend for this step, whose first `num_tokens` tokens are no padding; 0: attend to nothing."""
+        """Set the step to attend for.
+
+        Args:
+            num_tokens: Number of tokens without padding; 0: no attention is computed.
+        """
         self._batch, self._num_tokens = batch, num_tokens
 
     @contextmanager
     def recording(self, cut: Cut, calls: list[_Call]) -> Iterator[None]:
-        """Meanwhile do not attend: cut, and append what is to be run there."""
+        """Until the body ends, cut the recording in place of attending, and append the call to `calls`."""
         self._cut, self._calls = cut, calls
         try:
             yield
@@ -185,7 +189,7 @@ class _Seam:
     ) -> Tensor:
         if self._memory is None:
             shape = self._max_num_tokens, *query.shape[1:]
-            # what stands behind a step's tokens is computed on, and thrown away: it should be numbers
+            # padding is computed on and discarded, so it must not be NaN
             self._memory = query.new_zeros(shape), query.new_zeros(shape)
         queries, attended = (memory[: len(query)] for memory in self._memory)
         queries.copy_(query)
@@ -198,8 +202,8 @@ class _Seam:
         return attended
 
     def run(self, call: _Call) -> None:
-        """Attend for one layer of the step that `begin` named."""
-        assert self._memory is not None, "the first step of all is not replayed"
+        """Attend for one layer of the step that `begin` set."""
+        assert self._memory is not None, "the first step is never replayed"
         assert self._batch is not None, "a step begins before it attends"
         if not self._num_tokens:
             return
@@ -209,15 +213,15 @@ class _Seam:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """One count of tokens."""
+    """The graphs of one token count."""
 
     size: int
     batch: DeviceBatch
-    """Static: views of the backend's own memory."""
+    """Inputs, which are views of the path's own memory."""
     pieces: tuple[Replay, ...] = ()
-    """Empty: not recorded yet, or there was no memory for it."""
+    """Empty before recording, or if there was no memory for it."""
     calls: list[_Call] = field(default_factory=list)
-    """One less: what stands between the pieces."""
+    """The calls between the pieces, one fewer than these."""
 
 
 def _of_tokens(num_tokens: int) -> StepShape:

@@ -1,4 +1,4 @@
-"""How an asynchronous device is given its steps and asked for what came of them; the one user of streams and events.
+"""The streams to and from an asynchronous device: inputs, kernels, results. The only user of streams and events.
 
 host      pack n | launch n | pack n+1 | launch n+1 |           take n        | pack n+2 …
 copies           [inputs n]            [inputs n+1]
@@ -29,21 +29,21 @@ _LEAST_RESULT_BYTES = 1 << 16  # the tokens of 8,192 rows
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Of one step, in ns on the device's clock; 0: not measured."""
+    """The times of one step, in ns on the device's clock; 0 if not measured."""
 
     busy_ns: int = 0
-    """From its first kernel to its last."""
+    """Time from the first kernel to the last."""
     gap_ns: int = 0
-    """Since the last kernel of the step before."""
+    """Time since the last kernel of the step before."""
 
 
 class ReadBack(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors that are being copied to the host."""
 
     def is_done(self) -> bool: ...
 
     def wait(self) -> tuple[tuple[Array, ...], DeviceTimes]:
-        """Their values, in memory of their own, and the times of the step that made them."""
+        """Wait for the copy. Return the values, in their own memory, and the times of the step that computed them."""
         ...
 
 
@@ -57,16 +57,18 @@ class DeviceStream(Protocol):
         ...
 
     def host_block(self) -> NDArray[np.uint8]:
-        """Where the next step's inputs are to be packed; what stood there has arrived."""
+        """Return the block for the next step's inputs; its earlier content has arrived on the device."""
         ...
 
     def upload(self, num_bytes: int) -> Tensor:
-        """The first bytes of the block on the device, uint8; kernels launched after this find them there, and
-        those of this step may read them."""
+        """Copy the first bytes of the block to the device, uint8.
+
+        Kernels that are launched afterwards find them there. Only those of this step may read them.
+        """
         ...
 
     def read_back(self, tensors: tuple[Tensor, ...]) -> ReadBack:
-        """Begin to fetch what the step's kernels make of some tensors; the step's last launch."""
+        """Launch the copy of some of the step's tensors to the host; the last launch of the step."""
         ...
 
 
@@ -83,8 +85,8 @@ class ResultBlock:
 class ResultBlocks:
     """Host memory that the results of steps arrive in: a block that has been read serves a later step.
 
-    Pinned memory is dear to get, and the device is waited for where the system must be asked for it. As many blocks
-    come to be as there are steps in flight.
+    Pinned memory is expensive to allocate, since the allocation waits for the device. There are as many blocks as
+    steps in flight at most.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -92,7 +94,7 @@ class ResultBlocks:
         self._free: list[Tensor] = []
 
     def take(self, tensors: Sequence[Tensor]) -> ResultBlock:
-        """Return room for some tensors, of their shapes and dtypes, which belongs to the caller until `read`."""
+        """Return memory for some tensors, in their shapes and dtypes. It belongs to the caller until `read`."""
         starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
         memory = self._free.pop() if self._free else None
         if memory is None or memory.numel() < starts[-1]:
@@ -105,7 +107,7 @@ class ResultBlocks:
         return ResultBlock(memory, tuple(parts))
 
     def read(self, block: ResultBlock) -> tuple[Array, ...]:
-        """Return what has arrived in a block, in memory of its own."""
+        """Return the values that have arrived in a block, in their own memory."""
         values = tuple(part.numpy().copy() for part in block.parts)
         self._free.append(block.memory)
         return values
@@ -156,7 +158,7 @@ class CudaStream:
         on_host = self._results.take(tensors)
         for part, tensor in zip(on_host.parts, tensors, strict=True):
             part.copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event(blocking=True)  # who waits leaves the core to the event loop
+        arrived = torch.cuda.Event(blocking=True)  # waiting leaves the core to the event loop
         arrived.record(compute)
         return _CudaReadBack(self._results, on_host, arrived, first, last, before)
 

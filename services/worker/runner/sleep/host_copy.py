@@ -1,7 +1,7 @@
-"""A model's weights in the host's memory, so that those on its device can be given up and filled again.
+"""A copy of a model's weights in the host's memory, while their memory on the device is freed.
 
-Storages are emptied where they are and nothing is made anew: parameters that are tied, views into a stack of experts
-and weights that are no parameters find their numbers again without anybody knowing of them.
+Storages are emptied and filled in place, and no tensor is replaced. So tied parameters, views into stacks of experts
+and weights that are not parameters need no special treatment.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ _MIB = 1 << 20
 
 
 class HostCopy:
-    """Owned by the runner's thread. After construction `vacate` and `restore` take turns; last comes `discard`."""
+    """The copy, and the storages that it was made from. Owned by the runner's thread.
+
+    After construction `vacate` and `restore` are called in turn, and `discard` last.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy; the model stays as it is.
+        """Copy the weights; the model does not change.
 
         Raises:
-            MemoryShort: the host has no room for it.
+            MemoryShort: The host has not enough free memory.
         """
         self._storages = weight_storages(model)
         self._device = self._storages[0].device
@@ -43,7 +46,7 @@ class HostCopy:
         self._synchronize()
 
     def vacate(self) -> None:
-        """Give up the device's memory; the model must not be run until `restore`."""
+        """Free the device's memory; the model must not be run until `restore`."""
         for storage in self._storages:
             storage.resize_(0)
 
@@ -51,7 +54,7 @@ class HostCopy:
         """Fill the device's memory again.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough; call `vacate` to give up what was taken.
+            torch.OutOfMemoryError: There is not enough memory; call `vacate` to free what was allocated.
         """
         for storage, part in zip(self._storages, self._parts, strict=True):
             storage.resize_(part.nbytes)
@@ -59,16 +62,16 @@ class HostCopy:
         self._synchronize()
 
     def discard(self) -> None:
-        """Give the host's memory back."""
+        """Free the host's memory."""
         if self._device.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
-            assert code == 0, f"what was pinned cannot be released: CUDA error {code}"
+            assert code == 0, f"pinned memory cannot be released: CUDA error {code}"
         del self._parts, self._memory
 
     def _pin(self) -> None:
-        """Let the device reach the memory itself: copies run at the speed of the bus.
+        """Pin the memory, so that copies run at the speed of the bus.
 
-        Pinned memory from torch would be rounded up to powers of two, and kept for later.
+        Pinned memory from torch would be rounded up to powers of two, and cached after use.
         """
         if self._device.type != "cuda":
             return
@@ -85,13 +88,13 @@ class HostCopy:
 
 
 def weight_storages(model: nn.Module) -> list[torch.UntypedStorage]:
-    """The memory of every tensor that a model holds, buffers included; each once, whoever shares it."""
+    """Return the storages of all tensors of a model, buffers included, each once."""
     found = {storage._cdata: storage for storage in map(Tensor.untyped_storage, _tensors(model, set()))}
     return [storage for storage in found.values() if storage.nbytes()]
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
-    """Whatever can be reached by way of modules, of what our kernels hold, and of collections."""
+    """Yield the tensors that can be reached through modules, objects of our kernels, and collections."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -111,5 +114,5 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """[bytes] uint8, the storage itself."""
+    """Return a view of the storage, [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,9 +1,9 @@
-"""The runner of a real model, whose memory can be given back for a while: docs/adr/0009.
+"""The runner of a real model, which can give its memory back for a while: docs/adr/0009.
 
             the model's weights    KV cache, graphs, buffers
 awake       on the device          of a `ModelRunner`
-level 1     in the host's memory   gone                        on a CPU the weights stay where they are
-level 2     in their files         gone
+level 1     in the host's memory   freed                       on a CPU the weights do not move
+level 2     in their files         freed
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 from services.worker.context.device import free_memory, held_memory
 from services.worker.models.base import CausalLM
-from services.worker.runner.base import PendingStep
+from services.worker.runner.base import PendingStep, Runner
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.sleep.host_copy import HostCopy
 from triptych.errors import MemoryShort, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.step import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a runner takes on its device, in bytes."""
+    """The memory that a runner uses on its device, in bytes."""
 
     weights: int
     kv_cache: int
     activations: int
-    """Of the longest step; 0 where that was not measured."""
+    """Memory of the largest step; 0 if that was not measured."""
 
 
-class SleepableRunner:
-    """A `Runner`. Owned by the worker's runner thread."""
+class SleepableRunner(Runner):
+    """A `ModelRunner` that can be dropped and created again. Owned by the worker's runner thread."""
 
     def __init__(
         self,
@@ -53,22 +53,22 @@ class SleepableRunner:
         load: Callable[[], CausalLM],
         start: Callable[[CausalLM], ModelRunner],
     ) -> None:
-        """Stand ready for step 1.
+        """Start the runner, ready for step 1.
 
         Args:
-            load: reads the same model from its checkpoint once more.
-            start: allocates all that a runner of a loaded model needs, and warms it up.
+            load: Reads the same model from its checkpoint again.
+            start: Creates the runner of a loaded model, with all its memory, and warms it up.
         """
         self._device = device
         self._needs = needs
         self._load = load
         self._start = start
         self._model: CausalLM | None = model
-        """None: dropped."""
+        """None while the weights are dropped."""
         self._host_copy: HostCopy | None = None
-        """While the device's memory of the model is given up."""
+        """Weights in the host's memory; None while they are on the device or dropped."""
         self._runner: ModelRunner | None = start(model)
-        """None: asleep."""
+        """None while asleep."""
         self._facts = self._runner.facts
 
     @property
@@ -77,27 +77,26 @@ class SleepableRunner:
 
     @property
     def model(self) -> CausalLM:
-        assert self._model is not None, "it sleeps at level 2"
+        assert self._model is not None, "asleep at level 2"
         return self._model
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        assert self._runner is not None, "the worker's gate lets nobody in who would wake us"
+        assert self._runner is not None, "a sleeping worker grants no session"
         return self._runner.launch(plan)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).wait()
-
     def reset(self) -> None:
-        assert self._runner is not None, "the worker's gate lets nobody in who would wake us"
+        assert self._runner is not None, "a sleeping worker grants no session"
         self._runner.reset()
 
     def sleep(self, level: SleepLevel) -> int:
-        """Give memory back; see `Runner.sleep`."""
-        assert self._runner is not None, "it is asleep"
+        """Free memory; see `Runner.sleep`."""
+        assert self._runner is not None, "already asleep"
         began, held = time.perf_counter(), held_memory(self._device)
         self._runner.reset()
         is_copied = level is SleepLevel.WEIGHTS_ON_HOST and self._device.type != "cpu"
-        host_copy = HostCopy(_module(self.model)) if is_copied else None  # while nothing has changed yet
+        host_copy = (
+            HostCopy(_module(self.model)) if is_copied else None
+        )  # before anything changes, since it may fail
         self._runner, self._host_copy = None, host_copy
         if level is SleepLevel.WEIGHTS_DROPPED:
             self._model = None
@@ -112,8 +111,8 @@ class SleepableRunner:
         return released
 
     def wake(self) -> None:
-        """Take memory again and stand ready for step 1; see `Runner.wake`."""
-        assert self._runner is None, "it is awake"
+        """Allocate memory again and prepare for step 1; see `Runner.wake`."""
+        assert self._runner is None, "already awake"
         began, is_dropped = time.perf_counter(), self._model is None
         if (failure := self._try_to_wake()) is not None:
             if is_dropped:
@@ -126,7 +125,7 @@ class SleepableRunner:
         log.info("awake after %.2f s", time.perf_counter() - began)
 
     def _try_to_wake(self) -> TriptychError | None:
-        """Returns what went wrong, free of the frames that still hold some of the memory taken."""
+        """Return the error, or None. Its traceback is removed, since the frames would keep allocated memory alive."""
         needed, free = self._needed_bytes(), free_memory(self._device)
         if needed > free:
             return self._memory_short(needed, free)
@@ -136,7 +135,7 @@ class SleepableRunner:
             elif self._host_copy is not None:
                 self._host_copy.restore()
             self._runner = self._start(self._model)
-        except torch.OutOfMemoryError:  # somebody else was faster, or it is there in pieces
+        except torch.OutOfMemoryError:  # another process was faster, or the free memory is fragmented
             pass
         except TriptychError as error:
             error.__cause__ = error.__context__ = None
@@ -148,7 +147,7 @@ class SleepableRunner:
         return self._needs.kv_cache + self._needs.activations + (0 if has_weights else self._needs.weights)
 
     def _release(self) -> None:
-        """Have nothing on the device that the sleep is for; what is gone may lie in cycles, and in torch's cache."""
+        """Free the device's memory, including dropped objects in reference cycles and memory in torch's cache."""
         gc.collect()
         if self._host_copy is not None:
             self._host_copy.vacate()

@@ -1,4 +1,4 @@
-"""Kernels are compiled while weights are read: side by side, and out of the way of the first step."""
+"""Compilation of kernels while weights are read, in parallel, so that no step waits for a compiler."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_laun
 
 log = logging.getLogger(__name__)
 
-_MAX_THREADS = 16  # of a machine that other workers may start on
-_NUM_BLOCKS = 4  # as many as the steps of a warm-up hold
+_MAX_THREADS = 16  # other workers may start on the same machine
+_NUM_BLOCKS = 4  # as many as the steps of a warm-up use
 
 
 @contextmanager
 def compiled_ahead(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> Iterator[None]:
-    """Compile what steps on a CUDA device launch while the body runs; when it has run, they are compiled.
+    """Compile the kernels of steps on a CUDA device while the body runs, and wait for them when it ends.
 
-    A kernel that fails to compile is left to its first launch, which says why.
+    A kernel that fails to compile is compiled again at its first launch, which reports the error.
 
     Args:
-        model: may have no weights yet.
+        model: May have no weights yet.
+
     Raises:
-        ConfigError: Triton cannot work on this machine.
+        ConfigError: Triton does not work on this machine.
     """
     started = time.perf_counter()
     device = torch.device(config.rank.device)
     _reach_device()
     noted = note_launches(config, group, model, device)
-    gc.collect()  # workspaces of what attended may lie in cycles, and would count against KV blocks
+    gc.collect()  # workspaces of attention backends may be in reference cycles, and would count as used memory
     if not noted:
         yield
         return
@@ -128,15 +129,15 @@ def note_launches(
             )
             warm_up(runner)
         except torch.OutOfMemoryError:
-            pass  # what has been noted is compiled; whether steps fit is asked again, and told, when weights stand
+            pass  # what was noted is compiled; memory is checked again, with an error, when the weights are loaded
     return noted
 
 
 def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
-    """Tokens of steps with prompts, and requests, that between them launch the kernels of steps of all sizes.
+    """Return (tokens, requests) of steps that together launch the kernels of steps of all sizes.
 
-    Quantized products and mixtures of experts are cut by the number of rows, and so are plain products of few; of the
-    rest, a row by itself is its own case.
+    Tiles of quantized products and of mixtures of experts depend on the number of rows. So do those of plain products
+    of few rows. For other kernels a single row is the only special case.
     """
     scheduler = config.engine.scheduler
     longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs

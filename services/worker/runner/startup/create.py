@@ -1,4 +1,4 @@
-"""From a resolved config and a model directory to a runner that is ready for step 1."""
+"""Creation of a runner that is ready for step 1, from a resolved config and a model directory."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ from triptych_kernels.cpu.library import amx_refusal, isa
 log = logging.getLogger(__name__)
 
 PhaseChange = Callable[[str, float], None]
-"""(phase, progress within it, 0..1)"""
+"""Called with (phase, progress within it, 0..1)."""
 
 
 def create_runner(
     config: ResolvedConfig, directory: Path, *, boot_id: str, on_phase: PhaseChange
 ) -> SleepableRunner:
-    """Load the model, size and reserve its KV cache, warm up. Called on the thread that will compute.
+    """Load the model, size and allocate its KV cache, and warm up. Called on the thread that will compute.
 
-    With several ranks each creates a runner of its own: they wait for each other here, and carry out the same plans.
+    Each of several ranks creates its own runner. The ranks wait for each other here, and execute the same plans.
 
     Args:
-        directory: where the checkpoint stands, from `triptych.hub`.
-        boot_id: a uuid drawn at process start.
-        on_phase: called meanwhile, and again whenever the runner wakes.
+        directory: Directory of the checkpoint, from `triptych.hub`.
+        boot_id: A uuid drawn at process start.
+        on_phase: Called while the runner starts, and again whenever it wakes.
+
     Raises:
-        ModelError: files that are missing, cut short or not understood.
-        ConfigError: the KV cache does not fit into the memory left.
-        FeatureDisabled: an architecture that no model is registered for.
-        RankUnavailable, HandshakeMismatch: another rank is not there, or has another model or config.
+        ModelError: A file is missing, cut short or not understood.
+        ConfigError: The KV cache does not fit into the free memory.
+        FeatureDisabled: No model is registered for the architecture.
+        RankUnavailable, HandshakeMismatch: Another rank is missing, or has another model or config.
     """
     engine, device = config.engine, torch.device(config.rank.device)
     use_device(device)
@@ -142,7 +143,7 @@ def create_runner(
 
 
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
-    """The checkpoint and its fingerprint."""
+    """Open the checkpoint and compute its fingerprint."""
     engine, device = config.engine, torch.device(config.rank.device)
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
     return checkpoint, fingerprint(checkpoint, config.architecture, config.dtype, config.quantization)
@@ -163,27 +164,27 @@ def _plan_kv_cache(
     attention: AttentionBackend,
     device: torch.device,
 ) -> KvPlan:
-    """How many blocks there is room for; on a CUDA device beside what the longest step was measured to take.
+    """Decide the number of KV blocks; on a CUDA device the measured memory of the largest step is left free.
 
-    The rank with the least decides for all.
+    The rank with the least free memory decides for all ranks.
 
     Raises:
-        ConfigError: see `plan_kv_cache`; or not even that step fits.
+        ConfigError: See `plan_kv_cache`; or the largest step does not fit.
     """
     free_bytes = group.minimum(free_memory(device))
     if device.type != "cuda":
         return plan_kv_cache(config, free_bytes)
     engine, scheduler = config.engine, config.engine.scheduler
-    alone = plan_kv_cache(config, free_bytes)
+    unmeasured = plan_kv_cache(config, free_bytes)
     try:
         steps = LargestSteps(
             model,
-            alone.shape,
+            unmeasured.shape,
             device,
             attention=attention,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=alone.max_model_len,
+            max_model_len=unmeasured.max_model_len,
         )
         max_graph_tokens = 0 if engine.worker.enforce_eager else graph_token_limit(config.architecture)
         activation_bytes = measure_activations(steps, device, max_graph_tokens=max_graph_tokens)
@@ -194,7 +195,7 @@ def _plan_kv_cache(
             f"{scheduler.max_num_seqs} requests do not fit into the {free_bytes >> 20} MiB free after loading "
             f"({error}); lower it or scheduler.max_num_seqs"
         ) from None
-    # asked again: what was loaded to run the step, kernels and workspaces, stays
+    # measured again: kernels and workspaces that the steps have loaded stay in memory
     free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
     kv = plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes)
     log.info(
@@ -211,7 +212,7 @@ def _report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
     log.info("computing with %d threads on %s", num_threads, host.cpu_name())
     if numa_nodes > 1:
         log.warning(
-            "threads on %d memory nodes share one copy of the weights, and half of them or more read it from afar; "
+            "threads on %d memory nodes share one copy of the weights, which half of them or more read remotely; "
             "start one worker per node under `numactl --cpunodebind=N --membind=N`",
             numa_nodes,
         )
@@ -223,7 +224,12 @@ def _report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
 
 
 def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
-    """`missing`: see `missing_kernels`."""
+    """Warn if native kernels are not in use.
+
+    Args:
+        missing: As of `missing_kernels`.
+        dtype: Precision of activations.
+    """
     if missing:
         log.warning(
             "native kernels: %s; plain torch computes in %s, several times slower, without quantization, "
@@ -247,7 +253,7 @@ def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
 
 
 def _report_rounding(config: ResolvedConfig) -> None:
-    """Say what becomes of a checkpoint in float16, which CPUs do not compute with."""
+    """Log the precision that a checkpoint in float16 is converted to, since CPUs do not compute in float16."""
     if config.architecture.is_gguf or config.architecture.dtype != "float16" or config.dtype == "float16":
         return
     if config.dtype == "bfloat16":

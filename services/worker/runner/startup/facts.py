@@ -1,4 +1,4 @@
-"""What a runner tells the engine of itself, whatever computes its steps. Needs no torch."""
+"""The facts that a runner reports to the engine, the same for real and simulated runners. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def worker_facts(
     load_s: float,
     kernels: str = "",
 ) -> WorkerFacts:
-    """The worker's half of the handshake; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
+    """Return the worker's half of the handshake; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
     engine, architecture = config.engine, config.architecture
     return WorkerFacts(
         boot_id=boot_id,

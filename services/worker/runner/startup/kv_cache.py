@@ -1,10 +1,10 @@
-"""The memory that the paged KV cache stands in; how much of it, says `kv_plan`.
+"""Allocation of the paged KV cache, in the size that `kv_plan` decides.
 
     layer 0   [ null | block 1 | block 2 | … ]   each block [2 (key, value), num_kv_heads, block_size, head_dim]
-    layer 1   [ null | block 1 | block 2 | … ]   block 0 is held by no request: padding points at it
+    layer 1   [ null | block 1 | block 2 | … ]   block 0 belongs to no request: padding points at it
 
-A cache of 8 bits has its scales beside it, by the same block ids. Only ops index these tensors; the engine alone
-decides who holds which block.
+A cache of 8 bits also has scales, with the same block ids. Only ops index these tensors. Only the engine decides which
+request holds which block.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e
 
 
 def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ...]:
-    """One per layer, content undefined.
+    """Allocate one cache per layer; the content of blocks other than block 0 is undefined.
 
-    On a CPU the system backs a page when it is first written, so blocks that no request ever held cost
-    nothing; all of it is zero then. Block 0 is zeroed: padding may be read and masked, and a stray NaN would
-    survive the mask.
+    On a CPU the system allocates a page when it is first written, so blocks that no request has held take no memory;
+    all of the cache is zero then. Block 0 is zeroed: padding may be read and masked, and a NaN would survive the mask.
     """
     scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
     dtype = _KV_DTYPES[shape.dtype]

@@ -1,4 +1,4 @@
-"""How many blocks of the paged KV cache fit, decided before anything is allocated. Needs no torch."""
+"""The number of blocks of the paged KV cache, decided before they are allocated. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, wh
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """What fits, decided before anything is allocated."""
+    """The size of a KV cache that is not allocated yet."""
 
     shape: KvShape
     block_bytes: int
-    """One block in all layers."""
+    """Bytes of one block in all layers."""
     max_model_len: int
-    """Tokens of prompt and output together: min(the model's or the operator's, what the blocks hold)."""
+    """Tokens of prompt and output together: min(the model's or the operator's, the tokens that the blocks hold)."""
     activation_bytes: int = 0
-    """Left free beside them for the longest step, where that was measured."""
+    """Bytes left free for the largest step; 0 if that was not measured."""
 
 
 def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: int = 0) -> KvPlan:
-    """Decide the number of blocks: the operator's, or a share of what is free: `cache.memory_fraction`.
+    """Decide the number of blocks: the operator's, or `cache.memory_fraction` of the free memory.
 
-    Measured sizing never takes more than `max_num_seqs` requests of `max_model_len` tokens could fill.
+    The latter never exceeds the number that `max_num_seqs` requests of `max_model_len` tokens can fill.
 
     Args:
-        free_bytes: memory that this process can still take on the device, measured after loading.
-        activation_bytes: of it, what the longest step takes, where that was measured; part of the share granted.
+        free_bytes: Memory that this process can still allocate on the device, measured after loading.
+        activation_bytes: Memory of the largest step if that was measured, else 0; it counts towards the fraction.
+
     Raises:
-        ConfigError: the operator's blocks do not fit, or not even one block does; or ranks cannot share out the heads.
+        ConfigError: The operator's blocks do not fit, or not even one block does; or ranks cannot share the heads.
     """
     cache, architecture = config.engine.cache, config.architecture
     vector_bytes = architecture.head_dim * _DTYPE_BYTES[config.kv_dtype] + _SCALE_BYTES.get(
@@ -48,9 +49,9 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     block_bytes = token_bytes * cache.block_size
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:
-        num_blocks = _check_asked(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
+        num_blocks = _check_num_blocks(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
     else:
-        fraction = cache.memory_fraction or _usual_fraction(config.rank.device)
+        fraction = cache.memory_fraction or _default_fraction(config.rank.device)
         granted = int(free_bytes * fraction) - activation_bytes
         blocks_per_seq = -(-max_model_len // cache.block_size)
         num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
@@ -74,12 +75,15 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     return KvPlan(shape, block_bytes, min(max_model_len, num_tokens), activation_bytes)
 
 
-def _usual_fraction(device: str) -> float:
-    """A CUDA device is the worker's own; beside a CPU's worker others need memory, if only for the page cache."""
+def _default_fraction(device: str) -> float:
+    """Return the default of `cache.memory_fraction`.
+
+    A CUDA device belongs to the worker. On a CPU other processes need memory too, if only for the page cache.
+    """
     return 0.9 if device.startswith("cuda") else 0.5
 
 
-def _check_asked(num_blocks: int, block_bytes: int, free_bytes: int) -> int:
+def _check_num_blocks(num_blocks: int, block_bytes: int, free_bytes: int) -> int:
     if num_blocks < _MIN_BLOCKS:
         raise ConfigError(
             f"cache.num_blocks: {num_blocks} leaves none for requests, block 0 being the null block; "

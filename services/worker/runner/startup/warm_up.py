@@ -1,4 +1,4 @@
-"""Steps before the first request, so that it does not pay for what is set up when it is first needed."""
+"""Steps before the first request, which set up everything that is set up on first use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _OTHER_FORMS = (
     SamplingParams(repetition_penalty=1.1, logprobs=0),
     SamplingParams(logprobs=MAX_LOGPROBS),
 )
-"""In which kernels for some of them are not the same: no row is restricted, no alternatives are listed, or many."""
+"""Sampling that launches other kernels for some operations: no row is restricted, and no or many alternatives are
+listed."""
 
 
 def warm_up(runner: StepRunner) -> None:
-    """Run a small prefill and a few decodes, so that the first request does not pay for lazy set-up.
+    """Run a small prefill and a few decodes, so that the first request does not wait for lazy set-up.
 
-    They are ordinary steps of a session of their own and leave keys and values in the first blocks: for a
-    runner whose blocks nobody counts on yet.
+    They are ordinary steps of a session of their own, and leave keys and values in the first blocks. So they run before
+    any engine uses these blocks.
     """
     facts = runner.facts
     num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
@@ -42,7 +43,7 @@ def warm_up(runner: StepRunner) -> None:
 
 
 def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: SamplingParams) -> StepPlan:
-    """Of a request, with its whole prompt; the one before it goes."""
+    """Return the plan of a step in which a request enters with its whole prompt, and the request before it leaves."""
     row = NewRow(
         slot=0,
         slot_version=step_id,
