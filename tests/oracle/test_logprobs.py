@@ -157,7 +157,7 @@ def _teacher_forced(runner: Runner, prompt: list[int], tokens: list[int]) -> np.
         known = prompt + tokens[:slot]
         row = NewRow(
             slot=slot,
-            generation=0,
+            slot_version=0,
             content=RowContent(
                 np.array(known, np.uint32), SamplingParams(allowed_token_ids=(token,), logprobs=0)
             ),
