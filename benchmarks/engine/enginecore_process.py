@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import functools
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.engine.requests import BLOCK_SIZE, PROMPT_LEN, decoding_submits
 from benchmarks.harness.cluster import running, simulated_config
@@ -56,19 +56,14 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         num_blocks=arguments.running * 512,
     )
     title = f"{arguments.running} running, steps of {arguments.step_ms:g} ms"
-    with running(config) as cluster, asyncio.Runner() as loop:
-        rounds = measure_rounds(cluster, arguments)
-        for _ in range(arguments.rounds):
-            cpu_s, num_steps = loop.run(anext(rounds))
+    with running(config) as cluster:
+        for cpu_s, num_steps in asyncio.run(measure_rounds(cluster, arguments)):
             note = f"{num_steps} steps a round"
             yield Figure(f"{title}, CPU per step", "ms", (1e3 * cpu_s / num_steps,), note=note)
-        loop.run(rounds.aclose())
 
 
-async def measure_rounds(
-    cluster: LocalCluster, arguments: argparse.Namespace
-) -> AsyncGenerator[tuple[float, int], None]:
-    """Yield CPU seconds and steps of the engine, round after round."""
+async def measure_rounds(cluster: LocalCluster, arguments: argparse.Namespace) -> list[tuple[float, int]]:
+    """Return CPU seconds and steps of the engine in each round."""
     pid = cluster.pids["enginecore"]
     address = f"127.0.0.1:{cluster.config.engine.port}"
     client = EngineClient(address, frontend_id="benchmark", boot_id="benchmark")
@@ -84,18 +79,18 @@ async def measure_rounds(
     async with asyncio.timeout(READY_TIMEOUT_S):
         while min(sink.num_tokens for sink in sinks) < 2:
             await asyncio.sleep(0.05)
-    try:
-        while True:
-            before = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
-            cpu_before_s = cpu_seconds(descendants([pid]))
-            await asyncio.sleep(arguments.seconds)
-            after = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
-            cpu_s = cpu_seconds(descendants([pid])) - cpu_before_s
-            assert after.num_running == arguments.running, "requests ended while they were measured"
-            yield cpu_s, after.num_steps - before.num_steps
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    rounds = []
+    for _ in range(arguments.rounds):
+        before = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
+        cpu_before_s = cpu_seconds(descendants([pid]))
+        await asyncio.sleep(arguments.seconds)
+        after = (await admin.GetStatus(admin_pb2.GetStatusRequest())).status
+        cpu_s = cpu_seconds(descendants([pid])) - cpu_before_s
+        assert after.num_running == arguments.running, "requests ended while they were measured"
+        rounds.append((cpu_s, after.num_steps - before.num_steps))
+    task.cancel()
+    await asyncio.wait([task])
+    return rounds
 
 
 def _numbered(numbers: Sequence[int], *, submit: SubmitRequest) -> SubmitRequest:

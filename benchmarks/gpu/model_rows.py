@@ -48,20 +48,13 @@ class RunnerCache:
     def __init__(self) -> None:
         self._key: object = None
         self._loaded: Loaded | None = None
-        self._key_to_error: dict[object, Exception] = {}
 
     def get(self, key: object, create: Callable[[], Runner], context: int) -> Loaded:
-        """Return the runner of this key; a key that failed once fails again at once."""
-        if key in self._key_to_error:
-            raise self._key_to_error[key]
+        """Return the runner of this key; another one is given up first."""
         if self._loaded is None or self._key != key:
             self.clear()
             started_s = time.perf_counter()
-            try:
-                runner = create()
-            except Exception as error:
-                self._key_to_error[key] = error.with_traceback(None)  # which would keep the weights alive
-                raise
+            runner = create()
             self._key = key
             self._loaded = Loaded(runner, DecodingStreams(runner, context), time.perf_counter() - started_s)
         return self._loaded

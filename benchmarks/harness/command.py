@@ -74,6 +74,8 @@ def run(
                 report.write(arguments.json)
         is_whole = True
     print(report.as_json() if arguments.json == STDOUT else text(report.name_to_figure), flush=True)
+    if arguments.json not in (None, STDOUT):
+        print(f"every sample: {arguments.json}", file=sys.stderr)
     if not is_whole:
         print("interrupted: these are the figures so far", file=sys.stderr)
         return 130

@@ -95,6 +95,7 @@ def test_interrupted_command_ends_its_children(tmp_path, monkeypatch):
     def interrupt() -> None:
         while "child " not in log.read_text().partition("\n")[2]:  # behind the command itself
             time.sleep(0.01)
+        time.sleep(0.3)  # an interrupt before Popen has returned finds no process to end
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt, daemon=True)
