@@ -176,7 +176,7 @@ class DyingWorker:
         self._rows: dict[int, list[int]] = {}  # slot -> known, computed, seed
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """None: it has died."""
+        """Run the plan; return None if the worker dies of it."""
         for slot in plan.removed_slots.tolist():
             del self._rows[slot]
         for row in plan.new_rows:

@@ -1,4 +1,4 @@
-"""Who is taken, who is refused, and every way to leave early."""
+"""Admission: accepted and refused requests, and every way to leave early."""
 
 from __future__ import annotations
 

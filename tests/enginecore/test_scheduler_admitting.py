@@ -1,4 +1,4 @@
-"""Who is passed over and who is held back."""
+"""Requests that are passed over or held back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add(engine: Engine, *lengths: int, first: int = 0, max_tokens: int = 4) -> N
 
 
 def steps(engine: Engine, count: int) -> list[dict[int, int]]:
-    """What each of the next steps computes, each result taken in before the next plan."""
+    """Return the tokens of each of the next steps; each result is applied before the next plan."""
     plans = []
     for _ in range(count):
         plans.append(counts_by_number(engine.scheduler, engine.plan()))

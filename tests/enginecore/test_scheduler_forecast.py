@@ -1,4 +1,4 @@
-"""What the engine predicts of the first token, held against a worker whose steps take a known time."""
+"""The engine's prediction of the first token, compared with a worker whose steps take a known time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, m
 from triptych.errors import DeadlineUnreachable, QueueFull
 
 STEP_S, TOKEN_S = 0.010, 0.0001
-"""What a step takes, and each token in it."""
+"""Time of a step, and of each token in it."""
 
 
 @dataclass

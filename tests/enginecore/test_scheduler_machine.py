@@ -49,7 +49,7 @@ SAMPLING = st.fixed_dictionaries(
 
 @dataclass
 class NaiveOrder:
-    """Who is admitted next, by the rules read aloud: counters in a dict, and a search through all."""
+    """The order of admission, computed naively: counters in a dict, and a search through all."""
 
     tokens_served: dict[tuple[int, str], int] = field(default_factory=dict)
     last_waited: dict[int, str] = field(default_factory=dict)
@@ -76,7 +76,9 @@ class NaiveOrder:
         return request.priority, True, self.tokens_served[request.priority, request.tenant], request.arrival
 
     def leavers_for(self, request: Request) -> list[Request | None]:
-        """Who may make room in a full queue: of each tenant that waits most on the least urgent level the last one
+        """Return the requests that may be displaced from a full queue.
+
+        Of each tenant that waits most on the least urgent level it is the last one
         that has emitted nothing elsewhere; None: a tenant without such a request.
         """
         waiting = [other for other in self.alive if other not in self.admitted]
@@ -157,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.numbers = [0] * SESSIONS
 
     def make_scheduler(self, spare_blocks: int) -> Scheduler:
-        """Whose blocks hold one request of any length, and some more."""
+        """Make a scheduler with blocks for one request of any length, and some more."""
         return make_scheduler(
             num_blocks=1 + -(-MAX_MODEL_LEN // self.block_size) + spare_blocks,
             block_size=self.block_size,

@@ -222,7 +222,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
 @pytest.mark.parametrize("is_caching", [True, False])
 @pytest.mark.parametrize("threshold", [0, 128, 256])
 def test_prompts_in_chunks_never_evict_each_other(threshold: int, is_caching: bool) -> None:
-    """What the running ones still need is not free for others."""
+    """Blocks that running prompts still need are not free for others."""
     scheduler = make_scheduler(
         num_blocks=201,
         max_model_len=1600,

@@ -1,4 +1,4 @@
-"""Who gets how much of a step that is too small for all."""
+"""Shares of a step that is too small for all."""
 
 from __future__ import annotations
 

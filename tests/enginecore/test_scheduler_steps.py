@@ -1,4 +1,4 @@
-"""What plans say and what results mean: columns, overlap, stopping."""
+"""Plans and results: columns, overlap, stopping."""
 
 from __future__ import annotations
 

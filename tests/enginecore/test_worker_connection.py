@@ -31,7 +31,7 @@ def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
 
 
 def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Recovery:
-    """What the last of so many losses, one upon the other, comes to."""
+    """Return the recovery after the last of several losses in a row."""
 
     async def run() -> Recovery:
         connection = WorkerConnection(

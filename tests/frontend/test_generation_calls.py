@@ -32,7 +32,7 @@ async def read_all(messages: AsyncIterator[Any]) -> list[Any]:
 
 
 async def read_rest(call: Any) -> list[Any]:
-    """What is left of a call whose first messages have been read one by one."""
+    """Read the remaining messages of a call."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -268,7 +268,7 @@ async def test_abort_before_the_admission_ends_the_request_as_well() -> None:
 
 
 def rest_of_alphabet(request: SubmittedChoice) -> list[int]:
-    """What `alphabet` answers, less what has been emitted already."""
+    """Return the answer of `alphabet` without the tokens that have been emitted already."""
     num_emitted = len(request.emitted[request.index]) if request.emitted else 0
     return alphabet(request)[num_emitted:]
 

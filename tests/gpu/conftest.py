@@ -28,7 +28,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Of everything that the test draws from torch's default generators."""
+    """Return the seed of torch's default generators."""
     seed = int(os.environ.get("TRIPTYCH_TEST_SEED") or secrets.randbelow(1 << 31))
     print(f"TRIPTYCH_TEST_SEED={seed}")
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in float64 on the CPU, from the operands as they stand on the device."""
+"""Reference results in float64 on the CPU, from the operands on the device."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Launches:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def _mix_quantized(self, create: Callable[..., ExpertStack], *format: object) -> None:
-        """Of one row, a few and many per expert."""
+        """Mix one row, a few and many per expert."""
         w13 = create(4, 2 * 160, 96, self.dtype, *format, device=self.device, gated=True)
         w2 = create(4, 96, 160, self.dtype, *format, device=self.device)
         for stack in (w13, w2):

@@ -33,7 +33,7 @@ ROUNDED_ONCE = (
 # probabilities, or the values of an 8-bit cache, are rounded to bfloat16 before they are multiplied
 ATTENTION = 6e-3
 EIGHT_BITS = {torch.int8: 1.2e-2, torch.float8_e4m3fn: 4e-2}
-"""Of a vector that is quantized: half a step of 1/127 of its largest, and half of an eighth of each element."""
+"""Error of a quantized vector: half a step of 1/127 of its largest, and half of an eighth of each element."""
 
 
 def normal(device: torch.device, *shape: int) -> Tensor:

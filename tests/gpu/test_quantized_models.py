@@ -20,7 +20,7 @@ GROUP = 32
 
 
 def in_groups(bits: int) -> Round:
-    """Of 32 along the columns: in 4 bits with an offset, in 8 without."""
+    """Round in groups of 32 along the columns: in 4 bits with an offset, in 8 without."""
 
     def round_groups(x: Tensor) -> Tensor:
         groups = x.float().unflatten(1, (-1, GROUP))
@@ -56,7 +56,7 @@ FORMS: dict[str, tuple[Round, Round]] = {
     "int8": (in_rows(torch.int8), in_rows(torch.int8)),
     "fp8": (in_rows(torch.float8_e4m3fn), in_rows(torch.float8_e4m3fn)),
 }
-"""What becomes of weights, and of the inputs of their products; the head is in groups of 8 bits in any form."""
+"""Rounding of weights, and of the inputs of their products; the head is always in groups of 8 bits."""
 
 
 def round_products(model: PreTrainedModel, form: str) -> None:

@@ -121,7 +121,7 @@ def naive_generation(
     eos_token_ids: Sequence[int],
     max_model_len: int,
 ) -> tuple[list[int], FinishReason, int | None]:
-    """What a request must come to, token by token, with nobody beside it."""
+    """Return the tokens and end of a request that runs alone, token by token."""
     tokens = list(prompt)
     while True:
         tokens.append(sample(seed, len(tokens), prefix_fingerprints(tokens)[-1]))
@@ -211,7 +211,7 @@ class NaiveWorker:
         )
 
     def _score(self, row: WorkerRow, span: range) -> PromptLogprobs | None:
-        """What a row reports of its prompt: each token, with its position as the log-probability."""
+        """Return a row's report of its prompt: each token, with its position as the log-probability."""
         if row.new.sampling.prompt_logprobs is None:
             return None
         start = max(row.new.prompt_logprobs_start, span.start + 1)

@@ -100,7 +100,7 @@ def before_the_abyss(values: Tensor) -> Tensor:
 
 
 def tile_products(x: Tensor, weight: Tensor) -> Tensor:
-    """What TDPBF16PS gives, 32 inputs at a time: even and odd products summed apart, then together, then added."""
+    """Return the result of TDPBF16PS, 32 inputs at a time: sums of even and odd products, added together."""
     sums = torch.zeros(len(x), len(weight))
     for first in range(0, x.shape[1], 32):
         partial = [torch.zeros_like(sums), torch.zeros_like(sums)]

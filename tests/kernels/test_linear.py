@@ -32,7 +32,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def pack(form: str, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> dict[str, Any]:
-    """What the ops take: the weight in the form under test, filled in two parts, and its bias."""
+    """Return the operands of the ops: the weight in the form under test, filled in two parts, and its bias."""
     if form == "plain":
         return {"weight": weight, "bias": bias}
     packed = PackedWeight(*weight.shape, weight.dtype, gated=gated, bias=bias is not None)

@@ -31,7 +31,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves out shows."""
+    """Fill memory with NaN, so that values that a kernel does not write show."""
     empty = torch.empty
 
     def empty_with_nan(*args: object, **kwargs: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels' threads and scratch memory do when something goes wrong: an error, never a crash or a wait."""
+"""Failures of the kernels' threads and scratch memory: an error, never a crash or a wait."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from triptych_kernels.weights.quantized import QuantizedWeight
 
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
 UNIT = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
-"""What rounding a result may change, relative to the sum of its terms' magnitudes: float32 sums, then the dtype."""
+"""Rounding error of a result, relative to the sum of its terms' magnitudes: float32 sums, then the dtype."""
 
 
 @pytest.fixture(
@@ -41,7 +41,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def blocks(values: Tensor, type: str) -> tuple[Tensor, Tensor]:
-    """What a GGUF file would hold of these weights, and what that means, by GGUF's own package."""
+    """Return the blocks of a GGUF file for these weights, and their values, by GGUF's own package."""
     kind = GGMLQuantizationType[type]
     data = quantize(values.numpy(), kind)
     return torch.from_numpy(data), torch.from_numpy(dequantize(data, kind))
@@ -61,7 +61,10 @@ def filled(
 
 
 def allowed_error(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Of each output: half a step of each input's integer, 1/32767 of its group's largest, and the sum's rounding."""
+    """Return the error allowed for each output.
+
+    It is half a step of each input's integer, 1/32767 of its group's largest, and the sum's rounding.
+    """
     magnitudes = x.double().abs()
     steps = magnitudes.unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 32767
     return (0.501 * steps + UNIT[out_dtype] * magnitudes) @ weight.double().abs().T

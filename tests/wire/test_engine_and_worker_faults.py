@@ -1,4 +1,4 @@
-"""What goes wrong between the tiers costs those who caused it, and nobody waits for what will not come."""
+"""Faults between the tiers affect only the requests that caused them, and no request waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the stream between frontend and engine, each token comes once and unchanged."""
+"""Each token arrives once and unchanged, whatever happens to the stream between frontend and engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def undisturbed(index: int, **sampling: Any) -> list[int]:
 
 @dataclass
 class Sink:
-    """What one request was given; refuses whatever comes twice or too late."""
+    """The outputs of one request; refuses any that come twice or too late."""
 
     tokens: list[int] = field(default_factory=list)
     num_admissions: int = 0

@@ -1,4 +1,4 @@
-"""What an operator asks of an engine that is at work: pause, resume, drain, status, reset."""
+"""Operators' calls to a busy engine: pause, resume, drain, status, reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the step stream, each token comes once, and nothing is computed twice without need."""
+"""Each token comes once, whatever happens to the step stream, and nothing is computed twice without need."""
 
 from __future__ import annotations
 

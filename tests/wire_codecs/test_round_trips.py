@@ -1,4 +1,4 @@
-"""What goes into a message comes out of its bytes again; a message that cannot be a table is refused."""
+"""Values survive the way through a message; a message that cannot be a table is refused."""
 
 from __future__ import annotations
 

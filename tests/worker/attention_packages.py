@@ -239,7 +239,7 @@ class _Plan:
 
 
 class _Wrapper:
-    """What both wrappers have in common."""
+    """Base of both wrappers."""
 
     def __init__(self, workspace: Tensor, kv_layout: str) -> None:
         assert workspace.dtype == torch.uint8

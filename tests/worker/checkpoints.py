@@ -73,7 +73,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def greedy_tokens(oracle: Any, prompt: Sequence[int], num_new: int) -> list[int]:
-    """What transformers says after a prompt, each token computed from all before it."""
+    """Return transformers' greedy tokens after a prompt, each computed from all before it."""
     tokens = list(prompt)
     for _ in range(num_new):
         tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))

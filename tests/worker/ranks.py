@@ -54,7 +54,7 @@ class Case:
     directory: Path
     num_ranks: int
     port: int = 0
-    """Of the rendezvous; unused by one rank."""
+    """Port of the rendezvous; unused by one rank."""
     quantization: str = "none"
     device: str = "cpu"
     dtype: str = "float32"
@@ -64,19 +64,19 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank says."""
+    """The results of one rank."""
 
     token_ids: list[list[int]]
-    """Of each step."""
+    """Tokens of each step."""
     logprobs: list[np.ndarray]
-    """Of the steps that asked for some."""
+    """Log-probabilities of the steps that asked for them."""
     kernels: str
     fingerprint: str
     num_blocks: int
     num_kv_heads: int
     weight_bytes: int
     after_the_loss: tuple[str, ...] = ()
-    """What the next two steps said when a rank had left."""
+    """Errors of the next two steps after a rank had left."""
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""What is run to learn how much memory a step takes."""
+"""Runs that measure the memory of a step."""
 
 from __future__ import annotations
 

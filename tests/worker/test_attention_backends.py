@@ -353,7 +353,7 @@ def test_only_foreign_attention_is_told_beside_the_kernels(calls: Calls) -> None
 
 
 def source_of(module: str, file: str) -> Path | None:
-    """Where an installed package's source stands; it is not imported, which would take its device."""
+    """Return the source file of an installed package. It is not imported, which would need its device."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return None
@@ -361,7 +361,7 @@ def source_of(module: str, file: str) -> Path | None:
 
 
 def signature_in(source: Path, name: str) -> Signature:
-    """Of a function or a class's method, as it is written; the last of several, as of overloads."""
+    """Return the signature of a function or method as written; the last one of overloads."""
     scope: list[ast.stmt] = ast.parse(source.read_text()).body
     *classes, function = name.split(".")
     for outer in classes:

@@ -1,4 +1,4 @@
-"""What `worker.attention_backend` means on a device, and what it is refused for by name."""
+"""Resolution of `worker.attention_backend` on a device, and its refusals by name."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
 
 
 def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
-    """Of the graphs of every runner over a link that is made from now on."""
+    """Return the recorder of the graphs of every runner made from now on."""
     recorder = FakeRecorder()
 
     def create(model, kv_caches, inputs, *, stream, last_tokens, max_model_len, vocab_size, **_):

@@ -1,4 +1,4 @@
-"""What the worker makes of its config on this machine, and what it refuses."""
+"""Resolution of the worker's config on this machine, and its refusals."""
 
 from __future__ import annotations
 

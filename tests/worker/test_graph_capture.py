@@ -20,7 +20,7 @@ from triptych.types.facts import Phase, SleepLevel
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a runner does before it is ready, in order."""
+    """Record the actions of a runner before it is ready, in order."""
     events: list[str] = []
     warm_up = create.warm_up
 

@@ -24,7 +24,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Whatever a model may hold its weights in, on a device whose memory torch allocates."""
+    """A module with every kind of weight that a model may have, on a device whose memory torch allocates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the worker says at start of the machine it computes on."""
+"""Messages of the worker about its machine at start."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class TestGguf:
         monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
 
     def write(self, path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType) -> Path:
-        """What llama.cpp's converter makes of the model, and the directory that we make of that."""
+        """Convert the model as llama.cpp does, and return our directory of the file."""
         weights = {
             gguf_name(name): permuted(name, tensor.numpy()) for name, tensor in model.state_dict().items()
         }
@@ -345,7 +345,7 @@ def permuted(name: str, weights: np.ndarray) -> np.ndarray:
 
 
 def through(tensor: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
-    """What is left of a tensor that was stored in this form; vectors are never quantized."""
+    """Return a tensor after storing it in this form; vectors are never quantized."""
     if tensor.ndim == 1:
         return tensor
     return torch.from_numpy(dequantize(quantize(tensor.numpy(), kind), kind))

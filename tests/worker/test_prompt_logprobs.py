@@ -71,7 +71,7 @@ def in_chunks(runner: StepRunner, entering: NewRow, *lengths: int) -> list[StepR
 
 
 def reported(results: list[StepResult], slot: int = 0) -> PromptLogprobs:
-    """What a slot reports over several steps, which must follow each other without a gap."""
+    """Join a slot's reports over several steps, which must follow each other without a gap."""
     parts = [part for result in results for row, part in result.prompt_logprobs.items() if row.slot == slot]
     for part, successor in pairwise(parts):
         assert part.end == successor.first_position

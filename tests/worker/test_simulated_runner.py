@@ -41,7 +41,7 @@ def alone(prompt, sampling, seed, **runner):
 
 
 def tokens_of(row, num_steps, **runner):
-    """What one row says in some steps, from its entry on, with blocks for all of it."""
+    """Return the tokens of one row over some steps, from its entry on, with blocks for all of it."""
     runner = simulated_runner(**runner)
     length = row.token_ids.size
     plans = [step_plan(1, new=[row], chunks={0: length} if length > 1 else {})]

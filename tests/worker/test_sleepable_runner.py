@@ -36,7 +36,7 @@ HOST, DROPPED = SleepLevel
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """What the test process has imported is not looked at for garbage again and again."""
+    """Exclude the imports of the test process from garbage collections."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -75,7 +75,7 @@ def as_on_a_device(runner: SleepableRunner) -> SleepableRunner:
 
 
 def tokens(runner: SleepableRunner) -> list[list[int]]:
-    """Of a session of one request of each kind of sampling."""
+    """Return the tokens of a session with one request of each kind of sampling."""
     runner.reset()
     rows = [
         new_row(slot, range(3 + slot, 9 + slot), range(1 + 4 * slot, 5 + 4 * slot), sampling=kind, seed=slot)

@@ -1,4 +1,4 @@
-"""Who has the cores while steps are computed: native kernels alone, or torch as well."""
+"""Distribution of the cores during steps: only native kernels, or torch as well."""
 
 from __future__ import annotations
 

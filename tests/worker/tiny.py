@@ -159,7 +159,7 @@ def step_plan(
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """What `EchoModel` says after these tokens: depends on every token and on its position."""
+    """Return the token of `EchoModel` after these tokens: it depends on every token and on its position."""
     return sum((token + 1) * (2 * position + 3) for position, token in enumerate(token_ids)) % vocab_size
 
 

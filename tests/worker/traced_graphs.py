@@ -48,7 +48,7 @@ class TracedGraphs(TorchDispatchMode):
         self.num_bytes = 0
         self.num_recorded = self.num_replayed = 0
         self.num_pieces: list[int] = []
-        """Of each recording, in order."""
+        """Pieces of each recording, in order."""
         self.failure: Exception | None = None
         self._pieces: list[list[_Launch]] = []
         self._undo: list[tuple[Tensor, Tensor]] = []

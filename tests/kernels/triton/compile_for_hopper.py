@@ -38,11 +38,11 @@ class Launch:
     grid: tuple[int, ...]
     num_warps: int
     num_registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack_bytes: int
-    """Of a thread: spilled registers."""
+    """Stack of a thread: spilled registers."""
     shared_bytes: int
-    """Of a program."""
+    """Shared memory of a program."""
     widest_access: int
     """Bytes of the widest load, store or asynchronous copy of global memory by one thread."""
     hazards: tuple[str, ...]
@@ -79,7 +79,7 @@ def compile_calls() -> dict[str, list[Launch] | str]:
 
 
 def _compile_side_by_side() -> None:
-    """What fails will fail again where it is asked for."""
+    """Compile on several threads. A failure is repeated where its result is requested."""
     with noted_launches() as noted:
         for call in CALLS.values():
             with suppress(Exception):

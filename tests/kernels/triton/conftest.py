@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the operands of a kernel must stand."""
+    """Return the device that the operands of a kernel must be on."""
     return torch.device("cuda" if ON_DEVICE else "cpu")
 
 
@@ -36,5 +36,5 @@ def device() -> torch.device:
     params=[torch.float32, torch.float16, torch.bfloat16] if ON_DEVICE else [torch.float32, torch.float16]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Of activations and weights."""
+    """Return the dtype of activations and weights."""
     return request.param

@@ -29,7 +29,7 @@ MEMORY_BOUND = (
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]] | str]:
-    """What `compile_for_hopper` found, by call."""
+    """Return the result of `compile_for_hopper`, by call."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compile_for_hopper"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

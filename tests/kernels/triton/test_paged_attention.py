@@ -133,7 +133,7 @@ ROWS = {"decodes": DECODES, "chunks": CHUNKS, "mixed": MIXED}
 
 @pytest.fixture
 def half_dtype(device: torch.device) -> torch.dtype:
-    """What models have, where it can be computed; tiles are cut for it."""
+    """Return the dtype of most models, if the device computes it; tiles are cut for it."""
     return torch.float16 if device.type == "cpu" else torch.bfloat16
 
 
@@ -261,7 +261,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 
 LONG_CHUNKS = [(3, 200), (1, 150), (40, 130), (2, 64), (5, 7)]
-"""Of 1 to 4 parts of 64 keys; the first tiles of the third row have fewer parts than the last."""
+"""Chunks of 1 to 4 parts of 64 keys; the first tiles of the third row have fewer parts than the last."""
 
 
 @pytest.fixture

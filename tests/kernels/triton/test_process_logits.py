@@ -17,7 +17,7 @@ Columns = TokenColumns | BiasColumns | PenaltyColumns
 
 
 def process(logits: Tensor, rows: Tensor, asked: dict[str, Columns], device: torch.device) -> Tensor:
-    """What the kernels make of it, back on the host."""
+    """Return the processed logits on the host."""
     on_device = {
         name: type(columns)(*(getattr(columns, field.name).to(device) for field in fields(columns)))
         for name, columns in asked.items()

@@ -21,7 +21,7 @@ def random(*shape: int) -> Tensor:
 
 
 def blocks(values: Tensor, type: str) -> tuple[Tensor, Tensor]:
-    """What a GGUF file would hold of these weights, and what that means."""
+    """Return the blocks of a GGUF file for these weights, and their values."""
     kind = gguf.GGMLQuantizationType[type]
     data = quants.quantize(values.numpy(), kind)
     return torch.from_numpy(data), torch.from_numpy(quants.dequantize(data, kind))

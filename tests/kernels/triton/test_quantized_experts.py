@@ -45,7 +45,7 @@ SIZES = {  # num_tokens, num_experts, top_k, hidden_size, intermediate_size
 GROUPS = [(name, FORMATS[0]) for name in SIZES] + [("few rows", format) for format in FORMATS[1:]]
 Stacks = tuple[Sequence[LinearWeight], Sequence[LinearWeight]]
 Meant = tuple[Tensor, Tensor]
-"""What the weights of both products stand for, float64 [num_experts, out_features, in_features]."""
+"""Values of the weights of both products, float64 [num_experts, out_features, in_features]."""
 
 
 @pytest.fixture(autouse=True)

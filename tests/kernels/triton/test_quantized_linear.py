@@ -17,7 +17,7 @@ from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
 HELD = [(type, f) for type, smallest in BLOCK_FORMATS.items() for f in FORMATS if f.holds(smallest)]
 UNIT = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-"""What rounding a result may change, relative to the sum of its terms' magnitudes."""
+"""Rounding error of a result, relative to the sum of its terms' magnitudes."""
 
 
 @pytest.fixture(autouse=True)

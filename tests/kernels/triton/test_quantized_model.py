@@ -46,7 +46,7 @@ def create_for_triton(
     bias: bool,
     context: ModelContext,
 ) -> GroupQuantizedWeight | ChannelQuantizedWeight:
-    """What `create_quantized_weight` creates on a CUDA device."""
+    """Return the weight that `create_quantized_weight` creates on a CUDA device."""
     options = {"device": torch.device("cpu"), "gated": gated, "bias": bias}
     if isinstance(format, ChannelFormat):
         return ChannelQuantizedWeight(out_features, in_features, torch.float32, format.dtype, **options)
@@ -61,7 +61,7 @@ def create_experts_for_triton(
     gated: bool,
     context: ModelContext,
 ) -> GroupQuantizedExperts | ChannelQuantizedExperts:
-    """What `moe._create_packed` creates on a CUDA device."""
+    """Return the experts that `moe` creates on a CUDA device."""
     format = choose_format([name for names in sources for name in names], context=context)
     options = {"device": torch.device("cpu"), "gated": gated}
     shape = (len(sources), out_features, in_features)
@@ -71,7 +71,7 @@ def create_experts_for_triton(
 
 
 def logprobs(quantization: str, architecture: ModelArchitecture = ARCHITECTURE) -> np.ndarray:
-    """Of a few tokens, by a model of one layer with random weights and a tied head."""
+    """Return the log-probabilities of a few tokens, by a model of one layer with random weights and a tied head."""
     config = replace(tiny_config(architecture), quantization=quantization)
     model = load_model(config, RandomCheckpoint(architecture, seed=0))
     runner = runner_for(model, config, enforce_eager=True)

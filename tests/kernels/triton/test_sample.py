@@ -17,7 +17,7 @@ from triptych_kernels.triton.sampling import philox
 
 
 def draw(logits: Tensor, asked: dict[str, Tensor], device: torch.device) -> Tensor:
-    """What the kernels choose, back on the host."""
+    """Return the tokens that the kernels choose, on the host."""
     with poisoned_allocations():
         on_device = {name: column.to(device) for name, column in asked.items()}
         return sample(logits.to(device), **on_device, impl="triton").cpu()

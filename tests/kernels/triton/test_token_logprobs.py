@@ -13,7 +13,7 @@ from triptych_kernels.ops import token_logprobs
 def look_up(
     logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int, device: torch.device
 ) -> list[Tensor]:
-    """What the kernels find, back on the host."""
+    """Return the results of the kernels, on the host."""
     with poisoned_allocations():
         found = token_logprobs(
             logits.to(device), rows.to(device), token_ids.to(device), num_top, impl="triton"

@@ -1,4 +1,4 @@
-"""What waits for a session's stream, and for the client's acknowledgement."""
+"""Messages that wait for a session's stream, and for the client's acknowledgement."""
 
 from __future__ import annotations
 

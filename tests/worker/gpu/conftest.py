@@ -1,4 +1,4 @@
-"""What only a CUDA device can prove of the runner; `make test-gpu` runs it."""
+"""Tests of the runner that need a CUDA device; `make test-gpu` runs them."""
 
 from __future__ import annotations
 

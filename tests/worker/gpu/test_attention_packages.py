@@ -50,7 +50,7 @@ def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
 
 
 def expected(step: Step) -> torch.Tensor:
-    """Of the same, rounded inputs."""
+    """Return the reference result of the same rounded inputs."""
     cpu = torch.device("cpu")
     return on_device(step, cpu, torch.float32).expected()
 
@@ -68,7 +68,7 @@ def close(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], None]:
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("name", ["triton", "torch", "flash-attn", "flash-attn-3", "flashinfer"])
 def test_a_step_is_what_the_definition_says(device: torch.device, name: str, rows, dtype) -> None:
-    """What no row owns is NaN, in the packages' caches as in ours."""
+    """Blocks that no row owns are NaN, in the packages' caches as in ours."""
     backend, block_size = backend_of(name, device)
     step = on_device(make_step(rows, block_size, backend, head_dim=HEAD_DIM), device, dtype)
     attended = backend.attend(step.query, step.cache, step.batch, SCALE)

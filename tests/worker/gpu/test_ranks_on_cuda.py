@@ -40,7 +40,7 @@ SIZES = {
 
 @pytest.fixture
 def group(device: torch.device) -> Iterator[ProcessGroup]:
-    """Of one rank, connected like many."""
+    """Return a group of one rank, connected like many."""
     config = tiny_config()
     parallel = ParallelConfig(rendezvous_address=f"127.0.0.1:{free_port()}", timeout_s=60.0)
     config = replace(
