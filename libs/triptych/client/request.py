@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import SamplingParams
-from triptych.v1 import generation_pb2, sampling_pb2
-from triptych.wire.generation import SAMPLING_PATHS
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams
+from triptych.v1 import common_pb2, generation_pb2
+from triptych.wire.generation import LOGPROB_FIELDS, SAMPLING_PATHS
 
 Message: TypeAlias = Mapping[str, str]
 """One turn: `role`, `content` and, where the template uses it, `name`."""
@@ -24,7 +24,6 @@ the fields that it names, and None nothing; the model's generation_config.json, 
 stand for what is not sent."""
 
 _MESSAGE_KEYS = {"role", "content", "name"}
-_SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")
 # Wrong values are shown in errors by their beginning: a list of thousands of prompts must not print itself.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -182,7 +181,7 @@ def _set_sampling(
     generation: generation_pb2.Generation, sampling: SamplingParams | Mapping[str, Any]
 ) -> None:
     if isinstance(sampling, SamplingParams):
-        values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+        values = {name: getattr(sampling, name) for name in SAMPLING_PATHS}
         if sampling.allowed_token_ids == ():  # the default means all; an empty list is refused by the server
             del values["allowed_token_ids"]
         if sampling.max_tokens is None:
@@ -192,7 +191,7 @@ def _set_sampling(
     else:
         raise InvalidRequest("sampling_params", f"expected SamplingParams, not {_show(sampling)}")
     for name, value in values.items():
-        if name not in _SAMPLING_FIELDS:
+        if name not in SAMPLING_PATHS:
             raise InvalidRequest(f"sampling.{name}", "no such field")
         if value is not None:
             _set_sampling_field(generation, name, value)
@@ -200,17 +199,18 @@ def _set_sampling(
 
 def _set_sampling_field(generation: generation_pb2.Generation, name: str, value: Any) -> None:
     path = SAMPLING_PATHS[name]
-    match name:
-        case "stop" | "bad_words":
+    match SAMPLING_FIELDS[name].kind:
+        case FieldKind.STRINGS:
             _extend(_find(generation, path), [value] if isinstance(value, str) else value, path)
-        case "stop_token_ids":
-            _extend(generation.length.stop_token_ids, value, path)
-        case "allowed_token_ids":
-            generation.sampling.allowed_token_ids.SetInParent()
-            _extend(generation.sampling.allowed_token_ids.ids, value, path)
-        case "logit_bias":
-            _set_biases(generation.sampling, value, path)
-        case "logprobs" | "prompt_logprobs":
+        case FieldKind.TOKEN_IDS:
+            column = _find(generation, path)
+            if isinstance(column, common_pb2.TokenIds):
+                column.SetInParent()  # an empty list differs from an absent one
+                column = column.ids
+            _extend(column, value, path)
+        case FieldKind.BIASES:
+            _set_biases(_find(generation, path), value, path)
+        case _ if name in LOGPROB_FIELDS:
             options = getattr(generation.response, name)
             options.with_bytes = True
             if value == -1:
@@ -221,10 +221,10 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
             _assign(generation, path, value)
 
 
-def _set_biases(message: sampling_pb2.SamplingParams, biases: Any, field: str) -> None:
+def _set_biases(column: Any, biases: Any, field: str) -> None:
     try:
         for token_id, bias in biases.items() if isinstance(biases, Mapping) else biases:
-            message.logit_bias[token_id] = bias
+            column[token_id] = bias
     except (TypeError, ValueError) as error:
         raise InvalidRequest(field, f"{_show(biases)} cannot be sent: {error}") from None
 

@@ -16,6 +16,14 @@ from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
 MAX_CANDIDATES = 32768
 """Log-probabilities in one message: with their bytes, they take less than 1 MiB."""
 
+RESPONSE_FLAGS: Mapping[str, str] = {
+    "detokenize": "text",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+}
+"""Sampling field -> flag of `ResponseOptions`."""
+LOGPROB_FIELDS = ("logprobs", "prompt_logprobs")
+"""Sampling fields that are `LogprobOptions` of `ResponseOptions`."""
 SAMPLING_PATHS: Mapping[str, str] = {
     **{field.name: f"sampling.{field.name}" for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields},
     **{
@@ -23,11 +31,8 @@ SAMPLING_PATHS: Mapping[str, str] = {
         for field in sampling_pb2.Length.DESCRIPTOR.fields
         if field.name != "rest_of_context"
     },
-    "detokenize": "response.text",
-    "skip_special_tokens": "response.skip_special_tokens",
-    "spaces_between_special_tokens": "response.spaces_between_special_tokens",
-    "logprobs": "response.logprobs.top",
-    "prompt_logprobs": "response.prompt_logprobs.top",
+    **{name: f"response.{flag}" for name, flag in RESPONSE_FLAGS.items()},
+    **{name: f"response.{name}.top" for name in LOGPROB_FIELDS},
 }
 """Field of `triptych.types.sampling.SamplingParams` -> its path in a `Generation`."""
 

@@ -12,7 +12,7 @@ from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_mes
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import OutputKind
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2
-from triptych.wire.generation import SAMPLING_PATHS
+from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
 _MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
@@ -154,14 +154,10 @@ def _sampling_fields(generation: generation_pb2.Generation, unsupported: list[st
     if "allowed_token_ids" in fields:
         fields["allowed_token_ids"] = generation.sampling.allowed_token_ids.ids
     response = generation.response
-    for name, field_name in (
-        ("detokenize", "text"),
-        ("skip_special_tokens", "skip_special_tokens"),
-        ("spaces_between_special_tokens", "spaces_between_special_tokens"),
-    ):
-        if response.HasField(field_name):
-            fields[name] = getattr(response, field_name)
-    for name in ("logprobs", "prompt_logprobs"):
+    for name, flag in RESPONSE_FLAGS.items():
+        if (value := _given(response, flag)) is not None:
+            fields[name] = value
+    for name in LOGPROB_FIELDS:
         if response.HasField(name):
             options = getattr(response, name)
             candidates = options.WhichOneof("candidates")

@@ -45,8 +45,8 @@ class DrawnTokens:
 class SimulatedSampler:
     """Owned by the runner; reads the columns and the counters of its rows.
 
-    Temperature 0 ignores the seed; min_tokens, stop ids and allowed ids are honoured. What shapes a distribution
-    (other temperatures, top_k, top_p, min_p, penalties) changes nothing: all words are equally likely.
+    Temperature 0 ignores the seed; min_tokens, stop ids and allowed ids are honoured. Parameters that shape a
+    distribution change nothing: all words are equally likely.
     """
 
     def __init__(
