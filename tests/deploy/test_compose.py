@@ -127,6 +127,15 @@ def test_the_doors_and_nothing_else_are_published_on_loopback():
     }
 
 
+def test_operators_are_served_inside_the_frontend_only():
+    assert default("frontend.admin_host") == "127.0.0.1"
+    for container in CONTAINERS.values():
+        assert "TRIPTYCH_FRONTEND_ADMIN_HOST" not in container.get("environment", {})
+        assert not any(
+            str(default("frontend.admin_port")) in str(port) for port in container.get("ports", [])
+        )
+
+
 def test_tiers_behind_the_frontend_have_no_way_out():
     assert COMPOSE["networks"]["tiers"] == {"internal": True}
     for name, service in TIER.items():

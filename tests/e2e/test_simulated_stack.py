@@ -17,12 +17,14 @@ import pytest
 from tests.e2e.conftest import READY_S
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli import main
+from triptych.client.collect import OutputCollector
 from triptych.client.grpc_client import GenerationClient
+from triptych.client.request import RequestOptions, Sampling
 from triptych.config.loader import load_config
-from triptych.errors import DeadlineUnreachable
+from triptych.errors import DeadlineUnreachable, InvalidRequest
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishReason
+from triptych.types.outputs import FinishReason, RequestOutput
 
 pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
@@ -90,6 +92,45 @@ async def test_an_answer_takes_at_least_the_time_of_its_steps(simulated: LocalCl
         started_s = time.monotonic()
         await asyncio.gather(*(stream(client, seed, max_tokens=50) for seed in range(8)))
         assert time.monotonic() - started_s >= 50 * STEP_MS / 1e3
+
+
+@pytest.mark.parametrize("num_seen", [1, 7, 29])
+async def test_an_answer_cut_off_goes_on_through_its_emitted_tokens(
+    simulated: LocalCluster, num_seen: int
+) -> None:
+    sampling = {"max_tokens": 30, "temperature": 0.7, "seed": 5, "n": 2}
+    async with GenerationClient(simulated.address) as client:
+        whole = await collected(client, sampling, RequestOptions())
+        token_ids = [choice.token_ids for choice in whole.outputs]
+        emitted = {index: token_ids[index][:num_seen] for index in (0, 1)}
+        rest = await collected(client, sampling, RequestOptions(emitted=emitted))
+    assert [choice.token_ids for choice in rest.outputs] == [ids[num_seen:] for ids in token_ids]
+    assert all(w.text.endswith(r.text) for w, r in zip(whole.outputs, rest.outputs, strict=True))
+    assert rest.usage.num_output_tokens == whole.usage.num_output_tokens == 60
+
+
+async def test_many_prompts_share_one_stream_and_fail_alone(simulated: LocalCluster) -> None:
+    async with GenerationClient(simulated.address) as client:
+        expected, _ = await stream(client, seed=3, max_tokens=8)
+        batch = client.open_batch()
+        sampling = {"max_tokens": 8, "temperature": 0.7, "seed": 3}
+        answers = await asyncio.gather(
+            *(batch.answer(PROMPT, sampling, RequestOptions(whole_choices=True)) for _ in range(40)),
+            batch.answer(PROMPT, {"temperature": 9.0}, RequestOptions()),
+            return_exceptions=True,
+        )
+        await batch.close()
+    *outputs, refused = answers
+    assert isinstance(refused, InvalidRequest)
+    assert {output.outputs[0].text for output in outputs if isinstance(output, RequestOutput)} == {expected}
+    assert len(outputs) == 40
+
+
+async def collected(client: GenerationClient, sampling: Sampling, options: RequestOptions) -> RequestOutput:
+    collector = OutputCollector(PROMPT)
+    async for event in client.generate(PROMPT, sampling, options):
+        collector.add(event)
+    return collector.output
 
 
 async def test_a_worker_killed_mid_stream_costs_no_token(simulated: LocalCluster) -> None:

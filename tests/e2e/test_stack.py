@@ -20,6 +20,7 @@ from tests.e2e.conftest import MAX_NUM_SEQS, MAX_NUM_WAITING, READY_S
 from triptych import LLM, SamplingParams
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
+from triptych.client.request import RequestOptions
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
@@ -108,6 +109,27 @@ async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> N
     assert usage.num_prompt_tokens == len(events[0].prompt_token_ids)
     assert usage.num_output_tokens == sum(len(delta.token_ids) for delta in deltas)
     assert events[-1].timings.prefill_ns > 0
+
+
+@pytest.mark.parametrize("num_seen", [1, 6])
+async def test_a_cut_answer_goes_on_with_penalties_and_stop_strings(
+    client: GenerationClient, num_seen: int
+) -> None:
+    sampling = {
+        "max_tokens": 24, "temperature": 0.8, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1, "min_tokens": 2, "stop": ["zzz"],
+    }  # fmt: skip
+
+    async def deltas_of(options: RequestOptions) -> list[DeltaEvent]:
+        events = client.generate("Once upon a time", sampling, options)
+        return [event async for event in events if isinstance(event, DeltaEvent)]
+
+    whole = await deltas_of(RequestOptions())
+    token_ids = [token_id for delta in whole for token_id in delta.token_ids]
+    rest = await deltas_of(RequestOptions(emitted={0: token_ids[:num_seen]}))
+    assert [token_id for delta in rest for token_id in delta.token_ids] == token_ids[num_seen:]
+    assert "".join(delta.text for delta in whole).endswith("".join(delta.text for delta in rest))
+    assert (rest[-1].finish_reason, rest[-1].stop_reason) == (whole[-1].finish_reason, whole[-1].stop_reason)
 
 
 def test_reflection_and_health_list_the_services_of_each_tier(cluster: LocalCluster) -> None:

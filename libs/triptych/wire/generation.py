@@ -68,7 +68,9 @@ class EventEncoder:
             case DeltaEvent():
                 if event.logprobs:
                     return [self._number(output=self._output(part)) for part in _split(event)]
-                return (self._number(output=self._output(event)),)
+                self._sequence += 1  # what `_number` does, without its call: this is the plain token
+                output = self._output(event)
+                return (generation_pb2.StreamGenerateResponse(sequence=self._sequence, output=output),)
             case PromptLogprobsEvent():
                 return (self._number(prompt_logprobs=self._prompt_logprobs(event)),)
             case AdmittedEvent():

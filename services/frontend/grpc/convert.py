@@ -100,7 +100,7 @@ def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
         return RawChat(_REFUSED_MESSAGES), [FieldViolation("chat.messages", why)]
     template_kwargs, violations = _template_kwargs(chat.template_kwargs_json)
     messages = [
-        {"role": message.role, "content": "\n".join(part.text for part in message.parts)}
+        {"role": message.role, "content": "\n".join(p.text for p in message.parts if p.HasField("text"))}
         | ({"name": message.name} if message.name else {})
         for message in chat.messages
     ]
@@ -113,7 +113,7 @@ def unsupported_of_chat(chat: chat_pb2.Chat) -> list[str]:
     paths = [f"chat.{name}" for name in _UNSUPPORTED_OF_CHAT if _is_set(chat, name)]
     for index, message in enumerate(chat.messages):
         where = f"chat.messages[{index}]"
-        paths += [f"{where}.{name}" for name in _UNSUPPORTED_OF_MESSAGE if _is_set(message, name)]
+        paths += [f"{where}.{name}" for name in _UNSUPPORTED_OF_MESSAGE if getattr(message, name)]
         for number, part in enumerate(message.parts):
             if (kind := part.WhichOneof("part")) not in ("text", None):
                 paths.append(f"{where}.parts[{number}].{kind}")
