@@ -28,7 +28,7 @@ _CHAR_BYTES = 4
 
 
 class OutputKind(IntEnum):
-    """What one output carries: everything so far, what is new, or only the end."""
+    """Content of one output: everything so far, the new part, or only the end."""
 
     CUMULATIVE = 1
     DELTA = 2
@@ -59,7 +59,7 @@ class SamplingField:
     kind: FieldKind
     default: Any
     help: str
-    """What the values mean, in sentences for users. Where None is allowed, what it means."""
+    """Meaning of the values, and of None where it is allowed, in sentences for users."""
     low: float = -math.inf
     """The least valid number; biases below it are raised to it."""
     high: float = math.inf

@@ -110,11 +110,11 @@ def _annotation(name: str, spec: SamplingField) -> Any:
             text = Annotated[str, schema(minLength=1, maxLength=spec.max_chars)]
             texts = Annotated[list[text], FirstOnly(), schema(maxItems=spec.max_items)]
             return Annotated[text | texts | None, either("a string or a list of strings")]
-    raise AssertionError(f"{name}: fields of kind {spec.kind.name} do not stand in a body")
+    raise AssertionError(f"{name}: fields of kind {spec.kind.name} cannot be in a body")
 
 
 def _description(spec: SamplingField) -> str:
-    """Return the field's meaning and what null stands for."""
+    """Return the field's meaning and what null means."""
     if spec.default is None:
         return spec.help.replace("None", "Null")
     if spec.kind not in (FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN):

@@ -11,7 +11,7 @@ from triptych.types.sampling import OutputKind
 
 MAX_MESSAGES = 16384  # of one conversation
 _MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
-_LONG_VARIABLE = 1 << 13  # stands for the size of a list or an object, which is not looked into
+_LONG_VARIABLE = 1 << 13  # counts as the size of a list or an object, which is not looked into
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RawChat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the chat template."""
     size: int = field(init=False)
-    """How much work it is to check and to render, in characters of a message."""
+    """The amount of work to check and to render it, in characters of a message."""
 
     def __post_init__(self) -> None:
         num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
@@ -39,7 +39,7 @@ class RawRequest:
     api: str
     """grpc or http; for logs and metrics."""
     prompt: str | Sequence[int] | RawChat | None
-    """None: the client gave none."""
+    """The prompt; None if the client gave none."""
     request_id: str = ""
     """Empty: one is drawn."""
     model: str = ""
@@ -47,7 +47,7 @@ class RawRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client gave, by name; absent or None is unset."""
     takes_rest_of_context: bool = False
-    """Where `max_tokens` is unset, the output may be as long as the context leaves. Always so for a chat."""
+    """An output without `max_tokens` may be as long as the context leaves, as it always may for a chat."""
     output_kind: OutputKind = OutputKind.DELTA
     min_interval_tokens: int = 0
     """New tokens of a choice to gather before they are sent. 0: none."""
@@ -69,13 +69,13 @@ class RawRequest:
     """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
     "logprobs": "top_logprobs"}."""
     violations: tuple[FieldViolation, ...] = ()
-    """What the API found wrong by itself; reported together with the rest."""
+    """Violations that the API found by itself; reported together with the rest."""
     unsupported: tuple[str, ...] = ()
-    """Paths of fields that the client set and nobody has built; refused by name."""
+    """Paths of fields that the client set and this version does not support; refused by name."""
 
     @property
     def size(self) -> int:
-        """How much work it is to check: characters, token ids, entries of lists."""
+        """The amount of work to check it: characters, token ids, entries of lists."""
         size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
         size += sum(map(len, self.emitted.values()))
         if isinstance(self.prompt, RawChat):

@@ -1,1 +1,1 @@
-"""From logits to tokens: each request's parameters in columns, the arithmetic in ops."""
+"""Chooses tokens from logits: each request's parameters in columns, the arithmetic in ops."""

@@ -1,4 +1,4 @@
-"""From the operator's config to a simulated runner: a model's small files are read, its weights never."""
+"""Makes a simulated runner from the operator's config; reads a model's small files and never its weights."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ _GIB = 1 << 30
 def create_simulated_runner(
     engine: EngineConfig, directory: Path, *, boot_id: str, on_phase: Callable[[str, float], None]
 ) -> SimulatedRunner:
-    """Read config.json and tokenizer.json, and stand ready. Called on the thread that will execute steps.
+    """Read config.json and tokenizer.json, and return a runner that is ready for step 1.
+
+    Call it on the thread that will execute the steps.
 
     Args:
-        directory: where the model stands, from `triptych.hub`; weights may be missing.
-        boot_id: a uuid drawn at process start.
+        directory: Directory of the model, from `triptych.hub`; weights may be missing.
+        boot_id: UUID drawn at process start.
     Raises:
-        ModelError: files that are missing or not understood.
-        ConfigError: the profile cannot be used, or not even one KV block fits.
-        FeatureDisabled: an option that no worker serves yet.
+        ModelError: Files are missing or not understood.
+        ConfigError: The profile cannot be used, or not even one KV block fits.
+        FeatureDisabled: An option is set that no worker supports yet.
     """
     started = time.perf_counter()
     on_phase(Phase.LOADING, 0.0)
     simulation, architecture = engine.simulation, read_architecture(directory)
-    # Like the accelerators that it stands for, and unlike many a CPU, it has native bfloat16.
+    # Like the accelerators that it simulates, and unlike many a CPU, it has native bfloat16.
     config = resolve_for_device(
         engine, architecture, device=DEVICE, native_bfloat16=True, native_kernels=False
     )
     _check_eos(simulation, architecture)
     word_ids = read_word_ids(directory, architecture.vocab_size, architecture.eos_token_ids)
-    # No memory is behind the blocks, so the operator's number stands whatever it is.
+    # The blocks have no memory, so any number that the operator sets is accepted.
     free_bytes = sys.maxsize if engine.cache.num_blocks else int(simulation.free_memory_gib * _GIB)
     facts = worker_facts(
         config,

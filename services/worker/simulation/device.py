@@ -28,8 +28,8 @@ class SimulatedDevice:
     ) -> None:
         """
         Args:
-            clock: nanoseconds, never going back.
-            sleep: waits for some seconds, or a little longer, without the GIL.
+            clock: Monotonic time in nanoseconds.
+            sleep: Waits for some seconds, or a little longer, without the GIL.
         """
         self._step_time = step_time
         self.clock = clock
@@ -37,11 +37,11 @@ class SimulatedDevice:
         self._overslept_ns = 0
 
     def wait(self, work: StepWork, arrived_ns: int) -> int:
-        """Return when a step that arrived at `arrived_ns` (of `clock`) is done, and when that is on the clock.
+        """Wait until a step that arrived at `arrived_ns` of `clock` is done, and return the time on the clock.
 
-        A step begins when it arrives: the caller hands over the next one after this has returned, so that steps
-        run back to back and a device without work stands idle. What a sleep lasts a little too long is taken off
-        the next step, lest it add up; what the caller has computed since `arrived_ns` counts in.
+        A step begins when it arrives. The caller hands over the next one after this has returned, so steps run back to
+        back. Oversleep is subtracted from the next step, so that errors do not accumulate. Time that the caller spent
+        computing since `arrived_ns` counts towards the step.
         """
         ends_ns = arrived_ns - self._overslept_ns + self._step_time.step_ns(work)
         now_ns = self.clock()

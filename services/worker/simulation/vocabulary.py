@@ -19,17 +19,17 @@ _SPACES = ("Ġ", "▁")  # how byte-level and sentencepiece vocabularies spell t
 
 
 def read_word_ids(directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> I64:
-    """Ids of tokens that are ASCII letters after a space; where there are none, of ASCII letters alone.
+    """Return the ids of tokens that are ASCII letters after a space, or else of tokens that are only ASCII letters.
 
     Bytes, punctuation and control tokens are left out: any sequence of the rest is plain text.
 
     Args:
-        vocab_size: ids are below this.
-        eos_token_ids: left out, whatever they are spelled like.
+        vocab_size: Upper bound of the ids.
+        eos_token_ids: Ids that are left out, whatever their text is.
     Returns:
         [n] ascending, n >= 1.
     Raises:
-        ModelError: the file is missing, is no tokenizer, or holds no such token.
+        ModelError: The file is missing, is not a tokenizer, or holds no such token.
     """
     path = directory / TOKENIZER_FILE
     try:
