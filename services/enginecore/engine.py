@@ -1,4 +1,4 @@
-"""The engine core without its wires: requests in, plans out, results in, output batches out.
+"""The engine core without I/O: requests in, plans out, results in, output batches out.
 
 submit / abort ──► scheduler ──► plan() ──► worker
                       ▲                       │
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Protocol
 
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.request import Request
@@ -27,6 +28,22 @@ from triptych.errors import (
     WrongState,
 )
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.journal import (
+    Aborted,
+    CacheReset,
+    Expired,
+    JournalEvent,
+    Paused,
+    Planned,
+    ResultTaken,
+    Resumed,
+    SessionClosed,
+    SessionOpened,
+    Submitted,
+    What,
+    WorkerGone,
+    WorkerReady,
+)
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import U32, StepPlan, StepResult
 from triptych.types.submit import SubmitRequest
@@ -36,47 +53,97 @@ log = logging.getLogger(__name__)
 _STEP_WEIGHT = 0.05  # of the latest step in the moving average
 
 
-class EngineCore:
-    """Owned by the engine loop, called from nowhere else; does no I/O."""
+class EngineListener(Protocol):
+    """Hears of every call that can change an engine core, and of every step that it decides."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError: scheduler options that cannot work together."""
+    @property
+    def state(self) -> str:
+        """State of the recording, for `EngineStatus.journal`."""
+
+    def on_event(self, event: JournalEvent) -> None:
+        """Take in one event. A call is reported before it is carried out, and a step when it has been decided."""
+
+    def close(self, at_s: float) -> None:
+        """Take in that no event will follow."""
+
+
+class CallClock:
+    """A clock that stands still within a call of the engine core.
+
+    So the calls and their times are all that a replay needs.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now_s = 0.0
+        """Seconds at the start of the current call."""
+        self._clock = clock
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self) -> None:
+        """Read the time for the next call."""
+        self.now_s = self._clock()
+
+
+class EngineCore:
+    """Everything of the engine but I/O. The engine loop owns it, and nothing else calls it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        listener: EngineListener | None = None,
+    ) -> None:
+        """Create an engine that has no worker yet.
+
+        Args:
+            config: Options of the whole process.
+            clock: Monotonic time in seconds.
+            listener: Hears of every call and decision; None: no listener, at no cost.
+
+        Raises:
+            ConfigError: Scheduler options cannot work together.
+        """
         check_config(config.scheduler)
         self._config = config
-        self._clock = clock
+        self._clock = CallClock(clock)
+        self._listener = listener
         self._scheduler: Scheduler | None = None
         self._facts: WorkerFacts | None = None
         self._outputs = SessionOutputs()
         self._restrictions = Restrictions()
         self._interrupted: dict[Request, int] = {}
-        """In flight when the worker was lost, with their positions, until the next one is there."""
+        """Requests in flight when the worker was lost -> their positions. Empty once the next worker is there."""
         self._last_result_at: float | None = None
         self._step_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
-        """Steps sent whose results are not in."""
+        """Number of steps sent whose results have not come."""
         return self._scheduler.num_in_flight if self._scheduler else 0
 
     @property
     def num_requests(self) -> int:
-        scheduler = self._scheduler
-        return scheduler.num_requests if scheduler else 0
+        """Number of requests that run or wait."""
+        return self._scheduler.num_requests if self._scheduler else 0
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """For counters; None until a worker has been ready."""
+        """The scheduler, to be read only; None until a worker has been ready."""
         return self._scheduler
 
     def worker_ready(self, facts: WorkerFacts, *, after_crash: bool) -> None:
-        """A worker has welcomed us, with no rows and no blocks: what ran before waits again.
+        """Begin with a worker that has no rows and no blocks. What ran before waits again.
 
         Args:
-            after_crash: the last one died, so that something in flight may have killed it.
+            facts: What the worker has answered.
+            after_crash: Whether the last worker died, so that a request in flight may have killed it.
 
         Raises:
-            ConfigError: this config cannot work with these facts; names both values.
+            ConfigError: This config cannot work with these facts; names both values.
         """
+        self._start_call(WorkerReady, facts, after_crash)
         previous = self._scheduler
         self._scheduler = Scheduler(
             config=self._config.scheduler,
@@ -97,26 +164,31 @@ class EngineCore:
         self._restrict()
 
     def worker_lost(self) -> None:
-        """No result will come for what is in flight: what runs waits again, with prompt and emitted tokens."""
+        """Let what runs wait again, with prompt and emitted tokens: no result will come for what is in flight."""
+        self._start_call(WorkerGone)
         assert self._scheduler is not None, "a worker was lost that was never ready"
         self._last_result_at = None
         self._interrupted = self._scheduler.requests_in_flight()
         self._scheduler.requeue_all()
 
     def open_session(self, session: int) -> None:
+        """Begin to gather outputs for a frontend."""
+        self._start_call(SessionOpened, session)
         self._outputs.open(session)
 
     def close_session(self, session: int) -> None:
-        """A frontend is gone: nobody waits for what it submitted."""
+        """End all requests of a frontend that is gone."""
+        self._start_call(SessionClosed, session)
         if self._scheduler is not None:
             self._scheduler.abort_session(session)
         self._outputs.close(session)
 
     def submit(self, session: int, submit: SubmitRequest) -> None:
-        """Queue a request; a refusal is an output of its session, never an exception.
+        """Queue a request. A refusal is an output of its session, never an exception.
 
-        On a session that has ended meanwhile nothing happens: nobody would see the end of the request.
+        A session that has ended meanwhile gets no output, so nothing happens.
         """
+        self._start_call(Submitted, session, submit)
         if not self._outputs.is_open(session):
             return
         try:
@@ -140,31 +212,37 @@ class EngineCore:
             self._outputs.fail(session, number, error)
 
     def abort(self, session: int, number: int) -> None:
-        """End a request that nobody waits for any more; one that has ended already is no error."""
+        """End a request for its client's sake. One that has ended already is no error."""
+        self._start_call(Aborted, session, number)
         if self._scheduler is not None and (finished := self._scheduler.abort(session, number)) is not None:
             self._note_finished((finished,))
 
     def expire(self) -> None:
-        """End what has run out of time."""
-        if self._scheduler is not None:
+        """End all requests with a deadline that has passed."""
+        if self._scheduler is not None and self._scheduler.has_work:
+            self._start_call(Expired)
             self._note_failed(self._scheduler.expired(self._clock()))
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now."""
-        if self._scheduler is None:
-            return None
-        if self._restrictions.crashes.has_suspects:
-            self._restrictions.crashes.review()
-            self._restrict()
-        return self._scheduler.schedule()
+        """Decide the next step; None if there is nothing to compute now."""
+        self._clock.advance()
+        try:
+            plan = self._plan()
+        except Exception:
+            self._report(Planned(None))  # replayed, it fails in the same way
+            raise
+        if self._listener is not None:
+            self._report(Planned(plan))
+        return plan
 
     def apply(self, result: StepResult) -> None:
-        """Take in one step's result; its outputs wait for `take_outputs`.
+        """Take in one step's result. Its outputs wait for `take_outputs`.
 
         Raises:
-            ProtocolViolation: it does not answer the oldest step in flight, or is no result of this model;
-                nothing has changed.
+            ProtocolViolation: It does not answer the oldest step in flight, or is no result of this model; nothing has
+                changed.
         """
+        self._start_call(ResultTaken, result)
         assert self._scheduler is not None, "a result came before any worker was ready"
         assert self._facts is not None
         if (worst := _largest(result.token_ids)) >= self._facts.model.vocab_size:
@@ -176,11 +254,12 @@ class EngineCore:
         self._measure_step()
 
     def take_outputs(self) -> dict[int, OutputBatch]:
-        """Session to what happened to its requests since its last batch, where somebody waits for it."""
+        """Return, for each session with something due, what happened to its requests since its last batch."""
         return self._outputs.take(self._scheduler.num_free_places if self._scheduler else 0)
 
     def pause(self, mode: PauseMode) -> None:
-        """Plan no more than `mode` says, until `resume`; new requests queue. A second pause replaces the first."""
+        """Compute no more than `mode` says, until `resume`. New requests queue. A second pause replaces the first."""
+        self._start_call(Paused, mode)
         scheduler = self._scheduler
         if mode is PauseMode.ABORT and scheduler is not None:
             self._note_finished(scheduler.abort_all())
@@ -189,7 +268,8 @@ class EngineCore:
         self._restrict()
 
     def resume(self) -> None:
-        """Go on as if there had been no pause."""
+        """End the pause, if there is one."""
+        self._start_call(Resumed)
         self._restrictions.pause = None
         self._restrict()
 
@@ -199,17 +279,18 @@ class EngineCore:
 
     @property
     def is_settling(self) -> bool:
-        """A pause has been asked for, and something that it lets finish has not."""
+        """Whether the engine is paused, and something that the pause lets finish has not finished."""
         pause = self._restrictions.pause
         return pause is not None and not pause.is_settled(self.num_in_flight)
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks lost their content.
+        """Empty the prefix cache, and return how many blocks lost their content.
 
         Raises:
-            WrongState: blocks are in use.
-            EngineUnavailable: no worker has been ready yet.
+            WrongState: Blocks are in use.
+            EngineUnavailable: No worker has been ready yet.
         """
+        self._start_call(CacheReset)
         if self._scheduler is None:
             raise EngineUnavailable("the engine has no worker yet")
         before = self._scheduler.snapshot()
@@ -220,6 +301,13 @@ class EngineCore:
         return before.num_cached_blocks
 
     def status(self, *, ready: bool, why_not_ready: str, steps_in_flight: int) -> EngineStatus:
+        """Return all counters.
+
+        Args:
+            ready: Whether requests are served.
+            why_not_ready: Why not; empty if they are.
+            steps_in_flight: Depth of the pipeline of steps.
+        """
         status = EngineStatus(
             engine_id=self._config.engine.engine_id,
             ready=ready,
@@ -227,6 +315,7 @@ class EngineCore:
             steps_in_flight=steps_in_flight,
             step_ns=int(self._step_s * 1e9),
             paused=self.is_paused,
+            journal=self._listener.state if self._listener else "off",
         )
         if self._scheduler is None:
             return status
@@ -242,7 +331,33 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """No call comes after this one: for an engine that keeps a journal."""
+        """Report the end of the run to the listener. The last call."""
+        if self._listener is not None:
+            self._clock.advance()
+            self._listener.close(self._clock.now_s)
+
+    def _start_call(self, event: Callable[..., What], *fields: object) -> None:
+        """Read the clock for a call, and report the call to the listener.
+
+        Args:
+            event: Class of the event.
+            fields: Fields of the event.
+        """
+        self._clock.advance()
+        if self._listener is not None:
+            self._report(event(*fields))
+
+    def _report(self, event: What) -> None:
+        if self._listener is not None:
+            self._listener.on_event(JournalEvent(self._clock.now_s, event))
+
+    def _plan(self) -> StepPlan | None:
+        if self._scheduler is None:
+            return None
+        if self._restrictions.crashes.has_suspects:
+            self._restrictions.crashes.review()
+            self._restrict()
+        return self._scheduler.schedule()
 
     def _restrict(self) -> None:
         if self._scheduler is not None:
@@ -259,7 +374,7 @@ class EngineCore:
             self._outputs.fail(end.request.session, end.request.number, end.error)
 
     def _measure_step(self) -> None:
-        """Moving average of the time between two results while steps follow each other."""
+        """Average the time between two results while steps follow each other."""
         now = self._clock()
         if self._last_result_at is not None:
             interval = now - self._last_result_at
@@ -268,12 +383,12 @@ class EngineCore:
 
 
 def _check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
-    """The frontend has looked already; one id beyond the embedding would cost all requests their worker."""
+    """Refuse token ids beyond the embedding. The frontend has checked too, but one of them would crash the worker."""
     worst = max(map(_largest, (submit.prompt_token_ids, *submit.emitted)))
     if worst >= vocab_size:
         raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")
 
 
 def _largest(token_ids: U32) -> int:
-    """-1 of none."""
+    """Return the largest token id; -1 if there are none."""
     return int(token_ids.max()) if len(token_ids) else -1

@@ -13,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from services.enginecore.journal.recorder import create_engine
+from services.enginecore.scheduler import limits_of
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.connection import WorkerConnection
@@ -50,8 +51,17 @@ FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
 """Output batches by their ids, and the latest welcome."""
 
 
+class _Call(NamedTuple):
+    """A call that the loop makes between two steps."""
+
+    method: Callable[..., object]
+    arguments: tuple[object, ...] = ()
+    num_bytes: int = 0
+    """Bytes that the arguments hold."""
+
+
 class EngineLoop:
-    """Doors touch `submit`, `abort` and the sessions; everything else happens in `run`."""
+    """Runs the engine core. Servicers call its public methods, which post calls to it; everything else is in `run`."""
 
     def __init__(
         self,
@@ -69,8 +79,8 @@ class EngineLoop:
         self._metrics = metrics
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
-        self._inbox: deque[tuple[Callable[[], None], int]] = deque()
-        """Each with the bytes that it holds."""
+        self._inbox: deque[_Call] = deque()
+        """Calls to make in the next turns, in this order."""
         self._num_inbox_bytes = 0
         self._has_space = asyncio.Event()
         self._outboxes: dict[int, FrontendOutbox] = {}
@@ -96,8 +106,7 @@ class EngineLoop:
             epoch=epoch,
             ready=False,
             why_not_ready=self._readiness[1],
-            has_priorities=config.scheduler.policy == "priority",
-            max_choices=config.scheduler.max_num_seqs + config.scheduler.max_num_waiting,
+            limits=limits_of(config.scheduler),
         )
 
     @property
@@ -117,7 +126,7 @@ class EngineLoop:
     def close_session(self, session: int) -> None:
         """Close a session. Its requests end by the next step."""
         self._outboxes.pop(session).close()
-        self._post(lambda: self._engine.close_session(session))
+        self._post(_Call(self._engine.close_session, (session,)))
 
     async def wait_until_below_limit(self) -> None:
         """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
@@ -126,19 +135,19 @@ class EngineLoop:
             await self._has_space.wait()
 
     def submit(self, session: int, request: SubmitRequest) -> None:
-        self._post(lambda: self._engine.submit(session, request), request.num_bytes)
+        self._post(_Call(self._engine.submit, (session, request), request.num_bytes))
 
     def abort(self, session: int, numbers: Sequence[int]) -> None:
-        def abort_all() -> None:
-            for number in numbers:
-                self._engine.abort(session, number)
+        self._post(_Call(self._abort, (session, numbers)))
 
-        self._post(abort_all)
+    def _abort(self, session: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._engine.abort(session, number)
 
     def stop_taking(self) -> None:
         """This process is to end: tell frontends to send no more; what is here goes on, paused or not."""
         self._is_stopping = True
-        self._post(self._go_on)
+        self._post(_Call(self._go_on))
         self._publish_readiness()
 
     def reset_prefix_cache(self) -> int:
@@ -147,14 +156,13 @@ class EngineLoop:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `EngineCore.pause`; returns when the last step is back, or when somebody resumes."""
-
-        def begin() -> None:
-            self.worker_sleep.stay_paused()
-            self._engine.pause(mode)
-
-        await self._ask(begin)
+        await self._ask(self._pause, mode)
         while self._engine.is_settling:
             await asyncio.sleep(_POLL_S)
+
+    def _pause(self, mode: PauseMode) -> None:
+        self.worker_sleep.stay_paused()
+        self._engine.pause(mode)
 
     async def resume(self) -> None:
         """Go on after a pause, and take requests again after a drain; a sleep that has not started is cancelled."""
@@ -303,33 +311,24 @@ class EngineLoop:
             if self._engine.num_requests:
                 self._wake.set()
 
-    def _post(self, action: Callable[[], None], num_bytes: int = 0) -> None:
-        self._inbox.append((action, num_bytes))
-        self._num_inbox_bytes += num_bytes
+    def _post(self, call: _Call) -> None:
+        self._inbox.append(call)
+        self._num_inbox_bytes += call.num_bytes
         self._wake.set()
 
-    async def _ask(self, action: Callable[[], _T]) -> _T:
-        """Have the loop do something, and wait until it has."""
+    async def _ask(self, method: Callable[..., _T], *arguments: object) -> _T:
+        """Have the loop make a call between two steps, and return what it returns."""
         done: asyncio.Future[_T] = asyncio.Future()
-
-        def act() -> None:
-            try:
-                outcome = action()
-            except TriptychError as error:
-                _settle(done, done.set_exception, error)
-            else:
-                _settle(done, done.set_result, outcome)
-
-        self._post(act)
+        self._post(_Call(_answer, (done, method, arguments)))
         return await done
 
     def _drain_inbox(self) -> None:
         """Take in what was posted, for as long as a turn may take; what is left wakes the next turn."""
         ends_at = time.perf_counter() + _INBOX_S
         while self._inbox:
-            action, num_bytes = self._inbox.popleft()
-            self._num_inbox_bytes -= num_bytes
-            action()
+            call = self._inbox.popleft()
+            self._num_inbox_bytes -= call.num_bytes
+            call.method(*call.arguments)
             if time.perf_counter() > ends_at:
                 break
         self._has_space.set()
@@ -359,8 +358,7 @@ class EngineLoop:
             ready=ready,
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
-            has_priorities=self.welcome.has_priorities,
-            max_choices=self.welcome.max_choices,
+            limits=self.welcome.limits,
         )
         if welcome == self.welcome:
             return
@@ -370,6 +368,13 @@ class EngineLoop:
         self._on_ready_change(ready)
 
 
-def _settle(done: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
-    if not done.done():  # else whoever asked has left
-        settle(outcome)
+def _answer(done: asyncio.Future[_T], method: Callable[..., _T], arguments: tuple[object, ...]) -> None:
+    """Make a call, and give its outcome to the coroutine that waits for it, if it still waits."""
+    try:
+        outcome = method(*arguments)
+    except TriptychError as error:
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(outcome)

@@ -54,9 +54,9 @@ class WorkerSleep:
         executor: Executor,
         connection: WorkerConnection,
         *,
-        in_loop: Callable[[Callable[[], Sleep]], Awaitable[Sleep]],
+        in_loop: Callable[[Callable[..., Sleep], SleepLevel, PauseMode], Awaitable[Sleep]],
     ) -> None:
-        """`in_loop`: has the engine loop call a function between two steps, and waits for what it returns."""
+        """`in_loop` has the engine loop call a function between two steps, and waits for the outcome."""
         self._engine = engine
         self._executor = executor
         self._connection = connection
@@ -87,7 +87,7 @@ class WorkerSleep:
             EngineUnavailable: There is no worker, or the engine was resumed before it slept.
             TriptychError: The worker refuses, or is lost; says why.
         """
-        sleep = await self._in_loop(lambda: self._ask(level, mode))
+        sleep = await self._in_loop(self._ask, level, mode)
         return await asyncio.shield(sleep.released_bytes)
 
     def _ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:

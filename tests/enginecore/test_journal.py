@@ -6,27 +6,32 @@ import errno
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.journal import file as journal_file
-from services.enginecore.journal.recorder import JournaledEngine, create_engine
+from services.enginecore.journal.recorder import create_engine
+from services.enginecore.scheduler import Scheduler
 from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
-from tests.helpers.scheduling import make_prompt
+from tests.helpers.scheduling import Clock, make_prompt
 from tests.helpers.stack import make_config
 from tools.replay import __main__ as replay_command
-from triptych.errors import ConfigError, WrongState
+from triptych.errors import ConfigError, TriptychError, WrongState
 from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
-from triptych.types.step import StepPlan
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import single_choice
 from triptych.wire.journal import (
     JOURNAL_SUFFIX,
     JOURNAL_VERSION,
@@ -36,8 +41,8 @@ from triptych.wire.journal import (
 )
 
 FILE = f"engine-0-{EPOCH}{JOURNAL_SUFFIX}"
-READ_ONLY = {"take_outputs", "status", "refuse"}
-"""Public methods of an engine core that decide nothing."""
+READ_ONLY = {"close", "refuse", "status", "take_outputs"}
+"""Public methods of an engine core that change nothing but outputs."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))
 sessions = st.integers(1, 2)
@@ -149,26 +154,57 @@ def test_a_run_with_preemptions_aborts_deadlines_and_a_lost_worker_is_decided_as
     )
 
 
-def test_every_call_that_can_change_an_engine_is_recorded() -> None:
-    public = {
-        name
-        for name, member in inspect.getmembers(EngineCore, inspect.isfunction)
-        if not name.startswith("_")
-    }
-    assert (
-        public - READ_ONLY
-        == {
-            name
-            for name, member in vars(JournaledEngine).items()
-            if inspect.isfunction(member) and name in public
-        }
-        - READ_ONLY
-    )
+class Events(list[JournalEvent]):
+    """An engine's listener that keeps what it hears."""
+
+    state = "recording"
+
+    def on_event(self, event: JournalEvent) -> None:
+        self.append(event)
+
+    def close(self, at_s: float) -> None:
+        pass
+
+
+CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
+    "abort": lambda run, engine: engine.abort(SESSION, 1),
+    "apply": lambda run, engine: engine.apply(StepResult(1, np.zeros(0, np.uint32))),
+    "close_session": lambda run, engine: engine.close_session(SESSION),
+    "expire": lambda run, engine: engine.expire(),
+    "open_session": lambda run, engine: engine.open_session(SESSION),
+    "pause": lambda run, engine: engine.pause(PauseMode.KEEP),
+    "plan": lambda run, engine: engine.plan(),
+    "reset_prefix_cache": lambda run, engine: engine.reset_prefix_cache(),
+    "resume": lambda run, engine: engine.resume(),
+    "submit": lambda run, engine: engine.submit(SESSION, SUBMIT),
+    "worker_lost": lambda run, engine: engine.worker_lost(),
+    "worker_ready": lambda run, engine: engine.worker_ready(run.runner.facts, after_crash=False),
+}
+"""Every public method of an engine core that can change it."""
+SUBMIT = single_choice(1, "1", [1, 2, 3], SamplingParams(max_tokens=2), seed=1)
+
+
+def test_every_public_method_of_an_engine_is_known() -> None:
+    methods = {name for name, _ in inspect.getmembers(EngineCore, inspect.isfunction) if name[0] != "_"}
+    assert methods == CALLS.keys() | READ_ONLY, "a new method emits an event, or is read-only"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_can_change_an_engine_is_an_event(name: str, tmp_path: Path) -> None:
+    run, events = RecordedRun(tmp_path), Events()
+    engine = EngineCore(make_config(), run.clock, events)
+    engine.worker_ready(run.runner.facts, after_crash=False)
+    engine.open_session(SESSION)
+    engine.submit(SESSION, SUBMIT)
+    events.clear()
+    with suppress(TriptychError):
+        CALLS[name](run, engine)
+    [event] = events
+    assert event.at_s == run.clock.now
 
 
 def test_without_a_path_nothing_is_recorded() -> None:
     engine = create_engine(make_config(), EPOCH)
-    assert type(engine) is EngineCore
     assert engine.status(ready=False, why_not_ready="", steps_in_flight=1).journal == "off"
 
 
@@ -192,15 +228,18 @@ def test_time_stands_still_within_a_call(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path).start()
     readings = []
 
-    def clock() -> float:
-        run.clock.now += 0.01
-        readings.append(run.clock.now)
-        return run.clock.now
+    class MovingClock(Clock):
+        """Time that moves whenever it is read."""
 
-    run.engine._real_clock = clock
+        def __call__(self) -> float:
+            self.now += 0.01
+            readings.append(self.now)
+            return self.now
+
+    run.clock = MovingClock()
     run.submit([1, 2], deadline_remaining_ms=25)
     assert len(readings) == 1
-    [request] = run.engine.scheduler._states
+    [request] = run.engine.scheduler.snapshot().requests
     assert request.queued_at == readings[0]
     assert request.deadline == readings[0] + 0.025
 
@@ -276,14 +315,14 @@ def test_an_engine_that_died_of_a_bug_dies_of_it_again(
 ) -> None:
     run = RecordedRun(tmp_path).start()
     run.submit([1, 2, 3])
-    plan = EngineCore.plan
+    schedule = Scheduler.schedule
 
-    def break_down(self: EngineCore) -> StepPlan | None:
+    def break_down(self: Scheduler) -> StepPlan | None:
         if self.num_in_flight:
             raise AssertionError("a block is lost")
-        return plan(self)
+        return schedule(self)
 
-    monkeypatch.setattr(EngineCore, "plan", break_down)
+    monkeypatch.setattr(Scheduler, "schedule", break_down)
     assert run.plan()
     with pytest.raises(AssertionError):
         run.plan()

@@ -13,13 +13,13 @@ from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
 from triptych.types.sampling import SAMPLING_FIELDS, OutputKind, SamplingParams
-from triptych.types.submit import EngineWelcome
+from triptych.types.submit import EngineLimits, EngineWelcome
 from triptych.v1 import sampling_pb2
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
 FACTS = ModelFacts("tiny", "f", VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none")
 ENGINE = EngineWelcome("engine-0", 1, True, model=FACTS)
-FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, has_priorities=False)
+FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, limits=EngineLimits(has_priorities=False))
 
 
 def raw_request(prompt: Any = "Hello", engine: EngineWelcome = ENGINE, **fields: Any) -> RawRequest:
@@ -174,7 +174,7 @@ def test_no_output_is_asked_for_only_with_the_prompt() -> None:
 
 
 def test_priority_is_refused_only_where_the_engine_has_none() -> None:
-    assert "fcfs" in violations_of(raw_request(priority=1), FCFS)["priority"]
+    assert "has no priorities" in violations_of(raw_request(priority=1), FCFS)["priority"]
     assert parse(raw_request(priority=1), ENGINE, {}).raw.priority == 1
 
 

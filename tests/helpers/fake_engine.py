@@ -25,7 +25,7 @@ from triptych.types.outputs import (
 )
 from triptych.types.sampling import MAX_CHOICES
 from triptych.types.step import LogprobColumns
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
 from triptych.wire.admin import status_to_proto
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
@@ -141,8 +141,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             ready=is_ready,
             why_not_ready="" if is_ready else "loading",
             model=model,
-            has_priorities=has_priorities,
-            max_choices=max_choices,
+            limits=EngineLimits(has_priorities, max_choices),
         )
         self._server: RpcServer | None = None
         self.port = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal.recorder import JournaledEngine, create_engine
+from services.enginecore.journal.recorder import create_engine
 from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
 from tools.replay.engine import Replay, replay
@@ -45,9 +45,7 @@ class RecordedRun:
             journal=JournalConfig(path=str(directory), max_bytes=max_bytes),
         )
         self.clock = Clock()
-        self.engine: EngineCore = create_engine(config, epoch)
-        assert isinstance(self.engine, JournaledEngine)
-        self.engine._real_clock = self.clock
+        self.engine: EngineCore = create_engine(config, epoch, lambda: self.clock())
         self.runner = NaiveRunner(config, num_blocks, max_model_len)
         self.plans: deque[StepPlan] = deque()
         self._numbers: dict[int, int] = {}

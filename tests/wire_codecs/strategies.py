@@ -35,7 +35,7 @@ from triptych.types.step import (
     StepResult,
     StepTimings,
 )
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -279,8 +279,7 @@ welcomes = build(
     ready=st.booleans(),
     why_not_ready=words,
     model=st.none() | model_facts,
-    has_priorities=st.booleans(),
-    max_choices=u32,
+    limits=st.builds(EngineLimits, has_priorities=st.booleans(), max_choices=u32),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal.recorder import FrozenClock
 from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import EngineConfig
 from triptych.config.loader import load_config
@@ -93,8 +92,8 @@ class _Replayer:
 
     def __init__(self, config: EngineConfig) -> None:
         self.num_steps = self.num_requests = 0
-        self._clock = FrozenClock()
-        self._engine = EngineCore(config, self._clock)
+        self._at_s = 0.0
+        self._engine = EngineCore(config, lambda: self._at_s)
         self._names = RowNames()
         self._started_s: float | None = None
 
@@ -102,7 +101,7 @@ class _Replayer:
         """Let one event happen again."""
         if self._started_s is None:
             self._started_s = event.at_s
-        self._clock.now_s = event.at_s
+        self._at_s = event.at_s
         at_s = event.at_s - self._started_s
         try:
             if isinstance(event.what, Planned):

@@ -86,6 +86,16 @@ def single_choice(
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine's scheduler takes; frontends refuse the rest before they send it."""
+
+    has_priorities: bool = True
+    """Whether requests may have a priority other than 0."""
+    max_choices: int = MAX_CHOICES
+    """Choices that can run and wait together: a request with more can never be admitted."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineWelcome:
     """An engine's state as its frontends see it."""
 
@@ -96,6 +106,4 @@ class EngineWelcome:
     why_not_ready: str = ""
     model: ModelFacts | None = None
     """Once it has been ready."""
-    has_priorities: bool = True
-    max_choices: int = MAX_CHOICES
-    """Choices that can be running and waiting together: a request with more can never be admitted."""
+    limits: EngineLimits = EngineLimits()

@@ -17,7 +17,7 @@ from triptych.types.outputs import (
     RequestPromptLogprobs,
     StageTimings,
 )
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
 from triptych.wire.columns import (
     check_equal_lengths,
     u32_from_bytes,
@@ -93,7 +93,7 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
         why_not_ready=welcome.why_not_ready,
         model=None if welcome.model is None else model_facts_to_proto(welcome.model),
         limits=engine_core_pb2.EngineLimits(
-            has_priorities=welcome.has_priorities, max_choices=welcome.max_choices
+            has_priorities=welcome.limits.has_priorities, max_choices=welcome.limits.max_choices
         ),
     )
 
@@ -105,8 +105,7 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         ready=message.ready,
         why_not_ready=message.why_not_ready,
         model=model_facts_from_proto(message.model) if message.HasField("model") else None,
-        has_priorities=message.limits.has_priorities,
-        max_choices=message.limits.max_choices,
+        limits=EngineLimits(message.limits.has_priorities, message.limits.max_choices),
     )
 
 

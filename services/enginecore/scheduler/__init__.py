@@ -1,6 +1,6 @@
 """Decides what each request computes in the next step, and reads the tokens of the last one."""
 
-from services.enginecore.scheduler.admission import check_config
+from services.enginecore.scheduler.admission import check_config, limits_of
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import (
     Failed,
@@ -18,4 +18,5 @@ __all__ = [
     "SchedulerSnapshot",
     "StepOutput",
     "check_config",
+    "limits_of",
 ]

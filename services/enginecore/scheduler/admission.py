@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.forecast import FirstTokenForecast
-from services.enginecore.scheduler.policy import SchedulingPolicy
+from services.enginecore.scheduler.policy import create_policy
 from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
-from triptych.types.submit import MAX_SUBMIT_BYTES
+from triptych.types.submit import MAX_SUBMIT_BYTES, EngineLimits
 
 
 def check_config(config: SchedulerConfig) -> None:
@@ -54,20 +54,21 @@ def check_facts(config: SchedulerConfig, *, num_blocks: int, block_size: int, ma
         )
 
 
-def max_choices(config: SchedulerConfig) -> int:
-    """Return how many choices can run and wait together."""
-    return config.max_num_seqs + config.max_num_waiting
+def limits_of(config: SchedulerConfig) -> EngineLimits:
+    """Return what frontends must know of a config."""
+    return EngineLimits(
+        has_priorities=create_policy(config).has_priorities,
+        max_choices=config.max_num_seqs + config.max_num_waiting,
+    )
 
 
 class Admission:
     """Checks new requests and makes room in the queue. The scheduler owns it."""
 
-    def __init__(self, config: SchedulerConfig, policy: SchedulingPolicy, max_model_len: int) -> None:
+    def __init__(self, config: SchedulerConfig, max_model_len: int) -> None:
         self.forecast = FirstTokenForecast(config)
-        self.max_choices = max_choices(config)
-        """Choices that can run and wait together."""
+        self.limits = limits_of(config)
         self._config = config
-        self._has_priorities = policy.has_priorities
         self._max_model_len = max_model_len
 
     def limit_of(self, request: Request) -> int:
@@ -100,14 +101,14 @@ class Admission:
                 "prompt",
                 f"{num_prompt} tokens leave no room for an output: max_model_len is {self._max_model_len}",
             )
-        if first.priority and not self._has_priorities:
+        if first.priority and not self.limits.has_priorities:
             raise InvalidRequest(
                 "priority", f"{first.priority} is not 0, and scheduler.policy is {config.policy}"
             )
-        if len(choices) > self.max_choices:
+        if len(choices) > self.limits.max_choices:
             raise InvalidRequest(
                 "n",
-                f"{len(choices)} choices are above the limit {self.max_choices}: scheduler.max_num_seqs "
+                f"{len(choices)} choices are above the limit {self.limits.max_choices}: scheduler.max_num_seqs "
                 f"{config.max_num_seqs} plus scheduler.max_num_waiting {config.max_num_waiting}",
             )
         if num_bytes > MAX_SUBMIT_BYTES:
@@ -139,7 +140,7 @@ class Admission:
             QueueFull: There is no room for all of the choices, and no request has to leave.
         """
         first, config = choices[0], self._config
-        num_places = self.max_choices
+        num_places = self.limits.max_choices
         if first.has_emitted:
             num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
         num_missing = min(len(states) + len(choices) - num_places, len(choices))

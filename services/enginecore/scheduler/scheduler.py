@@ -78,7 +78,7 @@ class Scheduler:
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
         )
-        self._admission = Admission(config, policy, max_model_len)
+        self._admission = Admission(config, max_model_len)
         self._planner = StepPlanner(config, policy, self._states, block_size)
         self._in_flight = StepsInFlight()
         self._ends = RequestEnds(self._states, self._admission, clock)
@@ -113,7 +113,7 @@ class Scheduler:
     @property
     def num_free_places(self) -> int:
         """Number of choices that can be added before the queue is full."""
-        return max(self._admission.max_choices - len(self._states), 0)
+        return max(self._admission.limits.max_choices - len(self._states), 0)
 
     def snapshot(self) -> SchedulerSnapshot:
         """Return the current state. Takes time in proportion to the number of requests."""

@@ -88,7 +88,7 @@ class Router:
 
     def max_choices(self, model: str) -> int:
         """Return how many choices may be running and waiting for a model together, on all its ready engines."""
-        return sum(self._welcome_of(engine).max_choices for engine in self._serving(model))
+        return sum(self._welcome_of(engine).limits.max_choices for engine in self._serving(model))
 
     def choose(self, wanted: EngineWelcome, *, tried: Collection[EngineClient] = ()) -> EngineClient:
         """Return the least loaded ready engine with the facts that a request was checked against.
@@ -148,5 +148,4 @@ def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
     welcome = engine.welcome
     if welcome is None:
         return False
-    theirs = welcome.model, welcome.has_priorities, welcome.max_choices
-    return theirs == (wanted.model, wanted.has_priorities, wanted.max_choices)
+    return (welcome.model, welcome.limits) == (wanted.model, wanted.limits)

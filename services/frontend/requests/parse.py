@@ -215,8 +215,10 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
             found.append((name, f"{num_bytes} bytes are above the limit {MAX_LABEL_BYTES}"))
     if type(raw.priority) is not int or not _I32[0] <= raw.priority <= _I32[1]:
         found.append(("priority", f"{raw.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
-    elif raw.priority and not engine.has_priorities:
-        found.append(("priority", f"{raw.priority} is refused: the engine runs scheduler.policy=fcfs; use 0"))
+    elif raw.priority and not engine.limits.has_priorities:
+        found.append(
+            ("priority", f"{raw.priority} is not 0, and the engine's scheduler.policy has no priorities")
+        )
     truncate = raw.truncate_prompt_tokens
     if truncate is not None and (type(truncate) is not int or truncate < 1):
         found.append(("truncate_prompt_tokens", f"{truncate!r} is below the limit 1"))
@@ -242,8 +244,9 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
         found.append((raw.path("max_tokens"), why))
-    if sampling.n > engine.max_choices:
-        why = f"{sampling.n} choices are above the limit {engine.max_choices}: so many run and wait together at most"
+    if sampling.n > engine.limits.max_choices:
+        limit = engine.limits.max_choices
+        why = f"{sampling.n} choices are above the limit {limit}: so many run and wait together at most"
         found.append((raw.path("n"), why))
     if sampling.n > 1 and sampling.is_greedy:
         found.append(

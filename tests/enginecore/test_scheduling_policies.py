@@ -1,0 +1,111 @@
+"""Policies are objects: a new one is a class with a name, and reorders what waits and what is preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from services.enginecore.request import Request
+from services.enginecore.scheduler import limits_of
+from services.enginecore.scheduler.heap import Key, LazyHeap
+from services.enginecore.scheduler.policy import POLICIES
+from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
+from triptych.config import SchedulerConfig
+from triptych.config.loader import iter_options
+
+
+class ShortestFirst:
+    """Admits short prompts first, and preempts the longest request first."""
+
+    has_priorities = False
+
+    def waiting_key(self, request: Request) -> Key:
+        return request.num_prompt_tokens, request.arrival
+
+    def running_order(self, running: Sequence[Request]) -> list[Request]:
+        return sorted(running, key=self.waiting_key)
+
+
+@pytest.fixture
+def shortest_first(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(POLICIES, "shortest_first", ShortestFirst)
+    return "shortest_first"
+
+
+def admission_order(engine: Engine) -> list[int]:
+    order = []
+    while (plan := engine.plan()) is not None:
+        order += [request_in(engine.scheduler, row.slot).number for row in plan.new_rows]
+        engine.finish_step()
+    return order
+
+
+def test_every_policy_is_a_choice_of_the_config() -> None:
+    (option,) = (option for option in iter_options() if option.key == "scheduler.policy")
+    assert set(option.limits.choices) == POLICIES.keys()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_says_whether_it_has_priorities(policy: str) -> None:
+    assert limits_of(SchedulerConfig(policy=policy)).has_priorities == (policy == "priority")
+
+
+def test_a_new_policy_orders_the_queue(shortest_first: str) -> None:
+    engine = Engine(make_scheduler(policy=shortest_first, max_num_seqs=1), steps_in_flight=1)
+    lengths = [30, 10, 20, 10, 5, 40]
+    for number, length in enumerate(lengths):
+        engine.add(make_request(number, make_prompt(length, number), max_tokens=2))
+    assert admission_order(engine) == [4, 1, 3, 2, 0, 5]
+
+
+def test_a_short_prompt_that_comes_late_goes_first(shortest_first: str) -> None:
+    engine = Engine(make_scheduler(policy=shortest_first, max_num_seqs=1), steps_in_flight=1)
+    for number, length in enumerate((10, 30, 20, 5)):
+        engine.add(make_request(number, make_prompt(length, number), tenant="ab"[number % 2], max_tokens=1))
+        if not number:
+            engine.plan()
+    engine.finish_step()
+    assert admission_order(engine) == [3, 2, 1]
+
+
+def test_a_new_policy_chooses_who_is_preempted(shortest_first: str) -> None:
+    engine = Engine(make_scheduler(policy=shortest_first, num_blocks=6, max_model_len=64), steps_in_flight=1)
+    engine.add(make_request(0, make_prompt(30, 0), max_tokens=20))
+    engine.plan()
+    engine.finish_step()
+    engine.add(make_request(1, make_prompt(31, 1), max_tokens=20))
+    engine.add(make_request(2, make_prompt(3, 2), max_tokens=20))
+    while not engine.scheduler.counters.num_preemptions:
+        engine.plan()
+        engine.finish_step()
+    assert [request.number for request in engine.scheduler.snapshot().waiting] == [1]
+    engine.run()
+
+
+def test_a_heap_forgets_members_that_left() -> None:
+    heap: LazyHeap[int] = LazyHeap(lambda member: (member,))
+    heap.push(0)
+    for member in range(1, 2000):
+        heap.push(member)
+        heap.discard(member)
+    assert len(heap) == 1
+    assert heap.num_entries < 100
+    assert heap.peek() == 0
+
+
+def test_a_member_may_return_with_a_lower_key() -> None:
+    keys = {"a": 5, "b": 3}
+    heap: LazyHeap[str] = LazyHeap(lambda member: (keys[member],))
+    heap.push("a")
+    heap.push("b")
+    heap.discard("a")
+    keys["a"] = 1
+    heap.push("a")
+    assert heap.peek() == "a"
+    keys["a"] = 9
+    assert heap.peek() == "b"
+    heap.discard("b")
+    assert heap.peek() == "a"
+    heap.discard("a")
+    assert heap.peek() is None
