@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -43,10 +44,11 @@ class Limits:
         self, name: str, seconds: Sequence[float], *, num_bytes: float, operations: float, dtype: torch.dtype
     ) -> tuple[Figure, Figure]:
         """Return both rates of one computation, each beside the limit that bounds it."""
+        note = f"{1e6 * statistics.median(seconds):.1f} us"
         arithmetic = self.float32 if dtype == torch.float32 else self.bfloat16
         return (
-            rate(f"{name}, read", "GB/s", num_bytes / 1e9, seconds, self.memory),
-            rate(f"{name}, computed", "GFLOP/s", operations / 1e9, seconds, arithmetic),
+            rate(f"{name}, read", "GB/s", num_bytes / 1e9, seconds, self.memory, note),
+            rate(f"{name}, computed", "GFLOP/s", operations / 1e9, seconds, arithmetic, note),
         )
 
 
