@@ -1,0 +1,40 @@
+"""The benchmarks follow the sources: all can be imported, and those that start no process run at toy sizes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engine import core_arrivals, core_step, journal_step
+from benchmarks.harness.command import Measure
+
+ROOT = Path(__file__).parents[2]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("engine", "worker", "stack", "kernels", "peers")
+    for path in sorted((ROOT / "benchmarks" / folder).glob("[!_]*.py"))
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_benchmark_imports(module: str) -> None:
+    importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    ("measure", "options", "num_figures"),
+    [
+        (core_step.measure, {"running": [3], "steps": 5, "steps_in_flight": 2}, 15),
+        (core_arrivals.measure, {"arrivals": 3, "prompt_len": 40}, 2),
+        (journal_step.measure, {"running": 3, "steps": 5, "directory": None}, 7),
+    ],
+    ids=["core_step", "core_arrivals", "journal_step"],
+)
+def test_engine_benchmark_measures(measure: Measure, options: dict, num_figures: int) -> None:
+    figures = list(measure(argparse.Namespace(rounds=1, **options)))
+    assert len(figures) == num_figures
+    assert all(np.isfinite(figure.median) for figure in figures)
