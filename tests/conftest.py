@@ -29,6 +29,7 @@ LONGEST_FILES = (
     "kernels/triton/test_compiles.py",
     "oracle/test_logprobs.py",
     "kernels/triton/test_paged_attention.py",
+    "kernels/ops/test_sample.py",
     "benchmarks/test_gpu.py",
 )
 """Files that take longer than 15 s, the longest first."""

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ("tests/gpu", "tests/kernels/triton")
+SHARED = ("tests/gpu", "tests/kernels/ops", "tests/kernels/triton")
 ALONE = ("tests/worker/gpu",)
 MAX_PROCESSES = 8  # each holds a CUDA context, and some 4 GB of the host's memory
 NO_TESTS = 5  # pytest's exit status where options deselect all

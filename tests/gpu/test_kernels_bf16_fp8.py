@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu import oracles
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels import ops
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.logit_index import PenaltyColumns

@@ -153,7 +153,7 @@ def test_tests_for_a_gpu_import_on_a_bare_box():
     """Or none of them would run: pytest gives up where one file cannot be imported."""
     files = [
         path.relative_to(ROOT).with_suffix("")
-        for folder in ("tests/gpu", "tests/kernels/triton", "tests/worker/gpu")
+        for folder in ("tests/gpu", "tests/kernels/ops", "tests/kernels/triton", "tests/worker/gpu")
         for path in (ROOT / folder).glob("test_*.py")
     ]
     loaded = import_without(set(), [".".join(file.parts) for file in files])

@@ -71,7 +71,7 @@ def compile_calls() -> dict[str, list[Launch] | str]:
     for name, call in CALLS.items():
         launches.clear()
         try:
-            call()
+            call.launch()
             outcome[name] = list(launches)
         except Exception as error:
             outcome[name] = f"{type(error).__name__}: {error}"
@@ -83,7 +83,7 @@ def _compile_side_by_side() -> None:
     with noted_launches() as noted:
         for call in CALLS.values():
             with suppress(Exception):
-                call()
+                call.launch()
     with ThreadPoolExecutor() as threads:
         for launch in noted:
             threads.submit(launch.compile)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.ops.linear import ACTIVATIONS
 from triptych_kernels.triton.linear import few_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.triton.linear.group_sums import sum_input_groups
 
 

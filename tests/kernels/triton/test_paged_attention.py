@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.triton.attention import decode as paged_attention_decode
 from triptych_kernels.triton.attention import prefill as paged_attention_prefill

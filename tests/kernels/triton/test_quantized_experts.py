@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import fused_moe
 from triptych_kernels.reference.moe import fused_moe as reference

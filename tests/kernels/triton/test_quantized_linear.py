@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.worker.loader.ggml_blocks import dequantize
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.ops import embedding, gated_linear, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.triton.linear import quantized_linear, quantized_weight

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton.poison import poisoned_allocations
+from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import embedding, gated_linear, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear

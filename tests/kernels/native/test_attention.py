@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_paged_attention import SCALE, TOLERANCE, Step, build_step
+from tests.kernels.ops.test_paged_attention import SCALE, TOLERANCE, Step, build_step
 from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import NotRecordable, record

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.kernels.ops.test_sample import random_case
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.ops import sample
 
@@ -22,31 +22,6 @@ def each_isa(request: pytest.FixtureRequest) -> Iterator[None]:
     with forced_isa(request.param):
         yield
         use_threads(1)
-
-
-def random_case(seed: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows from flat to peaked, with all combinations of filters."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    def sometimes(column: Tensor, off: float) -> Tensor:
-        return torch.where(uniform(NUM_ROWS) < 0.5, column, torch.tensor(off))
-
-    logits = torch.randn(NUM_ROWS, vocab_size, generator=generator) * (uniform(NUM_ROWS, 1) * 6 + 0.01)
-    if seed % 3 == 1:
-        logits = (logits * 2).round() / 2  # many equals
-    if seed % 3 == 2:
-        logits[uniform(NUM_ROWS, vocab_size) < 0.5] = -torch.inf
-    return logits, {
-        "temperature": sometimes(uniform(NUM_ROWS) * 2 + 0.05, 1.0),
-        "top_k": sometimes(uniform(NUM_ROWS) ** 4 * vocab_size, 0).int(),
-        "top_p": sometimes(uniform(NUM_ROWS) ** 0.3 * 0.999 + 1e-4, 1.0),
-        "min_p": sometimes(uniform(NUM_ROWS) ** 3 * 0.9, 0.0),
-        "seeds": torch.randint(-(2**62), 2**62, (NUM_ROWS,), generator=generator),
-        "positions": torch.randint(0, 2**40, (NUM_ROWS,), generator=generator),
-    }
 
 
 @pytest.mark.parametrize("seed", range(12))

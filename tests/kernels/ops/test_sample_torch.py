@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_sample import columns, random_logits
+from tests.kernels.ops.test_sample import columns, random_logits
 from triptych_kernels.reference.sampling import gumbel, kept_tokens
 from triptych_kernels.torch import sampling as torch_implementation
 

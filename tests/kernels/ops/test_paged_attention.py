@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_cache
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention, write_kv
@@ -261,3 +262,66 @@ def test_pages_that_a_window_has_left_behind_may_be_gone() -> None:
     expected = step.attend(window=4)
     step.block_tables[:, :6] = 0  # keys 0..23; the earliest query stands at 27
     assert torch.equal(step.attend(window=4), expected)
+
+
+_MIXED_LENS = (1,) * 64 + (700,)
+
+
+def _model_call(
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 4,
+    window: int = 0,
+) -> object:
+    """Attend from queries, views of the packed projection, to sequences of 8,192 keys."""
+    num_rows, num_heads = len(_MIXED_LENS), group * num_kv_heads
+    query = meta(sum(_MIXED_LENS), num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
+    kv_cache, kv_scales = meta_cache(num_kv_heads, head_dim, dtype)
+    return paged_attention(
+        query,
+        kv_cache,
+        meta(num_rows, 512, dtype=torch.int32),
+        meta(num_rows + 1, dtype=torch.int32),
+        meta(num_rows, dtype=torch.int32),
+        head_dim**-0.5,
+        kv_scales=kv_scales,
+        window=window,
+        query_lens_list=_MIXED_LENS,
+        seq_lens_list=(8192,) * num_rows,
+        impl="triton",
+    )
+
+
+MODEL_CALLS = {
+    "heads of 64": ModelCall(lambda: _model_call(3, 64, group=3)),
+    "heads of 80": ModelCall(lambda: _model_call(32, 80, group=1)),
+    "heads of 96": ModelCall(lambda: _model_call(8, 96)),
+    "heads of 128": ModelCall(lambda: _model_call(8, 128)),
+    "heads of 256, window": ModelCall(lambda: _model_call(4, 256, group=2, window=4096)),
+    "int8": ModelCall(lambda: _model_call(8, 128, torch.int8)),
+    "float8, heads of 256, window": ModelCall(
+        lambda: _model_call(4, 256, torch.float8_e4m3fn, group=2, window=4096)
+    ),
+}
+
+
+def launch_small(draw: SmallOperands) -> None:
+    num_heads, head_dim = draw.heads_of_query, draw.head_dim
+    for dtype in draw.kv_dtypes:
+        cache, scales = draw.cache(dtype)
+        for query_lens, seq_lens in (((1, 1, 1), (1, 17, 50)), ((20,), (20,)), ((1, 19, 1), (33, 40, 3))):
+            packed = draw.normal(sum(query_lens), num_heads + 2 * draw.heads_of_key, head_dim)
+            paged_attention(
+                packed[:, :num_heads],
+                cache,
+                torch.randint(1, draw.num_blocks, (len(seq_lens), 4), device=draw.device).int(),
+                draw.tensor([0, *query_lens]).cumsum(0).int(),
+                draw.tensor(seq_lens).int(),
+                head_dim**-0.5,
+                kv_scales=scales,
+                query_lens_list=query_lens,
+                seq_lens_list=seq_lens,
+                impl="triton",
+            )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_native_attention import AROUND_A_SPAN
-from tests.kernels.test_paged_attention import CHUNKS, DECODES, MIXED, Step, build_step
+from tests.kernels.native.test_attention import AROUND_A_SPAN
+from tests.kernels.ops.test_paged_attention import CHUNKS, DECODES, MIXED, Step, build_step
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
