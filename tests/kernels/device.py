@@ -14,4 +14,5 @@ ON_DEVICE = torch.cuda.is_available()
 TRITON_DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_DEVICE else ()))
 
 if not ON_DEVICE:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
+    # read when a kernel is defined, so before any is imported; programs that compile for a device set it to 0
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -69,12 +69,13 @@ def test_the_best_of_many_equals_are_as_good_as_any(
 def test_a_row_has_the_same_bits_in_any_batch(vocab_size: int, implementation: Implementation) -> None:
     if not implementation.has_fixed_sums:
         pytest.skip("plain torch promises no order of summation")
-    logits = torch.randn(20, vocab_size, generator=torch.Generator().manual_seed(2)) * 3
-    token_ids = torch.arange(20) * 400
+    num_rows = 4 if implementation.is_interpreted else 20
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3
+    token_ids = torch.arange(num_rows) * 400
     together = look_up(implementation, logits, token_ids, 4)
     for num_threads in (1, 3):
         use_threads(num_threads)
-        for row in (2, 19):
+        for row in (2, num_rows - 1):
             single = look_up(implementation, logits, token_ids[row : row + 1], 4, torch.tensor([row]))
             for result, whole in zip(single, together, strict=True):
                 assert torch.equal(result[0], whole[row])
