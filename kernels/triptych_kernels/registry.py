@@ -26,7 +26,7 @@ Tensors on the meta device belong to a recording, see `cpu.program`."""
 class Op:
     """An op, and which packages compute it.
 
-    Its contract is the function of its name in `ops.<family>`, its tests are in `tests/kernels/test_<name>.py`. An
+    Its contract is the function of its name in `ops.<family>`, its tests are in `tests/kernels/ops/test_<name>.py`. An
     implementation is the function of its name in `<impl>.<family>`, or in `triton.<family>.<name>`.
     """
 
