@@ -16,7 +16,7 @@ from tools.replay.engine import Replay, replay
 from triptych.config import JournalConfig
 from triptych.types.journal import JournalEvent
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import StepPlan
+from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import single_choice
 from triptych.wire.journal import JournalReader, event_to_bytes, framed, header_to_bytes
 
@@ -92,11 +92,15 @@ class RecordedRun:
             self.plans.append(plan)
         return plan is not None
 
-    def finish_step(self) -> None:
-        if self.plans:
-            self.clock.now += 0.005
-            self.engine.apply(self.runner.execute(self.plans.popleft()))
-            self.engine.take_outputs()
+    def finish_step(self) -> StepResult | None:
+        """Let the worker answer the oldest plan; None if there is none."""
+        if not self.plans:
+            return None
+        self.clock.now += 0.005
+        result = self.runner.execute(self.plans.popleft())
+        self.engine.apply(result)
+        self.engine.take_outputs()
+        return result
 
     def run(self, max_turns: int = 10_000) -> RecordedRun:
         """As the loop does, until nothing is left."""

@@ -181,7 +181,7 @@ new_rows = build(
 
 @st.composite
 def plans(draw: Any) -> StepPlan:
-    num_chunks, num_blocks = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    num_chunks, num_blocks, num_samples = (draw(st.integers(0, 4)) for _ in range(3))
     return draw(
         build(
             StepPlan,
@@ -194,25 +194,39 @@ def plans(draw: Any) -> StepPlan:
             skipped_slots=u32_column(),
             block_slots=u32_column(num_blocks),
             block_ids=u32_column(num_blocks),
+            sample_slots=u32_column(num_samples),
+            sample_limits=u32_column(num_samples),
             num_tokens=u32,
         )
     )
 
 
 row_keys = st.builds(RowKey, u32, u32)
-results = build(
-    StepResult,
-    step_id=u64,
-    token_ids=u32_column(),
-    logprobs=st.none() | logprob_columns(),
-    prompt_logprobs=st.dictionaries(row_keys, prompt_logprobs(), max_size=2),
-    row_errors=st.dictionaries(
-        row_keys,
-        build(RowError, message=words, code=st.sampled_from(RowErrorCode), kv_is_valid=st.booleans()),
-        max_size=2,
-    ),
-    timings=build(StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64),
-)
+
+
+@st.composite
+def results(draw: Any) -> StepResult:
+    counts = draw(st.lists(st.integers(0, 3), max_size=4))
+    token_ids = u32_column(sum(counts)) if counts else u32_column()
+    return draw(
+        build(
+            StepResult,
+            step_id=u64,
+            token_ids=token_ids,
+            token_counts=st.just(np.array(counts, dtype=np.uint32)),
+            logprobs=st.none() | logprob_columns(),
+            prompt_logprobs=st.dictionaries(row_keys, prompt_logprobs(), max_size=2),
+            row_errors=st.dictionaries(
+                row_keys,
+                build(RowError, message=words, code=st.sampled_from(RowErrorCode), kv_is_valid=st.booleans()),
+                max_size=2,
+            ),
+            timings=build(
+                StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64
+            ),
+        )
+    )
+
 
 model_facts = build(
     ModelFacts,
@@ -241,6 +255,7 @@ worker_facts = build(
     max_num_seqs=u32,
     max_num_batched_tokens=u32,
     max_steps_in_flight=u32,
+    max_samples_per_row=u32,
     device_name=words,
     kernels=words,
     weight_bytes=u64,

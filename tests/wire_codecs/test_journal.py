@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf import proto
 from hypothesis import HealthCheck, given, settings
@@ -43,7 +44,7 @@ from triptych.wire.journal_rows import RowNames, SessionRows, read_measured_step
 
 WHATS: dict[type[What], st.SearchStrategy] = {
     Planned: build(Planned, plan=st.none() | plans()),
-    ResultTaken: build(ResultTaken, result=results),
+    ResultTaken: build(ResultTaken, result=results()),
     Expired: build(Expired),
     Submitted: build(Submitted, session=u64, request=submits()),
     Aborted: build(Aborted, session=u64, number=u32),
@@ -103,8 +104,8 @@ def test_rows_are_followed_as_a_worker_follows_them(tmp_path: Path) -> None:
             slot: (row.new.slot_version, row.num_computed, len(row.tokens))
             for slot, row in worker.rows.items()
         }
-        run.finish_step()
-        followed = rows.take(plan)
+        result = run.finish_step()
+        followed = rows.take(plan, result)
         computed, sampled = {}, []
         for slot, row in sorted(worker.rows.items()):
             slot_version, start, num_tokens = before.get(slot, (-1, 0, 0))
@@ -117,7 +118,7 @@ def test_rows_are_followed_as_a_worker_follows_them(tmp_path: Path) -> None:
                     sampled.append(slot)
         columns = (followed.slots, followed.query_lens, followed.seq_lens)
         assert {s: (n, end) for s, n, end in zip(*(c.tolist() for c in columns), strict=True)} == computed
-        assert followed.slots[followed.is_sampling].tolist() == sampled
+        assert np.repeat(followed.slots, followed.token_counts).tolist() == sampled
         num_steps += 1
     assert run.engine.scheduler.counters.num_preemptions > 0
     run.engine.close()

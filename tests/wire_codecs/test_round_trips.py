@@ -24,7 +24,7 @@ from tests.wire_codecs.strategies import (
     worker_facts,
 )
 from triptych.admin.v1 import admin_pb2
-from triptych.errors import ProtocolViolation
+from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
 from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -39,7 +39,7 @@ from triptych.types.outputs import (
     Usage,
 )
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, empty_u32
+from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, StepResult, empty_u32
 from triptych.v1 import generation_pb2, output_pb2
 from triptych.wire import admin, columns, engine_core, generation, result, step, worker
 from triptych.wire import sampling as sampling_codec
@@ -93,7 +93,7 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (sampling, sampling_codec.sampling_to_proto, sampling_codec.sampling_from_proto),
     (events, lambda event: encode(event)[0], generation.event_from_proto),
     (plans(), step.plan_to_proto, step.plan_from_proto),
-    (results, result.result_to_proto, result.result_from_proto),
+    (results(), result.result_to_proto, result.result_from_proto),
     (model_facts, worker.model_facts_to_proto, worker.model_facts_from_proto),
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
     (submits(), engine_core.submit_to_proto, engine_core.submit_from_proto),
@@ -279,15 +279,17 @@ def column_fields(message_class: Any) -> list[str]:
     return [f.name for f in message_class.DESCRIPTOR.fields if f.type == f.TYPE_BYTES]
 
 
+def row_from_proto(row: step_pb2.NewRow) -> StepPlan:
+    content = step_pb2.RowContent(id=row.content_id, task=step_pb2.TASK_GENERATE)
+    return step.plan_from_proto(step_pb2.Step(new_contents=[content], new_rows=[row]))
+
+
 CUT_COLUMNS = [
     (step_pb2.Step, step.plan_from_proto),
     (step_pb2.LogprobColumns, result.logprobs_from_proto),
     (engine_core_pb2.OutputBatch, engine_core.outputs_from_proto),
     (engine_core_pb2.Submit, engine_core.submit_from_proto),
-    (
-        step_pb2.NewRow,
-        lambda row: step.plan_from_proto(step_pb2.Step(new_contents=[step_pb2.RowContent()], new_rows=[row])),
-    ),
+    (step_pb2.NewRow, row_from_proto),
     (
         step_pb2.RowContent,
         lambda content: step.plan_from_proto(step_pb2.Step(new_contents=[content])),
@@ -309,9 +311,12 @@ CUT_COLUMNS = [
     ],
 )
 def test_a_column_cut_short_is_refused(message_class, decode, name):
-    field, cut = message_class.DESCRIPTOR.fields_by_name[name], b"\x01\x02\x03"
+    fields, cut = message_class.DESCRIPTOR.fields_by_name, b"\x01\x02\x03"
+    message = message_class(**{name: [cut] if fields[name].is_repeated else cut})
+    if "task" in fields:
+        message.task = step_pb2.TASK_GENERATE
     with pytest.raises(ProtocolViolation, match="whole"):
-        decode(message_class(**{name: [cut] if field.is_repeated else cut}))
+        decode(message)
 
 
 @pytest.mark.parametrize(
@@ -320,6 +325,7 @@ def test_a_column_cut_short_is_refused(message_class, decode, name):
         ({"chunk_slots": u32(1, 2), "chunk_lengths": u32(5)}, "chunk_slots 2, chunk_lengths 1"),
         ({"chunk_lengths": u32(5)}, "chunk_slots 0, chunk_lengths 1"),
         ({"block_slots": u32(1)}, "block_slots 1, block_ids 0"),
+        ({"sample_slots": u32(1)}, "sample_slots 1, sample_limits 0"),
     ],
 )
 def test_a_ragged_plan_is_refused(fields, named):
@@ -343,10 +349,19 @@ def test_a_ragged_output_batch_is_refused(fields, named):
         engine_core.outputs_from_proto(engine_core.outputs_to_proto(batch))
 
 
-def test_several_tokens_per_row_are_refused_by_name():
-    message = step_pb2.Result(step_id=1, token_ids=u32(1, 2).tobytes(), token_counts=u32(2).tobytes())
-    with pytest.raises(ProtocolViolation, match="token_counts"):
+@pytest.mark.parametrize("counts", [(2,), (2, 2), (1, 0), (0, 0, 4)])
+def test_counts_of_other_tokens_are_refused(counts):
+    message = step_pb2.Result(
+        step_id=1, token_ids=u32(1, 2, 3).tobytes(), token_counts=u32(*counts).tobytes()
+    )
+    with pytest.raises(ProtocolViolation, match="token_counts sum up to"):
         result.result_from_proto(message)
+
+
+def test_one_token_per_row_takes_no_counts():
+    message = result.result_to_proto(StepResult(1, u32(5, 6, 7)))
+    assert not message.token_counts
+    assert message.ByteSize() <= 16
 
 
 @pytest.mark.parametrize(
@@ -478,5 +493,14 @@ def test_a_row_without_its_content_is_refused_and_the_session_goes_on():
     lost = step_pb2.Step(step_id=1, new_rows=[step_pb2.NewRow(content_id=7)])
     with pytest.raises(ProtocolViolation, match="content 7 was not sent"):
         decoder.decode(lost)
-    lost.new_contents.add(id=7, prompt_token_ids=u32(1).tobytes())
+    lost.new_contents.add(id=7, prompt_token_ids=u32(1).tobytes(), task=step_pb2.TASK_GENERATE)
     assert decoder.decode(lost).new_rows[0].token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("task", [step_pb2.TASK_UNSPECIFIED, 7])
+def test_a_task_that_is_not_served_is_refused_by_name(task):
+    content = step_pb2.RowContent(prompt_token_ids=u32(1).tobytes(), task=task)
+    with pytest.raises(FeatureDisabled, match=f"task: {task} is not served"):
+        step.plan_from_proto(step_pb2.Step(new_contents=[content]))
+    with pytest.raises(FeatureDisabled, match=f"task: {task} is not served"):
+        engine_core.submit_from_proto(engine_core_pb2.Submit(task=task))

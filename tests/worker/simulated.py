@@ -53,6 +53,7 @@ def simulated_runner(
     eos_probability: float = 0.0,
     word_ids: np.ndarray = WORD_IDS,
     device: SimulatedDevice | None = None,
+    tokens_per_step: int = 1,
 ) -> SimulatedRunner:
     facts = WorkerFacts(
         boot_id="boot",
@@ -63,6 +64,7 @@ def simulated_runner(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_steps_in_flight=4,
+        max_samples_per_row=tokens_per_step,
     )
     return SimulatedRunner(
         facts=facts,

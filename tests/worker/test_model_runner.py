@@ -112,7 +112,8 @@ def test_a_row_whose_logits_are_nan_fails_alone():
     rows = [new_row(0, [1, 2], [1]), new_row(1, [3, poison], [2], slot_version=7), new_row(3, [4, 5], [3])]
     result = runner.execute(step_plan(1, new=rows, chunks={0: 2, 1: 2, 3: 2}))
     first, third = continuation([1, 2], 2), continuation([4, 5], 2)
-    assert result.token_ids.tolist() == [first[0], 0, third[0]]
+    assert result.token_ids.tolist() == [first[0], third[0]]
+    assert result.token_counts.tolist() == [1, 0, 1]
     ((row, error),) = result.row_errors.items()
     assert row == (1, 7)
     assert "NaN" in error.message

@@ -158,7 +158,7 @@ def test_a_row_that_fails_is_named_when_its_step_is_waited_for() -> None:
     third = runner.launch(step_plan(3, removed=[3], new=[successor]))
     said = continuation([1, 2], 3)
     result = first.wait()
-    assert result.token_ids.tolist() == [said[0], 0]
+    assert (result.token_ids.tolist(), result.token_counts.tolist()) == ([said[0]], [1, 0])
     ((row, error),) = result.row_errors.items()
     assert row == (3, 7)
     assert "NaN" in error.message
@@ -236,7 +236,7 @@ def test_a_step_that_never_fits_fails_its_own_requests_by_name() -> None:
     third = runner.launch(step_plan(3, removed=[0, 2]))
     assert first.wait().token_ids.tolist() == [*continuation([1, 2], 1), *continuation([7], 1)]
     result = second.wait()
-    assert result.token_ids.tolist() == [0]
+    assert (result.token_ids.size, result.token_counts.tolist()) == (0, [0])
     assert sorted(result.row_errors) == [(0, 1), (2, 4)]
     assert "no memory for a step of 3 tokens of 2 requests" in result.row_errors[0, 1].message
     assert third.wait().token_ids.tolist() == continuation([7], 2)[1:]
@@ -269,11 +269,12 @@ def test_a_step_without_memory_is_computed_without_its_newest_prompts() -> None:
     assert first.wait().token_ids.tolist() == [said[0][0], said[2][0]]
     assert second.wait().token_ids.tolist() == [said[0][1], said[2][1]]
     result = third.wait()
-    assert result.token_ids.tolist() == [0, said[0][2], said[1][0], said[2][2]]
+    assert result.token_ids.tolist() == [said[0][2], said[1][0], said[2][2]]
+    assert result.token_counts.tolist() == [0, 1, 1, 1]
     assert sorted(result.row_errors) == [(0, 4)]
     assert "no memory for a step of 9 tokens of 4 requests" in result.row_errors[0, 4].message
     assert result.logprobs is not None
-    assert (result.logprobs.rows.tolist(), int(result.logprobs.token_ids[0])) == ([3], said[2][2])
+    assert (result.logprobs.rows.tolist(), int(result.logprobs.token_ids[0])) == ([2], said[2][2])
     assert fourth.wait().token_ids.tolist() == [said[0][3], said[1][1], said[2][3]]
 
 
@@ -290,5 +291,6 @@ def test_a_row_that_reads_what_a_failed_prompt_would_have_written_fails_with_it(
         new_row(2, [7], [4]),
     ]
     result = runner.execute(step_plan(1, new=rows, chunks={1: 5}))
-    assert result.token_ids.tolist() == [0, 0, *continuation([7], 1)]
+    assert result.token_ids.tolist() == continuation([7], 1)
+    assert result.token_counts.tolist() == [0, 0, 1]
     assert sorted(row.slot for row in result.row_errors) == [0, 1]

@@ -40,6 +40,23 @@ def alone(prompt, sampling, seed, **runner):
     return engine.generate([prompt], replace(sampling, seed=seed))[0]
 
 
+def rounds_of(result):
+    """Each sampling row's tokens and their log-probabilities."""
+    counts = result.token_counts.tolist() or [1] * result.token_ids.size
+    entries = {}
+    if (columns := result.logprobs) is not None:
+        for index, start, end in zip(columns.rows, columns.offsets, columns.offsets[1:], strict=False):
+            entries[int(index)] = (
+                columns.token_ids[start:end].tolist(),
+                columns.logprobs[start:end].tolist(),
+            )
+    ends = np.cumsum(counts).tolist()
+    return [
+        [(int(result.token_ids[place]), entries.get(place)) for place in range(end - count, end)]
+        for count, end in zip(counts, ends, strict=True)
+    ]
+
+
 def tokens_of(row, num_steps, **runner):
     """Return the tokens of one row over some steps, from its entry on, with blocks for all of it."""
     runner = simulated_runner(**runner)
@@ -142,8 +159,8 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
     ]
     result = runner.execute(step_plan(1, new=rows))
     assert result.row_errors == {(1, 7): NOTHING_ALLOWED}
-    assert result.token_ids[1] == 0
-    assert result.token_ids[0] == result.token_ids[2] != 0
+    assert result.token_counts.tolist() == [1, 0, 1]
+    assert result.token_ids[0] == result.token_ids[1]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +217,48 @@ def test_log_probabilities_of_a_small_vocabulary_name_each_word_once():
     assert len(set(columns.token_ids[5:].tolist())) == 3
 
 
+@pytest.mark.parametrize("limit", [2, 3, 5])
+def test_several_tokens_in_a_step_are_those_of_several_steps(limit):
+    samplings = [SamplingParams(temperature=1.0, logprobs=number, min_tokens=9) for number in (None, 2, 0)]
+    rows = [
+        new_row(slot, [slot, 5], range(1 + 12 * slot, 13 + 12 * slot), sampling=sampling, seed=slot)
+        for slot, sampling in enumerate(samplings)
+    ]
+    first = step_plan(1, new=rows, chunks=dict.fromkeys(range(3), 2))
+    one_by_one, together = [[], [], []], [[], [], []]
+    single = simulated_runner(eos_probability=0.2)
+    for plan in (first, *map(step_plan, range(2, 30))):
+        for tokens, more in zip(one_by_one, rounds_of(single.execute(plan)), strict=True):
+            tokens += more
+    several, num_steps = simulated_runner(eos_probability=0.2, tokens_per_step=limit), 1
+    result = several.execute(step_plan(1, new=rows, chunks={0: 2, 1: 2, 2: 2}, limits={0: limit, 1: limit}))
+    while True:
+        for tokens, more in zip(together, rounds_of(result), strict=True):
+            assert 1 <= len(more) <= limit
+            tokens += more
+        if max(map(len, together)) + limit > 29:
+            break
+        num_steps += 1
+        result = several.execute(step_plan(num_steps, limits={0: limit, 2: limit}))
+    assert [tokens[: len(more)] for tokens, more in zip(one_by_one, together, strict=True)] == together
+    assert len(together[0]) > num_steps > len(together[1]) / limit
+
+
+def test_rows_that_fail_beside_rows_with_several_tokens_have_none():
+    refused = SamplingParams(min_tokens=2, allowed_token_ids=(EOS,))
+    rows = [
+        new_row(0, [5], [1, 2], sampling=SamplingParams(logprobs=0)),
+        new_row(1, [5], [3, 4], sampling=refused),
+        new_row(2, [5], [5, 6]),
+    ]
+    result = simulated_runner(tokens_per_step=4).execute(step_plan(1, new=rows, limits={0: 4, 1: 4, 2: 4}))
+    first, failed, last = result.token_counts.tolist()
+    assert (first, failed) == (last, 0)
+    assert result.token_ids[:first].tolist() == result.token_ids[first:].tolist()
+    assert result.logprobs.rows.tolist() == list(range(first))
+    assert result.row_errors == {(1, 1): NOTHING_ALLOWED}
+
+
 VIOLATIONS = {
     "a step is skipped": [step_plan(2)],
     "a step comes twice": [step_plan(1), step_plan(1)],
@@ -215,13 +274,27 @@ VIOLATIONS = {
     "a chunk of nothing": [step_plan(1, new=[new_row(0, [5, 6], [1])], chunks={0: 0})],
     "more than the blocks hold": [step_plan(1, new=[new_row(0, [5] * 9, [1, 2])], chunks={0: 9})],
     "more than the budget": [step_plan(1, new=[new_row(0, [5] * 65, range(1, 18))], chunks={0: 65})],
+    "more tokens than a row can get": [step_plan(1, new=[new_row(0, [5], [1])], limits={0: 4})],
+    "a limit of one": [step_plan(1, new=[new_row(0, [5], [1])], limits={0: 1})],
+    "tokens for a row that does not sample": [
+        step_plan(1, new=[new_row(0, [5, 6], [1])], chunks={0: 1}, limits={0: 2})
+    ],
+    "tokens for a slot that is not live": [step_plan(1, limits={0: 2})],
+    "guesses beyond the blocks": [step_plan(1, new=[new_row(0, [5] * 3, [1])], chunks={0: 3}, limits={0: 3})],
+    "guesses beyond the budget": [
+        step_plan(1, new=[new_row(0, [5] * 63, range(1, 18))], chunks={0: 63}, limits={0: 3})
+    ],
+    "guesses beyond the context": [
+        step_plan(1, new=[new_row(0, [5] * 64, range(1, 33), computed=0)], chunks={0: 64}),
+        step_plan(2, new=[new_row(1, [5] * 127, range(40, 72), computed=100)], chunks={1: 27}, limits={1: 2}),
+    ],
     "a token outside the vocabulary": [step_plan(1, new=[new_row(0, [VOCAB_SIZE], [1])])],
 }
 
 
 @pytest.mark.parametrize("plans", VIOLATIONS.values(), ids=VIOLATIONS.keys())
 def test_a_plan_that_contradicts_the_plans_before_it_is_a_violation_until_reset(plans):
-    runner = simulated_runner(budget=64)
+    runner = simulated_runner(budget=64, tokens_per_step=3)
     *good, bad = plans
     for plan in good:
         runner.execute(plan)

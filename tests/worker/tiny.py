@@ -143,8 +143,10 @@ def step_plan(
     chunks: dict[int, int] | None = None,
     skipped: Sequence[int] = (),
     blocks: Sequence[tuple[int, int]] = (),
+    limits: dict[int, int] | None = None,
 ) -> StepPlan:
-    chunks = chunks or {}
+    """`limits`: slot to the most tokens that it may get."""
+    chunks, limits = chunks or {}, limits or {}
     return StepPlan(
         step_id=step_id,
         last_result_seen=step_id - 1,
@@ -155,6 +157,8 @@ def step_plan(
         skipped_slots=u32(*skipped),
         block_slots=u32(*(slot for slot, _ in blocks)),
         block_ids=u32(*(block for _, block in blocks)),
+        sample_slots=u32(*limits),
+        sample_limits=u32(*limits.values()),
     )
 
 

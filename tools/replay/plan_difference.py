@@ -19,6 +19,8 @@ _COLUMN_TO_SLOTS = {
     "skipped_slots": "skipped_slots",
     "block_slots": "block_slots",
     "block_ids": "block_slots",
+    "sample_slots": "sample_slots",
+    "sample_limits": "sample_slots",
 }
 """A column of a plan -> the one that says which slot each of its entries is about."""
 _ROW_FIELDS = (

@@ -130,17 +130,15 @@ class _Replayer:
             )
 
     async def execute(self, plan: StepPlan) -> None:
-        step = self._rows.take(plan)
         self.names.note_rows(plan.new_rows)
         try:
             response = await self._exchange(worker_pb2.ExecuteRequest(step=self._encoder.encode(plan)))
         except TriptychError as error:
             raise _Diverged(f"step {plan.step_id}: the worker ended the stream: {error}") from None
         self.num_steps += 1
-        self._answers[plan.step_id] = (
-            result_from_proto(response.result),
-            step.slots[step.is_sampling].tolist(),
-        )
+        result = result_from_proto(response.result)
+        step = self._rows.take(plan, result)
+        self._answers[plan.step_id] = result, np.repeat(step.slots, step.token_counts).tolist()
 
     def compare(self, recorded: StepResult) -> None:
         """Raises _Diverged at the first slot that has another outcome than then."""
@@ -156,6 +154,9 @@ class _Replayer:
             raise _Diverged(
                 f"step {step_id}: recorded {len(recorded.token_ids)} tokens, now {len(now.token_ids)}"
             )
+        if not np.array_equal(now.token_counts, recorded.token_counts):
+            counts = f"recorded {recorded.token_counts.tolist()}, now {now.token_counts.tolist()}"
+            raise _Diverged(f"step {step_id}: token_counts: {counts}")
         for place in np.flatnonzero(now.token_ids != recorded.token_ids).tolist():
             self._tell(step_id, slots[place], *(f"token {r.token_ids[place]}" for r in (recorded, now)))
         self.num_tokens += len(slots)

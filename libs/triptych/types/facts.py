@@ -52,6 +52,8 @@ class WorkerFacts:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int
+    max_samples_per_row: int = 1
+    """Tokens that one row can get in a step. More than 1 where the worker guesses tokens ahead and verifies them."""
     device_name: str = ""
     kernels: str = ""
     """Description of the kernels: the instruction set of the native ones and how they are called, or torch."""

@@ -1,14 +1,23 @@
 """One step, as the engine plans it and the worker answers it: columns, not rows.
 
-A *slot* is a small number that names a live request on one worker stream; a *generation* tells two
-requests apart that used the same slot one after the other. The default of a step is "every live slot
-computes one token", so a plan lists exceptions alone and decode inputs are never sent.
+A *slot* is a small number that names a live row on one worker stream. Its *version* tells two rows apart that used the
+slot one after the other. The default of a step is "every live slot computes one token", so a plan lists only the
+exceptions, and decode inputs are never sent.
 
     live slots     0  1  2  3  4        removed_slots  [2]        (freed before anything else)
     plan           1  1  -  0  128      new_rows       [row for slot 4]
                                         chunk_slots    [4], chunk_lengths [128]
                                         skipped_slots  [3]
-    result: one token per slot that reached the end of what is known, in ascending slot order.
+                                        sample_slots   [1], sample_limits [3]
+
+A *sampling row* is one that reaches the end of what is known of it. Its result is zero, one or several tokens: at most
+`sample_limits` of them, one where nothing is said.
+
+    sampling slots 0  1  4              token_counts   [1, 3, 1]
+    result         a  bcd  e            token_ids      [a, b, c, d, e]
+
+    slot 1, before the step      position  5  6  7  8        known up to 6, computed up to 5
+            after it                       b  c  d           known up to 8, computed up to 7: always all but the last
 """
 
 from __future__ import annotations
@@ -48,13 +57,13 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContent:
-    """What the choices of one request have in common; a worker gets it once for all rows that hold it."""
+    """The part that all choices of one request have in common. A worker gets it once for all rows that hold it."""
 
     prompt_token_ids: U32
     """[num_prompt_tokens] read-only."""
     sampling: SamplingParams
     num_bytes: int = field(init=False)
-    """An upper bound of what it takes in a message, in bytes."""
+    """An upper bound of its size in a message, in bytes."""
 
     def __post_init__(self) -> None:
         num_bytes = self.prompt_token_ids.nbytes + self.sampling.num_bytes
@@ -70,11 +79,11 @@ class NewRow:
     content: RowContent
     """Prompt and sampling, the same object for all choices of one request."""
     emitted_token_ids: U32
-    """[num_emitted] what followed the prompt before a preemption, a crash or a move."""
+    """[num_emitted] the tokens that followed the prompt before a preemption, a crash or a move."""
     num_computed_tokens: int
     """Positions whose KV is already in the blocks: the first position this row computes."""
     num_cached_tokens: int
-    """Positions below this stand in shared blocks and are never written. Equal to
+    """Positions below this are in shared blocks and are never written. Equal to
     `num_computed_tokens`, or one more when the whole prompt hit the cache and only its last token is
     computed again, for its logits."""
     block_ids: U32
@@ -83,7 +92,7 @@ class NewRow:
     """u64, never absent: the frontend draws one when the client gave none."""
     prompt_logprobs_start: int = 0
     """With `sampling.prompt_logprobs`: positions of the prompt below this have been reported, before a preemption or a
-    crash. 0: none."""
+    crash. 0: none have."""
 
     @property
     def key(self) -> RowKey:
@@ -112,13 +121,13 @@ class NewRow:
 
     @property
     def num_bytes(self) -> int:
-        """An upper bound of what it takes in a message beside its content, in bytes."""
+        """An upper bound of its size in a message without its content, in bytes."""
         return self.emitted_token_ids.nbytes + self.block_ids.nbytes + _ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the worker shall compute in one step; read-only columns, u32.
+    """The work of one step, as read-only columns of u32.
 
     Order of effects: `removed_slots`, `new_rows`, new blocks, then the computation.
     """
@@ -136,19 +145,24 @@ class StepPlan:
     skipped_slots: U32 = field(default_factory=empty_u32)
     """Live slots that compute nothing in this step."""
     block_slots: U32 = field(default_factory=empty_u32)
-    """[b] the slot that each new block is appended to; ascending is not required."""
+    """[b] the slot that each new block is appended to, in any order."""
     block_ids: U32 = field(default_factory=empty_u32)
     """[b] the new blocks, parallel to `block_slots`."""
+    sample_slots: U32 = field(default_factory=empty_u32)
+    """[m] sampling rows that may get several tokens. Each computes `sample_limits` - 1 positions more than its length
+    says, and its blocks hold them all."""
+    sample_limits: U32 = field(default_factory=empty_u32)
+    """[m] the most tokens that each may get, >= 2."""
     num_tokens: int = 0
-    """Sum over the step; not sent when it can be derived, kept for logs and metrics."""
+    """Tokens computed in this step at most, for logs and metrics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobColumns:
     """Log-probabilities of some of a batch's tokens.
 
-    Row r belongs to `rows[r]` (what a row is, the holder says). Its entries are
-    `token_ids[offsets[r]:offsets[r+1]]`: the chosen token first, then the best ones in falling order.
+    Row r belongs to token `rows[r]` of the batch. Its entries are `token_ids[offsets[r]:offsets[r+1]]`: the chosen
+    token first, then the best ones in falling order.
     """
 
     rows: U32
@@ -220,7 +234,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a step's time went, in ns. On an asynchronous device prepare and sample are the host's, during which other
+    """The times of a step, in ns. On an asynchronous device prepare and sample are the host's, during which other
     steps compute."""
 
     prepare_ns: int = 0
@@ -243,10 +257,12 @@ class StepResult:
 
     step_id: int
     token_ids: U32
-    """[s] one per sampling slot, in ascending slot order; a failed row's entry is 0."""
+    """[sum(token_counts)] the tokens of each sampling row, in ascending slot order."""
+    token_counts: U32 = field(default_factory=empty_u32)
+    """[num_sampling] tokens of each sampling row; empty means one each. A row that failed has none."""
     logprobs: LogprobColumns | None = None
-    """Rows are indices into `token_ids`; only for the slots that asked."""
+    """Rows are indices into `token_ids`; only for the rows that asked."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     timings: StepTimings = StepTimings()
     prompt_logprobs: Mapping[RowKey, PromptLogprobs] = field(default_factory=dict)
-    """Of the rows that asked and computed tokens of their prompt; a row that failed is not among them."""
+    """Only rows that asked and computed tokens of their prompt, and did not fail."""

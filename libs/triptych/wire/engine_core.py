@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2
+from triptych.internal.v1 import engine_core_pb2, step_pb2
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -32,6 +32,7 @@ from triptych.wire.result import (
     prompt_logprobs_to_proto,
 )
 from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
+from triptych.wire.step import check_task
 from triptych.wire.worker import model_facts_from_proto, model_facts_to_proto
 
 
@@ -48,6 +49,7 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         whole_output=request.whole_output,
+        task=step_pb2.TASK_GENERATE,
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -59,7 +61,9 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
 
     Raises:
         ProtocolViolation: the columns of the choices differ in length, or there is no choice.
+        FeatureDisabled: the task is not served.
     """
+    check_task(message.task)
     has_deadline = message.HasField("deadline_remaining_ms")
     numbers, seeds = u32_from_bytes(message.numbers), u64_from_bytes(message.seeds)
     prompt_token_ids = u32_from_bytes(message.prompt_token_ids)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from triptych.config.step_times import StepWork
 from triptych.types.journal import Planned, ResultTaken, WorkerReady
-from triptych.types.step import NewRow, StepPlan
+from triptych.types.step import NewRow, StepPlan, StepResult
 from triptych.types.submit import SubmitRequest
+from triptych.wire.columns import check_equal_lengths
 from triptych.wire.journal import read_journal
 
 Ints = NDArray[np.int64]
@@ -30,8 +31,8 @@ class RowsOfStep:
     """Tokens that each has then."""
     is_prefill: NDArray[np.bool_]
     """It computes tokens that were known when it entered, not one sampled since."""
-    is_sampling: NDArray[np.bool_]
-    """It reaches the end of what is known. The n-th row that does gets the n-th token of the result."""
+    token_counts: Ints
+    """Tokens that each got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,20 @@ class MeasuredStep:
 
 
 class SessionRows:
-    """The live slots of one worker session, as its plans describe them. Knows counts, no tokens."""
+    """The live slots of one worker session, as its steps describe them. Holds counts, no tokens."""
 
     def __init__(self) -> None:
         self._is_live = np.zeros(0, np.bool_)
         self._computed: Ints = np.zeros(0, np.int64)
-        self._num_expected: Ints = np.zeros(0, np.int64)
-        """Tokens known to the worker, and those that steps before this one sample."""
+        self._known: Ints = np.zeros(0, np.int64)
         self._num_entered_with: Ints = np.zeros(0, np.int64)
 
-    def take(self, plan: StepPlan) -> RowsOfStep:
-        """The next plan of the session, in order."""
+    def take(self, plan: StepPlan, result: StepResult) -> RowsOfStep:
+        """Follow the next step of the session, and return the rows that it computes.
+
+        Raises:
+            ProtocolViolation: The result is of another number of rows.
+        """
         self._is_live[plan.removed_slots] = False
         for row in plan.new_rows:
             self._enter(row)
@@ -66,19 +70,25 @@ class SessionRows:
         starts = self._computed[slots]
         seq_lens = starts + query_lens
         self._computed[slots] = seq_lens
-        is_sampling = seq_lens == self._num_expected[slots]
-        self._num_expected[slots[is_sampling]] += 1
-        return RowsOfStep(slots, query_lens, seq_lens, starts < self._num_entered_with[slots], is_sampling)
+        is_sampling = seq_lens == self._known[slots]
+        token_counts = is_sampling.astype(np.int64)
+        if len(result.token_counts):
+            check_equal_lengths(sampling_rows=slots[is_sampling], token_counts=result.token_counts)
+            token_counts[is_sampling] = result.token_counts
+        known = np.maximum(token_counts[is_sampling], 1)  # a row that failed goes on until it is removed
+        self._known[slots[is_sampling]] += known
+        self._computed[slots[is_sampling]] += known - 1
+        return RowsOfStep(slots, query_lens, seq_lens, starts < self._num_entered_with[slots], token_counts)
 
     def _enter(self, row: NewRow) -> None:
         if (lacking := row.slot + 1 - len(self._is_live)) > 0:
             self._is_live = np.append(self._is_live, np.zeros(lacking, np.bool_))
             self._computed = np.append(self._computed, np.zeros(lacking, np.int64))
-            self._num_expected = np.append(self._num_expected, np.zeros(lacking, np.int64))
+            self._known = np.append(self._known, np.zeros(lacking, np.int64))
             self._num_entered_with = np.append(self._num_entered_with, np.zeros(lacking, np.int64))
         self._is_live[row.slot] = True
         self._computed[row.slot] = row.num_computed_tokens
-        self._num_expected[row.slot] = self._num_entered_with[row.slot] = row.num_known_tokens
+        self._known[row.slot] = self._num_entered_with[row.slot] = row.num_known_tokens
 
 
 class RowNames:
@@ -111,16 +121,17 @@ class RowNames:
 
 def read_measured_steps(path: Path) -> Iterator[MeasuredStep]:
     """Every step of a journal that was answered, in order; see `JournalReader` for what is raised."""
-    rows, step_id_to_work = SessionRows(), dict[int, StepWork]()
+    rows, plans = SessionRows(), dict[int, StepPlan]()
     for event in read_journal(path):
         match event.what:
             case WorkerReady():
-                rows, step_id_to_work = SessionRows(), {}
+                rows, plans = SessionRows(), {}
             case Planned(StepPlan() as plan):
-                step_id_to_work[plan.step_id] = _work_of(rows.take(plan))
-            case ResultTaken(result) if (work := step_id_to_work.pop(result.step_id, None)) is not None:
+                plans[plan.step_id] = plan
+            case ResultTaken(result) if (answered := plans.pop(result.step_id, None)) is not None:
                 timings = result.timings
-                yield MeasuredStep(work, timings.prepare_ns + timings.forward_ns + timings.sample_ns)
+                compute_ns = timings.prepare_ns + timings.forward_ns + timings.sample_ns
+                yield MeasuredStep(_work_of(rows.take(answered, result)), compute_ns)
 
 
 def _work_of(step: RowsOfStep) -> StepWork:

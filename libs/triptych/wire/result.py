@@ -40,6 +40,7 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
     return step_pb2.Result(
         step_id=result.step_id,
         token_ids=u32_to_bytes(result.token_ids),
+        token_counts=u32_to_bytes(result.token_counts),
         logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
         row_errors=[
             step_pb2.RowError(
@@ -63,12 +64,16 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
 
 
 def result_from_proto(message: step_pb2.Result) -> StepResult:
-    """Raises ProtocolViolation for more than one token per row, which no engine plans yet."""
-    if message.token_counts:
-        raise ProtocolViolation("Result.token_counts: several tokens per row and step are not served yet")
+    """Raises ProtocolViolation for columns that do not fit each other, and for a row twice in one table."""
+    token_ids, token_counts = u32_from_bytes(message.token_ids), u32_from_bytes(message.token_counts)
+    if len(token_counts) and int(token_counts.sum()) != len(token_ids):
+        raise ProtocolViolation(
+            f"Result.token_counts sum up to {token_counts.sum()}, but there are {len(token_ids)} token_ids"
+        )
     return StepResult(
         step_id=message.step_id,
-        token_ids=u32_from_bytes(message.token_ids),
+        token_ids=token_ids,
+        token_counts=token_counts,
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
         row_errors=_table_from_proto("row_errors", message.row_errors, _row_error_from_proto),
         timings=StepTimings(

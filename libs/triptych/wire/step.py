@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.errors import ProtocolViolation
+from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
 from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
@@ -38,6 +38,7 @@ class StepEncoder:
                         id=content_id,
                         prompt_token_ids=u32_to_bytes(content.prompt_token_ids),
                         sampling=sampling_to_proto(content.sampling),
+                        task=step_pb2.TASK_GENERATE,
                     )
                 )
             self._held.enter(row.slot, content_id, content)
@@ -55,6 +56,8 @@ class StepEncoder:
             skipped_slots=u32_to_bytes(plan.skipped_slots),
             block_slots=u32_to_bytes(plan.block_slots),
             block_ids=u32_to_bytes(plan.block_ids),
+            sample_slots=u32_to_bytes(plan.sample_slots),
+            sample_limits=u32_to_bytes(plan.sample_limits),
             num_tokens=plan.num_tokens,
         )
 
@@ -71,13 +74,9 @@ class StepDecoder:
         Raises:
             ProtocolViolation: columns of one table differ in length, or a row refers to a content that is not here;
                 the step has had no effect.
+            FeatureDisabled: a content has a task that is not served; the step has had no effect.
         """
-        contents = {
-            content.id: RowContent(
-                u32_from_bytes(content.prompt_token_ids), sampling_from_proto(content.sampling)
-            )
-            for content in message.new_contents
-        }
+        contents = {content.id: _content_from_proto(content) for content in message.new_contents}
         rows = tuple(
             _row_from_proto(row, contents.get(row.content_id) or self._held.find(row.content_id))
             for row in message.new_rows
@@ -92,10 +91,13 @@ class StepDecoder:
             skipped_slots=u32_from_bytes(message.skipped_slots),
             block_slots=u32_from_bytes(message.block_slots),
             block_ids=u32_from_bytes(message.block_ids),
+            sample_slots=u32_from_bytes(message.sample_slots),
+            sample_limits=u32_from_bytes(message.sample_limits),
             num_tokens=message.num_tokens,
         )
         check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
         check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
+        check_equal_lengths(sample_slots=plan.sample_slots, sample_limits=plan.sample_limits)
         self._held.leave(plan.removed_slots)
         for row, row_message in zip(rows, message.new_rows, strict=True):
             self._held.enter(row.slot, row_message.content_id, row.content)
@@ -154,6 +156,17 @@ def plan_to_proto(plan: StepPlan) -> step_pb2.Step:
 def plan_from_proto(message: step_pb2.Step) -> StepPlan:
     """The inverse of `plan_to_proto`. Raises ProtocolViolation as `StepDecoder.decode` does."""
     return StepDecoder().decode(message)
+
+
+def check_task(task: int) -> None:
+    """Raise FeatureDisabled for a purpose of rows that is not served."""
+    if task != step_pb2.TASK_GENERATE:
+        raise FeatureDisabled("task", f"{task} is not served; TASK_GENERATE is {step_pb2.TASK_GENERATE}")
+
+
+def _content_from_proto(message: step_pb2.RowContent) -> RowContent:
+    check_task(message.task)
+    return RowContent(u32_from_bytes(message.prompt_token_ids), sampling_from_proto(message.sampling))
 
 
 def _row_to_proto(row: NewRow, content_id: int) -> step_pb2.NewRow:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from services.worker.runner.prompt_logprobs import ScoredPrompts
 from services.worker.runner.request_rows import StepRows
 from services.worker.sampling.sampler import SampledTokens
-from triptych.types.step import U32, RowKey, StepResult, StepTimings
+from triptych.types.step import U32, RowKey, StepResult, StepTimings, empty_u32
 
 
 def publish(
@@ -24,6 +26,7 @@ def publish(
         slot_version: [max_num_seqs] when the step was launched.
         scored: None if no row asked for log-probabilities of its prompt.
     """
+    token_ids, token_counts, logprobs = sampled.token_ids.astype(np.uint32), empty_u32(), sampled.logprobs
     row_errors = step.row_errors
     if sampled.failures or scored is not None:
         slots = step.sampling_slots
@@ -35,10 +38,18 @@ def publish(
             },
             **row_errors,
         }
+    if sampled.failures:
+        token_counts = np.ones(len(token_ids), np.uint32)
+        token_counts[[row for row, _ in sampled.failures]] = 0
+        token_ids = token_ids[token_counts > 0]
+        if logprobs is not None:  # their rows count tokens from now on
+            places = np.cumsum(token_counts) - 1
+            logprobs = replace(logprobs, rows=places[logprobs.rows].astype(np.uint32))
     return StepResult(
         step_id,
-        sampled.token_ids.astype(np.uint32),
-        logprobs=sampled.logprobs,
+        token_ids,
+        token_counts,
+        logprobs=logprobs,
         prompt_logprobs={} if scored is None else scored.reported,
         row_errors=row_errors,
         timings=timings,

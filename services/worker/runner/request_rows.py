@@ -1,4 +1,4 @@
-"""The worker's memory of the requests it serves: one row per slot, columns in numpy, changed by plans alone.
+"""The worker's memory of the requests that it serves: one row per slot, columns in numpy, changed only by plans.
 
     slot  token_ids            num_prompt  num_computed  num_known  block_table
     0     p p p p o o . . .    4           5             6          5 9 0 0
@@ -6,7 +6,8 @@
     2     (not live)
 
 `num_computed` chases `num_known`: a step computes positions `num_computed .. num_computed + n - 1`, and a
-row that thereby reaches `num_known` samples the token of the next position. There are no phases.
+row that thereby reaches `num_known` samples: it gets the token of the next position, or of several. There are no
+phases.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """Which rows a step computes, in ascending slot order."""
+    """The rows that a step computes, in ascending slot order."""
 
     slots: I64
     """[num_rows]"""
     query_lens: I64
-    """[num_rows] tokens that each computes, >= 1."""
+    """[num_rows] known tokens that each computes, >= 1."""
     starts: I64
-    """[num_rows] position of its first one."""
+    """[num_rows] the position of the first of them."""
     samples: Flags
     """[num_rows] whether it reaches the end of what is known, and so samples."""
+    sample_limits: I64 | None = None
+    """[num_sampling] the most tokens that each may get; None: one each."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     """Rows that entered in this step and cannot be served. They compute like any other until they are removed."""
 
@@ -53,6 +56,7 @@ class StepRows:
             query_lens=self.query_lens[rows],
             starts=self.starts[rows],
             samples=self.samples[rows],
+            sample_limits=None if self.sample_limits is None else self.sample_limits[rows[self.samples]],
         )
 
 
@@ -68,8 +72,10 @@ class RequestRows:
         num_blocks: int,
         block_size: int,
         vocab_size: int,
+        max_samples_per_row: int = 1,
     ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._max_samples_per_row = max_samples_per_row
         self._num_blocks = num_blocks
         self.block_size = block_size
         self.live: Flags = np.zeros(max_num_seqs, np.bool_)
@@ -79,26 +85,26 @@ class RequestRows:
         self.num_known: I64 = np.zeros(max_num_seqs, np.int64)
         self.num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self.write_start: I64 = np.zeros(max_num_seqs, np.int64)
-        """Positions below stand in shared blocks and are never written."""
+        """[max_num_seqs] positions below are in shared blocks and are never written."""
         max_blocks = -(-max_model_len // block_size)
         self.block_table: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
         """[max_num_seqs, max_blocks]; 0, the null block, beyond `num_held`."""
         self.num_held: I64 = np.zeros(max_num_seqs, np.int64)
         self._entered_in: I64 = np.zeros(max_num_seqs, np.int64)
-        """Step with which the row entered."""
+        """[max_num_seqs] the step with which the row entered."""
         self._sampled_in: I64 = np.zeros(max_num_seqs, np.int64)
-        """Latest step whose sample is recorded late; 0: none was."""
+        """[max_num_seqs] the latest step whose sample is recorded late; 0: none."""
         self._last_recorded = 0
-        """Step up to which late samples have been recorded."""
+        """The step up to which late samples have been recorded."""
         self.sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size)
         self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
         self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
-        """Positions of the prompt below this have been reported; only of slots in the map below."""
+        """[max_num_seqs] positions of the prompt below this have been reported; only of slots in the map below."""
         self.slot_to_prompt_top: dict[int, int] = {}
-        """Number of alternatives per prompt token, of the rows whose prompt is still to be reported."""
+        """Slot to the number of alternatives per prompt token, of the rows whose prompt is still to be reported."""
 
     def apply(self, plan: StepPlan) -> StepRows:
-        """Carry out a plan's removals, new rows and new blocks, and say what it computes.
+        """Carry out a plan's removals, new rows and new blocks, and return the rows that it computes.
 
         Raises:
             ProtocolViolation: the plan contradicts the rows; they are undefined until `clear()`.
@@ -115,34 +121,46 @@ class RequestRows:
         ends = starts + query_lens
         known = self.num_known[slots]
         samples = ends == known
-        self._check_reach(slots, query_lens, ends, known, samples)
-        return StepRows(slots, query_lens, starts, samples, errors)
+        is_unknown = ends > known
+        sample_limits = None
+        if plan.sample_slots.size or plan.sample_limits.size:
+            sample_limits = self._read_sample_limits(plan, slots[samples])
+            ends[samples] += sample_limits - 1
+        self._check_reach(slots, starts, ends, known, samples, is_unknown)
+        return StepRows(slots, query_lens, starts, samples, sample_limits, errors)
 
-    def advance(self, step: StepRows) -> None:
-        """Count the step as computed and one more token as known in each sampling row.
+    def advance(self, step: StepRows, token_counts: I64 | None = None) -> None:
+        """Count the step as computed, and its tokens as known: all of a row are computed but the last.
 
-        The token's id follows by `record`, or by `record_late` after `await_ids`: counts alone suffice to prepare
+        The tokens' ids follow by `record`, or by `record_late` after `await_ids`: counts alone suffice to prepare
         the next step where the device itself keeps the last token of each row.
+
+        Args:
+            token_counts: [num_sampling] tokens that each sampling row got, >= 1; None: one each.
         """
         self.num_computed[step.slots] += step.query_lens
-        self.num_known[step.sampling_slots] += 1
+        if token_counts is None:
+            self.num_known[step.sampling_slots] += 1
+        else:
+            self.num_known[step.sampling_slots] += token_counts
+            self.num_computed[step.sampling_slots] += token_counts - 1
 
     def record(self, step: StepRows, token_ids: NDArray[np.integer]) -> None:
-        """Write the ids that the step sampled, [num_sampling], at the positions that `advance` made known."""
+        """Write the ids that the step sampled, [num_sampling], one for each sampling row."""
         positions = (step.starts + step.query_lens)[step.samples]
         self.token_ids[step.sampling_slots, positions] = token_ids
 
     def await_ids(self, step: StepRows, step_id: int) -> None:
-        """The ids that this step samples come later, by `record_late`."""
+        """Note that the ids of this step's samples come later, by `record_late`."""
         self._sampled_in[step.sampling_slots] = step_id
 
     def awaits_id(self, slots: I64) -> Flags:
-        """[num_slots] whether the id of a row's last known token has not been recorded yet."""
+        """Return whether the id of each row's last known token is still to be recorded, [num_slots]."""
         return self._sampled_in[slots] > self._last_recorded
 
     def record_late(self, step: StepRows, step_id: int, token_ids: NDArray[np.integer]) -> None:
-        """`record`, after later plans were applied: a slot that another row has entered since is left alone. Called in
-        the order of the steps.
+        """Record as `record` does, after later plans were applied. A slot that another row has entered since is left
+        alone. Called in the order of the steps.
         """
         slots = step.sampling_slots
         positions = (step.starts + step.query_lens)[step.samples]
@@ -194,7 +212,7 @@ class RequestRows:
             self.slot_to_prompt_top.pop(slot, None)
 
     def _enter(self, row: NewRow, step_id: int) -> RowError | None:
-        """Fill a slot; a request that asks for what is not built becomes an error of its own."""
+        """Fill a slot. Returns why the row cannot be served, None if it can."""
         token_ids = row.token_ids
         self._check_new(row, token_ids)
         slot, num_known, num_held = row.slot, token_ids.size, row.block_ids.size
@@ -269,7 +287,7 @@ class RequestRows:
         np.add.at(self.num_held, slots, 1)
 
     def _select(self, plan: StepPlan) -> tuple[I64, I64]:
-        """Computing slots, ascending, and their numbers of tokens: one each but for the plan's exceptions."""
+        """Return the computing slots, ascending, and how many known tokens each computes."""
         query_lens = self.live.astype(np.int64)
         if plan.chunk_slots.size != plan.chunk_lengths.size:
             raise ProtocolViolation(
@@ -286,14 +304,41 @@ class RequestRows:
         slots = np.flatnonzero(query_lens)
         return slots, query_lens[slots]
 
-    def _check_reach(self, slots: I64, query_lens: I64, ends: I64, known: I64, samples: Flags) -> None:
-        """No row computes a token that is not known, without a block, or past the end of its context."""
+    def _read_sample_limits(self, plan: StepPlan, sampling_slots: I64) -> I64:
+        """Return the most tokens that each sampling row may get, [num_sampling]."""
+        slots, limits = plan.sample_slots, plan.sample_limits
+        if slots.size != limits.size:
+            raise ProtocolViolation(f"sample_slots has {slots.size} entries, sample_limits {limits.size}")
+        self._require_live(slots, "sample_slots")
+        if not np.isin(slots, sampling_slots).all():
+            raise ProtocolViolation(
+                f"sample_slots: {slots.tolist()} do not all reach the end of what is known"
+            )
+        if not 2 <= limits.min() <= limits.max() <= self._max_samples_per_row:
+            raise ProtocolViolation(
+                f"sample_limits: {limits.min()}..{limits.max()} are not within 2..{self._max_samples_per_row}, "
+                "max_samples_per_row"
+            )
+        slot_to_limit = np.ones(self.live.size, np.int64)
+        slot_to_limit[slots] = limits
+        return slot_to_limit[sampling_slots]
+
+    def _check_reach(
+        self, slots: I64, starts: I64, ends: I64, known: I64, samples: Flags, is_unknown: Flags
+    ) -> None:
+        """Raise ProtocolViolation for a row that computes a token that is not known, without a block, or past the end
+        of its context.
+
+        Args:
+            ends: [num_rows] one more than the last position that each computes, with all tokens that it may get.
+            is_unknown: [num_rows] whether the row's own length goes beyond what is known.
+        """
         max_model_len = self.token_ids.shape[1]
         capacity = self.num_held[slots] * self.block_size
         for wrong, why in (
-            (ends > known, "more tokens than are known"),
+            (is_unknown, "more tokens than are known"),
             (ends > capacity, "more tokens than its blocks hold"),
-            (samples & (known == max_model_len), f"a token past max_model_len {max_model_len}"),
+            (samples & (ends >= max_model_len), f"a token past max_model_len {max_model_len}"),
         ):
             if wrong.any():
                 first = wrong.argmax()
@@ -301,7 +346,7 @@ class RequestRows:
                     f"slot {slots[first]} would compute {why}: to position {ends[first]}, with {known[first]} known "
                     f"and blocks for {capacity[first]}"
                 )
-        if (num_tokens := int(query_lens.sum())) > self.max_num_batched_tokens:
+        if (num_tokens := int((ends - starts).sum())) > self.max_num_batched_tokens:
             raise ProtocolViolation(
                 f"the step has {num_tokens} tokens; max_num_batched_tokens is {self.max_num_batched_tokens}"
             )

@@ -62,6 +62,7 @@ def create_simulated_runner(
         fingerprint=_fingerprint(config, word_ids),
         device_name=DEVICE,
         kernels=DEVICE,
+        max_samples_per_row=simulation.tokens_per_step,
         weight_bytes=0,
         load_s=time.perf_counter() - started,
     )

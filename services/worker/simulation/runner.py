@@ -43,6 +43,7 @@ class SimulatedRunner:
             num_blocks=facts.kv.num_blocks,
             block_size=facts.kv.block_size,
             vocab_size=facts.model.vocab_size,
+            max_samples_per_row=facts.max_samples_per_row,
         )
         self._sampler = SimulatedSampler(
             self._rows.sampling,
@@ -93,10 +94,12 @@ class SimulatedRunner:
         targets = take_prompt_targets(self._rows, step)
         rows = () if targets is None else targets.rows
         scored = {row.key: self._sampler.score_prompt(row) for row in rows}
-        drawn = self._sampler.sample(step.sampling_slots)
-        self._rows.advance(step)  # ids are not recorded: what the next ones need of them is in the hash
-        token_ids = drawn.token_ids.astype(np.uint32)
         slots = step.sampling_slots
+        drawn = self._sampler.sample(slots, step.sample_limits)
+        token_counts = drawn.token_counts
+        # Ids are not recorded: the hash holds all that the next ones need of them. A row that failed goes on until it
+        # is removed.
+        self._rows.advance(step, np.maximum(token_counts, 1) if token_counts.size else None)
         for row, error in drawn.failures:
             row_errors.setdefault(self._rows.key_of(int(slots[row])), error)
         sampled = self._clock()
@@ -104,7 +107,15 @@ class SimulatedRunner:
         timings = StepTimings(
             prepare_ns=prepared - arrived, sample_ns=sampled - prepared, forward_ns=done - sampled
         )
-        return StepResult(plan.step_id, token_ids, drawn.logprobs, row_errors, timings, scored)
+        return StepResult(
+            plan.step_id,
+            drawn.token_ids.astype(np.uint32),
+            token_counts.astype(np.uint32),
+            drawn.logprobs,
+            row_errors,
+            timings,
+            scored,
+        )
 
     def _enter(self, plan: StepPlan, refused: Collection[RowKey]) -> dict[RowKey, RowError]:
         """Take in the new rows' prefixes, and return the errors of those that cannot be simulated.

@@ -26,18 +26,21 @@ _BASE = np.uint64(0x5851F42D4C957F2D)  # of the prefix hash: the multiplier of K
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # its finalizer
 _LOW_BITS = np.uint64(0xFFFFFFFF)
+_ONE_EACH: I64 = np.empty(0, np.int64)
 
 NO_LOGITS = RowError.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnTokens:
-    """One token per sampling row, in the order of the slots given."""
+    """The tokens of sampling rows, in the order of the slots given."""
 
     token_ids: I64
-    """[num_rows]; 0 where the row failed."""
+    """[sum(token_counts)]"""
+    token_counts: I64
+    """[num_rows] tokens of each, 0 where the row failed; empty means one each."""
     logprobs: LogprobColumns | None
-    """Of the rows that asked and did not fail."""
+    """Of the rows that asked. Its rows are indices into `token_ids`."""
     failures: tuple[tuple[int, RowError], ...]
     """(row, why), ascending."""
 
@@ -104,10 +107,44 @@ class SimulatedSampler:
             self._slot_to_stop_ids[slot] = frozenset(params.stop_token_ids)
         return NO_LOGITS if params.logit_bias else None
 
-    def sample(self, slots: I64) -> DrawnTokens:
-        """Draw the next token of each slot, [num_rows], and extend its prefix by it."""
+    def sample(self, slots: I64, limits: I64 | None = None) -> DrawnTokens:
+        """Draw the next tokens of each slot, and extend its prefix by them.
+
+        A row with a limit gets a number of tokens that depends on its prefix only, as if so many guesses had been
+        right. The tokens themselves are the ones that it would get one by one.
+
+        Args:
+            slots: [num_rows]
+            limits: [num_rows] the most tokens of each, >= 1; None: one each.
+        """
+        positions = self._history.num_known[slots]
+        token_ids, bits, failures = self._draw(slots, positions)
+        token_counts = _ONE_EACH
+        if limits is not None or failures:
+            token_counts = np.ones(slots.size, np.int64)
+            if limits is not None:
+                token_counts += (_mix(bits) % limits.astype(np.uint64)).view(np.int64)
+            token_counts[[row for row, _ in failures]] = 0
+            rows = np.repeat(np.arange(slots.size), token_counts)
+            starts = np.cumsum(token_counts) - token_counts
+            flat_ids, flat_bits = token_ids[rows], bits[rows]
+            for place in range(1, int(token_counts.max())):
+                more = np.flatnonzero(token_counts > place)
+                indices = starts[more] + place
+                flat_ids[indices], flat_bits[indices], more_failures = self._draw(
+                    slots[more], positions[more] + place
+                )
+                assert not more_failures, "a row that may have a token may have the next one"
+            token_ids, bits, slots = flat_ids, flat_bits, slots[rows]
+        return DrawnTokens(token_ids, token_counts, self._gather_logprobs(token_ids, slots, bits), failures)
+
+    def _draw(self, slots: I64, positions: I64) -> tuple[I64, U64, tuple[tuple[int, RowError], ...]]:
+        """Draw the token of each slot at its position, [num_rows], and extend its prefix by it.
+
+        Returns:
+            The tokens, the bits that they were drawn by, and the rows that failed, with a token of 0.
+        """
         columns, history = self._columns, self._history
-        positions = history.num_known[slots]
         seeds = np.where(columns.temperature[slots] > 0, columns.seeds[slots], 0).view(np.uint64)
         bits = _mix(self._prefix_hash[slots] ^ _mix(seeds + positions.view(np.uint64) * _GOLDEN))
         token_ids = self._word_ids[_below(bits, self._word_ids.size)]
@@ -117,7 +154,7 @@ class SimulatedSampler:
             token_ids[(chances < self._eos_probability) & ~below_min_tokens] = self._eos_token_ids[0]
         failures = self._choose_among_allowed(token_ids, slots, bits, below_min_tokens)
         self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
-        return DrawnTokens(token_ids, self._gather_logprobs(token_ids, slots, bits, failures), failures)
+        return token_ids, bits, failures
 
     def score_prompt(self, row: ScoredRow) -> PromptLogprobs:
         """Return log-probabilities of some of a prompt's tokens.
@@ -161,17 +198,13 @@ class SimulatedSampler:
                 failures.append((row, NOTHING_ALLOWED))
         return tuple(failures)
 
-    def _gather_logprobs(
-        self, token_ids: I64, slots: I64, bits: U64, failures: tuple[tuple[int, RowError], ...]
-    ) -> LogprobColumns | None:
-        """Return the log-probabilities of the rows that asked.
+    def _gather_logprobs(self, token_ids: I64, slots: I64, bits: U64) -> LogprobColumns | None:
+        """Return those of the tokens whose slots asked; None if none did.
 
-        The chosen token is the likeliest; the words after it follow as (1 - q) q^rank.
+        The chosen token is the likeliest, and the words after it follow as (1 - q) q^rank.
         """
-        num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_rows]
-        asked = num_top != NO_LOGPROBS
-        asked[[row for row, _ in failures]] = False
-        rows = np.flatnonzero(asked)
+        num_top = self._columns.num_logprobs[slots].astype(np.int64)  # [num_tokens]
+        rows = np.flatnonzero(num_top != NO_LOGPROBS)
         if not rows.size:
             return None
         num_top = np.minimum(num_top[rows], self._word_ids.size)

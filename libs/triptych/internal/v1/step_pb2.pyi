@@ -8,17 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_UNSPECIFIED: _ClassVar[Task]
+    TASK_GENERATE: _ClassVar[Task]
+
 class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROW_ERROR_CODE_UNSPECIFIED: _ClassVar[RowErrorCode]
     ROW_ERROR_CODE_ENGINE_FAILURE: _ClassVar[RowErrorCode]
     ROW_ERROR_CODE_INVALID_REQUEST: _ClassVar[RowErrorCode]
+TASK_UNSPECIFIED: Task
+TASK_GENERATE: Task
 ROW_ERROR_CODE_UNSPECIFIED: RowErrorCode
 ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
 ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +37,8 @@ class Step(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEW_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_LIMITS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
     removed_slots: bytes
@@ -41,17 +50,21 @@ class Step(_message.Message):
     block_ids: bytes
     num_tokens: int
     new_contents: _containers.RepeatedCompositeFieldContainer[RowContent]
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ...) -> None: ...
+    sample_slots: bytes
+    sample_limits: bytes
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ...) -> None: ...
 
 class RowContent(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "task")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_token_ids: bytes
     sampling: _sampling_pb2.SamplingParams
-    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    task: Task
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")

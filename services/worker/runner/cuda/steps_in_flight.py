@@ -156,15 +156,9 @@ class DeviceSteps:
             "scheduler.max_num_batched_tokens or cache.memory_fraction"
         )
         failures = {self._rows.key_of(slot): RowError(message) for slot in failed.slots.tolist()}
-        places = np.flatnonzero(computed[step.samples])  # among the step's samples
-        token_ids = np.zeros(step.sampling_slots.size, np.uint32)
-        token_ids[places] = result.token_ids
-        logprobs = result.logprobs
-        if logprobs is not None:
-            logprobs = replace(logprobs, rows=places[logprobs.rows].astype(np.uint32))
-        return replace(
-            result, token_ids=token_ids, logprobs=logprobs, row_errors={**failures, **result.row_errors}
-        )
+        token_counts = np.zeros(step.sampling_slots.size, np.uint32)
+        token_counts[computed[step.samples]] = result.token_counts if result.token_counts.size else 1
+        return replace(result, token_counts=token_counts, row_errors={**failures, **result.row_errors})
 
     def settle(self) -> None:
         """Wait for every step in flight and record its tokens."""

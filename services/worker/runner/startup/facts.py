@@ -20,8 +20,9 @@ def worker_facts(
     weight_bytes: int,
     load_s: float,
     kernels: str = "",
+    max_samples_per_row: int = 1,
 ) -> WorkerFacts:
-    """Return the worker's half of the handshake; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
+    """Return a worker's facts; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
     engine, architecture = config.engine, config.architecture
     return WorkerFacts(
         boot_id=boot_id,
@@ -39,6 +40,7 @@ def worker_facts(
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
+        max_samples_per_row=max_samples_per_row,
         device_name=device_name,
         kernels=kernels,
         weight_bytes=weight_bytes,
