@@ -153,6 +153,7 @@ class EngineCore:
             eos_token_ids=facts.model.eos_token_ids,
             enable_prefix_caching=self._config.cache.enable_prefix_caching,
             clock=self._clock,
+            max_samples_per_row=facts.max_samples_per_row,
         )
         self._facts = facts
         if previous is not None:

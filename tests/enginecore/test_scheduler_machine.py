@@ -20,6 +20,7 @@ from tests.helpers.scheduling import (
     make_request,
     make_scheduler,
     naive_generation,
+    owners_of,
     request_in,
 )
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
@@ -140,15 +141,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         is_chunked=st.booleans(),
         is_caching=st.booleans(),
+        max_samples_per_row=st.sampled_from([1, 1, 2, 3, 7]),
     )
     def start(
-        self, block_size: int, spare_blocks: int, config: dict[str, Any], is_chunked: bool, is_caching: bool
+        self,
+        block_size: int,
+        spare_blocks: int,
+        config: dict[str, Any],
+        is_chunked: bool,
+        is_caching: bool,
+        max_samples_per_row: int,
     ) -> None:
         if not is_chunked:
             config |= {"max_num_batched_tokens": MAX_MODEL_LEN + 5, "long_prefill_token_threshold": 0}
         if not config["long_prefill_token_threshold"]:
             config |= {"max_long_partial_prefills": 0}
         self.config = config
+        self.max_samples_per_row = max_samples_per_row
         self.clock = Clock()
         self.block_size, self.is_caching, self.is_chunked = block_size, is_caching, is_chunked
         self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
@@ -168,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.is_caching,
             enable_chunked_prefill=self.is_chunked,
             clock=self.clock,
+            max_samples_per_row=self.max_samples_per_row,
             **self.config,
         )
 
@@ -303,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish_step(self, **slots: tuple[int, ...]) -> None:
         output = self.engine.finish_step(**slots)
         by_key = {(request.session, request.number): request for request in self.order.alive}
-        for key in zip(output.sessions.tolist(), output.numbers.tolist(), strict=True):
+        for key in owners_of(output):
             self.order.charge(by_key[key], 2)
         self.note_ends()
 

@@ -180,7 +180,7 @@ def test_log_probabilities_of_many_steps_do_not_pile_up_in_one_batch() -> None:
     )
     sizes = []
     for step_id in range(16):
-        outputs.add_step(step, StepResult(step_id, num_rows.astype(np.uint32), columns))
+        outputs.add_step(step, StepResult(step_id, num_rows.astype(np.uint32), logprobs=columns))
         sizes += [batch.num_bytes for batch in outputs.take(9).values()]
     assert len(sizes) == 2
     assert max(sizes) < 2 << 20

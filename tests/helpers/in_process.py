@@ -13,6 +13,7 @@ import numpy as np
 from services.enginecore.request import Request
 from services.enginecore.scheduler import Scheduler
 from services.worker.runner.base import PendingStep, Runner
+from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import PromptLogprobs
@@ -42,6 +43,7 @@ class InProcessEngine:
             eos_token_ids=facts.model.eos_token_ids,
             enable_prefix_caching=enable_prefix_caching,
             clock=time.monotonic,
+            max_samples_per_row=facts.max_samples_per_row,
         )
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""
@@ -72,7 +74,7 @@ class InProcessEngine:
             assert not output.failed, output.failed[0].error
             for request, part in output.prompt_logprobs:
                 self.prompt_logprobs[request.number].append(part)
-            for number, token_id in zip(output.numbers.tolist(), output.token_ids.tolist(), strict=True):
+            for (_, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)
         self.scheduler.check_integrity()
         assert self.scheduler.snapshot().num_used_blocks == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def make_scheduler(
     eos_token_ids: Sequence[int] = (),
     enable_prefix_caching: bool = True,
     clock: Clock | None = None,
+    max_samples_per_row: int = 1,
     **config: Any,
 ) -> Scheduler:
     """1,000 blocks, no EOS, and whatever `SchedulerConfig` fields the test names."""
@@ -63,6 +65,7 @@ def make_scheduler(
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
         clock=clock or Clock(),
+        max_samples_per_row=max_samples_per_row,
     )
 
 
@@ -98,6 +101,13 @@ def make_request(
     )
     (request,) = Request.choices_of(submit, session=session, deadline=deadline)
     return request
+
+
+def owners_of(output: StepOutput) -> list[tuple[int, int]]:
+    """Return the session and the number that each token of a step belongs to."""
+    owners = list(zip(output.sessions.tolist(), output.numbers.tolist(), strict=True))
+    counts = output.token_counts.tolist() or [1] * len(owners)
+    return [owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)]
 
 
 def prefix_fingerprints(token_ids: Sequence[int]) -> list[int]:
@@ -146,9 +156,13 @@ class WorkerRow:
 
 
 class NaiveWorker:
-    """Executes plans strictly in order and holds every rule of the step protocol against them."""
+    """Executes plans strictly in order and holds every rule of the step protocol against them.
+
+    A row that may get several tokens gets a random number of them. What it guessed wrong is garbage in its blocks.
+    """
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self._random = Random(0)
         self.rows: dict[int, WorkerRow] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.num_tokens_computed = 0
@@ -163,7 +177,7 @@ class NaiveWorker:
         refused_slots: Sequence[int] = (),
         spoiled_slots: Sequence[int] = (),
     ) -> StepResult:
-        """One token for each slot that reaches the end of what is known.
+        """Return the tokens of each slot that reaches the end of what is known.
 
         Args:
             failing_slots: They err instead, and write garbage.
@@ -175,6 +189,7 @@ class NaiveWorker:
         assert plan.last_result_seen < plan.step_id
         self._apply_changes(plan)
         counts = self._counts(plan)
+        limits = self._limits(plan, counts)
         garbage_slots = {*failing_slots, *spoiled_slots}
         self.has_failed |= bool(garbage_slots)
         spans = {
@@ -184,7 +199,7 @@ class NaiveWorker:
             self._write(self.rows[slot], span, is_garbage=slot in garbage_slots)
         misled = self._spread_garbage(spans)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
-        token_ids, errors = [], dict[RowKey, RowError]()
+        token_ids, token_counts, errors = list[int](), list[int](), dict[RowKey, RowError]()
         scored = {
             self.rows[slot].new.key: scores
             for slot in sorted(spans)
@@ -199,16 +214,32 @@ class NaiveWorker:
             elif slot in refused_slots and span:
                 errors[row.new.key] = RowError.of_client("sampling: told to be refused")
             if span and row.num_computed == len(row.tokens):
-                fingerprint = prefix_fingerprints(row.tokens)[-1]
-                token_id = sample(row.new.seed, len(row.tokens), fingerprint)
-                row.tokens.append((token_id + 1) % VOCAB_SIZE if slot in misled else token_id)
-                token_ids.append(0 if slot in (*failing_slots, *refused_slots) else row.tokens[-1])
+                is_failing = slot in (*failing_slots, *refused_slots)
+                drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled)
+                token_ids += [] if is_failing else drawn
+                token_counts.append(0 if is_failing else len(drawn))
         return StepResult(
             plan.step_id,
             np.array(token_ids, np.uint32),
+            np.array([] if set(token_counts) <= {1} else token_counts, np.uint32),
             row_errors=errors,
             prompt_logprobs=scored,
         )
+
+    def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
+        """Extend a row by up to `limit` tokens, and write the KV of all that were guessed, right or wrong."""
+        first, drawn = len(row.tokens), list[int]()
+        for _ in range(1 if is_misled else self._random.randint(1, limit)):
+            token_id = sample(row.new.seed, len(row.tokens), prefix_fingerprints(row.tokens)[-1])
+            drawn.append((token_id + 1) % VOCAB_SIZE if is_misled else token_id)
+            row.tokens.append(drawn[-1])
+        row.num_computed += len(drawn) - 1
+        for position in range(first, first + limit - 1):
+            is_right = position < row.num_computed
+            self.cells[self._cell(row, position)] = (
+                prefix_fingerprints(row.tokens)[position] if is_right else -1
+            )
+        return drawn
 
     def _score(self, row: WorkerRow, span: range) -> PromptLogprobs | None:
         """Return a row's report of its prompt: each token, with its position as the log-probability."""
@@ -248,9 +279,22 @@ class NaiveWorker:
         for slot in plan.skipped_slots.tolist():
             assert counts[slot] == 1, "a slot is listed twice"
             counts[slot] = 0
-        assert sum(counts.values()) == plan.num_tokens
+        assert (
+            sum(counts.values()) + int(plan.sample_limits.sum()) - len(plan.sample_limits) == plan.num_tokens
+        )
         self.num_tokens_computed += plan.num_tokens
         return counts
+
+    def _limits(self, plan: StepPlan, counts: dict[int, int]) -> dict[int, int]:
+        """Return the most tokens of each slot that may get several."""
+        limits = dict(zip(plan.sample_slots.tolist(), plan.sample_limits.tolist(), strict=True))
+        assert len(limits) == len(plan.sample_slots), "a slot is listed twice"
+        for slot, limit in limits.items():
+            row = self.rows[slot]
+            assert limit > 1, "one token is the default"
+            assert row.num_computed + counts[slot] == len(row.tokens), "it has none to get"
+            assert len(row.tokens) + limit - 1 <= len(row.block_ids) * self.block_size, "beyond its blocks"
+        return limits
 
     def _write(self, row: WorkerRow, span: range, *, is_garbage: bool) -> None:
         assert span.stop <= len(row.tokens), "computes a token that nobody knows"
@@ -323,8 +367,7 @@ class Engine:
         """Carry out the oldest plan and take its result in; `slots` as in `NaiveWorker.execute`."""
         output = self.scheduler.update(self.worker.execute(self.plans.popleft(), failing_slots, **slots))
         self.scheduler.check_integrity()
-        columns = (output.sessions, output.numbers, output.token_ids, output.rows)
-        for session, number, token_id, _ in zip(*(column.tolist() for column in columns), strict=True):
+        for (session, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
             assert (session, number) not in self.outcomes, "a token after the end"
             self.tokens[session, number].append(token_id)
         for request, part in output.prompt_logprobs:

@@ -1,4 +1,4 @@
-"""What the requests of each frontend are owed: columns gathered between two sends, one batch a session."""
+"""The outputs of each frontend session, gathered as columns between two sends and sent as one batch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure, RequestPromptLogprobs
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 
-# Tokens that nobody looks at yet wait for so many steps: each message costs both sides as much as a step's plan.
 MAX_STEPS_TOGETHER = 16
-_MOST_TOGETHER_BYTES = 1 << 20  # of log-probabilities: a message stays far below its limit
+"""Steps for which tokens wait that no client reads yet. A message costs both sides as much as a step's plan."""
+_MAX_TOGETHER_BYTES = 1 << 20  # of log-probabilities: a message stays far below its limit
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Of one session, since the last batch."""
+    """The outputs of one session since its last batch."""
 
     num_batches: int = 0
     is_full: bool = False
     """The last batch said that the queue has no room."""
     streaming: set[int] = field(default_factory=set)
-    """The session's requests whose tokens somebody looks at as they come; kept over batches."""
+    """Numbers of the requests with tokens that a client reads as they come. Kept over batches."""
     admitted: list[int] = field(default_factory=list)
     numbers: list[U32] = field(default_factory=list)
-    """Of each step."""
+    """For each step, the requests with new tokens."""
+    token_counts: list[U32] = field(default_factory=list)
+    """For each step, the tokens of each request; empty means one each."""
     token_ids: list[U32] = field(default_factory=list)
+    """For each step, the tokens."""
     logprobs: list[LogprobColumns] = field(default_factory=list)
     prompt_logprobs: list[RequestPromptLogprobs] = field(default_factory=list)
     num_tokens: int = 0
@@ -43,11 +46,11 @@ class _Gathered:
             return True
         if self.num_tokens and self.streaming:
             return True
-        return len(self.numbers) >= MAX_STEPS_TOGETHER or self.num_logprob_bytes >= _MOST_TOGETHER_BYTES
+        return len(self.numbers) >= MAX_STEPS_TOGETHER or self.num_logprob_bytes >= _MAX_TOGETHER_BYTES
 
 
 class SessionOutputs:
-    """Owned by the engine core. A session that has closed is owed nothing."""
+    """Gathers outputs by session. The engine core owns it. Outputs for a session that has closed are dropped."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, _Gathered] = {}
@@ -84,7 +87,7 @@ class SessionOutputs:
             gathered.streaming.discard(request.number)
 
     def add_step(self, output: StepOutput, result: StepResult) -> None:
-        """Hand each session its tokens of one step, and the log-probabilities of its prompts."""
+        """Add one step's tokens, and log-probabilities of prompts, to the sessions that they belong to."""
         for request, part in output.prompt_logprobs:
             if (gathered := self._gathered.get(request.session)) is not None:
                 gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
@@ -95,10 +98,10 @@ class SessionOutputs:
             self._add_tokens(first, output, result, None)
             return
         for session in np.unique(output.sessions).tolist():
-            self._add_tokens(session, output, result, np.flatnonzero(output.sessions == session))
+            self._add_tokens(session, output, result, output.sessions == session)
 
     def take(self, num_free_places: int) -> dict[int, OutputBatch]:
-        """Return, of each session for which something is due, everything since its last batch.
+        """Return the next batch of each session for which one is due.
 
         Args:
             num_free_places: Choices that the queue has room for now.
@@ -113,38 +116,52 @@ class SessionOutputs:
         return batches
 
     def _add_tokens(
-        self, session: int, output: StepOutput, result: StepResult, places: np.ndarray | None
+        self, session: int, output: StepOutput, result: StepResult, is_own: np.ndarray | None
     ) -> None:
+        """Add tokens to a session's next batch.
+
+        Args:
+            is_own: [len(output.numbers)] whether each request is of the session; None: all are.
+        """
         gathered = self._gathered.get(session)
         if gathered is None:
             return
-        numbers, token_ids, rows = output.numbers, output.token_ids, output.rows
-        if places is not None:
-            numbers, token_ids, rows = numbers[places], token_ids[places], rows[places]
+        numbers, token_counts = output.numbers, output.token_counts
+        token_ids, rows = output.token_ids, output.rows
+        if is_own is not None:
+            is_own_token = np.repeat(is_own, token_counts) if len(token_counts) else is_own
+            numbers, token_ids, rows = numbers[is_own], token_ids[is_own_token], rows[is_own_token]
+            token_counts = token_counts[is_own] if len(token_counts) else token_counts
         if result.logprobs is not None:
             chosen = _select_logprobs(result.logprobs, rows, gathered.num_tokens)
             if chosen is not None:
                 gathered.logprobs.append(chosen)
                 gathered.num_logprob_bytes += chosen.nbytes
         gathered.numbers.append(numbers)
+        gathered.token_counts.append(token_counts)
         gathered.token_ids.append(token_ids)
         gathered.num_tokens += len(token_ids)
 
 
 def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
-    """Of several steps each request's tokens stand together; with log-probabilities its number occurs once a step."""
+    """Return the batch of what was gathered.
+
+    The tokens that a request got in several steps are put together. With log-probabilities they are not, since those
+    name tokens by their place; a request then occurs once for each step.
+    """
     numbers, token_ids = _joined(gathered.numbers), _joined(gathered.token_ids)
-    counts = empty_u32()  # one token each
-    if len(gathered.numbers) > 1 and not gathered.logprobs:  # log-probabilities count in places of steps
-        order = np.argsort(numbers, kind="stable")
+    token_counts = _join_counts(gathered)
+    if len(gathered.numbers) > 1 and not gathered.logprobs:
+        owners = np.repeat(numbers, token_counts) if len(token_counts) else numbers
+        order = np.argsort(owners, kind="stable")
         token_ids = token_ids[order]
-        numbers, repeats = np.unique(numbers, return_counts=True)
-        counts = repeats.astype(np.uint32)
+        numbers, repeats = np.unique(owners, return_counts=True)
+        token_counts = repeats.astype(np.uint32)
     return OutputBatch(
         batch_id=gathered.num_batches + 1,
         admitted=np.array(gathered.admitted, dtype=np.uint32),
         numbers=numbers,
-        token_counts=counts,
+        token_counts=token_counts,
         token_ids=token_ids,
         logprobs=_join_logprobs(gathered.logprobs),
         prompt_logprobs=tuple(gathered.prompt_logprobs),
@@ -158,6 +175,18 @@ def _joined(columns: list[U32]) -> U32:
     if len(columns) == 1:
         return columns[0]
     return np.concatenate(columns) if columns else np.empty(0, dtype=np.uint32)
+
+
+def _join_counts(gathered: _Gathered) -> U32:
+    """Return the tokens of each request of each step, one after the other; empty means one each."""
+    if not any(map(len, gathered.token_counts)):
+        return empty_u32()
+    return np.concatenate(
+        [
+            counts if len(counts) else np.ones(len(numbers), np.uint32)
+            for numbers, counts in zip(gathered.numbers, gathered.token_counts, strict=True)
+        ]
+    )
 
 
 def _select_logprobs(columns: LogprobColumns, rows: np.ndarray, first_row: int) -> LogprobColumns | None:

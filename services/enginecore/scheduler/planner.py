@@ -61,7 +61,9 @@ class StepBuilder:
     counts: Ints
     """[r] tokens that each computes; 0 skips it."""
     ends: Ints
-    """[r] computed count of each after the step."""
+    """[r] computed count of each after the step, without guesses."""
+    guesses: Ints | None
+    """[r] tokens that each may get beyond the first; None: no row may."""
     budget: int
     """Tokens left."""
     num_preempted: int
@@ -106,6 +108,8 @@ class StepBuilder:
             self.slots = np.concatenate([self.slots, np.array([row.slot for row in self.new_rows], np.intp)])
             self.counts = np.concatenate([self.counts, counts])
             self.ends = np.concatenate([self.ends, counts + np.array(starts, np.int64)])
+            if self.guesses is not None:
+                self.guesses = np.concatenate([self.guesses, np.zeros_like(counts)])
 
     def to_plan(self, step_id: int, last_result_seen: int, removed_slots: Sequence[int]) -> StepPlan:
         """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
@@ -115,6 +119,13 @@ class StepBuilder:
             chunk_slots = _column(self.slots[is_chunk])
             chunk_lengths = _column(self.counts[is_chunk])
             skipped_slots = _column(self.slots[is_skipped])
+        sample_slots = sample_limits = empty_u32()
+        num_tokens = int(self.counts.sum())
+        if self.guesses is not None:
+            is_guessing = self.guesses > 0
+            sample_slots = _column(self.slots[is_guessing])
+            sample_limits = _column(1 + self.guesses[is_guessing])
+            num_tokens += int(self.guesses.sum())
         return StepPlan(
             step_id=step_id,
             last_result_seen=last_result_seen,
@@ -125,7 +136,9 @@ class StepBuilder:
             skipped_slots=skipped_slots,
             block_slots=_column(self.block_slots),
             block_ids=_column(self.block_ids),
-            num_tokens=int(self.counts.sum()),
+            sample_slots=sample_slots,
+            sample_limits=sample_limits,
+            num_tokens=num_tokens,
         )
 
 
@@ -141,8 +154,10 @@ class StepPlanner:
         policy: SchedulingPolicy,
         states: RequestStates,
         block_size: int,
+        max_samples_per_row: int = 1,
     ) -> None:
         self._config = config
+        self._max_guesses = max_samples_per_row - 1
         self._policy = policy
         self._states = states
         self._block_size = block_size
@@ -168,7 +183,7 @@ class StepPlanner:
         """Take the rows and blocks of requests whose last token is planned: others need them while it is in flight."""
         rows = self._states.rows
         slots = rows.running_order()
-        for slot in slots[rows.num_expected[slots] > rows.last[slots]].tolist():
+        for slot in slots[rows.num_expected[slots] - rows.num_uncertain[slots] > rows.last[slots]].tolist():
             self._states.preempt(rows.slot_to_request[slot])
 
     def _plan_running(self) -> StepBuilder:
@@ -201,11 +216,30 @@ class StepPlanner:
                 self._states.preempt(victim)
             num_preempted += len(victims)
         build = StepBuilder(
-            slots, wanted, counts, ends, budget - int(counts.sum()), num_preempted, num_reserved
+            slots, wanted, counts, ends, None, budget - int(counts.sum()), num_preempted, num_reserved
         )
+        if self._max_guesses and not num_preempted:
+            self._add_guesses(build)
+            if build.guesses is not None:
+                ends = ends + build.guesses
+                growing = np.flatnonzero(ends > rows.capacity[slots])
         if len(growing):
             build.block_slots, build.block_ids = self._states.grow(slots[growing], ends[growing])
         return build
+
+    def _add_guesses(self, build: StepBuilder) -> None:
+        """Let sampling rows get several tokens, as far as budget, blocks and the rest of their output go.
+
+        No request is preempted for a guess, and a long prompt or a waiting request is not kept from its reserved part.
+        """
+        rows, slots = self._states.rows, build.slots
+        is_sampling = (build.counts > 0) & (build.ends == rows.num_expected[slots])
+        room = np.minimum(rows.last[slots] - rows.num_expected[slots], self._max_guesses)
+        guesses = share_budget(np.where(is_sampling, room, 0), build.budget - build.num_reserved)
+        lacking = np.maximum(build.ends + guesses - rows.capacity[slots], 0)
+        if guesses.any() and int((-(-lacking // self._block_size)).sum()) <= self._states.blocks.num_free:
+            build.guesses = guesses
+            build.budget -= int(guesses.sum())
 
     def _share(self, slots: Slots, wanted: Ints, *, may_reserve: bool) -> tuple[Ints, int]:
         """Return what each row gets of the budget, [len(slots)], and how much is left to waiting requests."""

@@ -229,12 +229,19 @@ class RequestStates:
         else:
             self._wait(request)
 
-    def append_late(self, request: Request, token_id: int) -> None:
-        """Add a token that was in flight when its request was preempted."""
-        request.token_ids.append(token_id)
-        request.num_in_flight -= 1
-        self.waiting.count_late_token(request)
-        self.shares.charge(request, num_output_tokens=1)
+    def append_late(self, request: Request, token_ids: Sequence[int], num_expected: int) -> None:
+        """Add the tokens of a step that was in flight when its request was preempted.
+
+        Args:
+            request: The request.
+            token_ids: The tokens, one at least.
+            num_expected: The most tokens that the step could bring.
+        """
+        request.token_ids.extend(token_ids)
+        request.num_in_flight -= num_expected
+        for _ in token_ids:
+            self.waiting.count_late_token(request)
+        self.shares.charge(request, num_output_tokens=len(token_ids))
 
     def finish_draining(self, request: Request) -> None:
         """Let a draining request be admitted. Results that are still in flight for it are dropped."""
@@ -261,7 +268,7 @@ class RequestStates:
         if request.state is RequestState.RUNNING:
             self._take_off(request, is_trusted=is_trusted)
         else:
-            row = request.slot, request.slot_version
+            row = RowKey(request.slot, request.slot_version)
             if self.draining.get(row) is request:
                 del self.draining[row]
             self.waiting.remove(request)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.admission import Admission
 from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.running_rows import Flags, Slots
+from services.enginecore.scheduler.running_rows import Flags, Ints, Slots
 from services.enginecore.scheduler.step_results import (
     Failed,
     Finished,
@@ -88,19 +89,71 @@ class ResultReader:
             request.prompt_logprobs_start = logprobs.end
         self._measure(step)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
+        if step.sample_limits is None and not len(result.token_counts):
+            output, is_live = self._read_one_each(step, result)
+        else:
+            output, is_live = self._read_several(step, result)
+        output = (
+            replace(output, failed=tuple(failed), prompt_logprobs=reported) if failed or reported else output
+        )
+        if not self._states.draining:
+            return output
+        return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+
+    def _read_one_each(self, step: InFlightStep, result: StepResult) -> tuple[StepOutput, Flags]:
+        """Take in a result of one token for each sampling row.
+
+        Returns:
+            The output, and whether each row is the one that was planned, [s].
+        """
         rows = self._rows
         is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
         places = np.flatnonzero(is_live)  # [t] in the result
         slots, token_ids = step.sampling_slots[places], result.token_ids[places]
         sessions, numbers = rows.session[slots], rows.number[slots]
-        is_filled, is_at_limit = rows.append(slots, token_ids)
+        finished = self._append(slots, token_ids)
+        return StepOutput(sessions, numbers, token_ids, places, finished=tuple(finished)), is_live
+
+    def _read_several(self, step: InFlightStep, result: StepResult) -> tuple[StepOutput, Flags]:
+        """Take in a result of any number of tokens for each sampling row; the rest as `_read_one_each`.
+
+        The tokens of all rows are appended in rounds, one token for each row at most. A row that has ended leaves the
+        rounds, so its tokens behind the end are dropped.
+
+            row 0   a b c        round 0   a d e
+            row 1   d            round 1   b f
+            row 2   e f          round 2   c
+        """
+        rows, counts = self._rows, _counts_of(step, result)
+        limits = np.ones_like(counts) if step.sample_limits is None else step.sample_limits
+        starts = counts.cumsum() - counts  # [s] in the result
+        is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
+        live = np.flatnonzero(is_live)  # [r] of the sampling rows
+        slots = step.sampling_slots[live]
+        sessions, numbers = rows.session[slots], rows.number[slots]
+        rows.settle(slots, limits[live], counts[live])
+        kept, finished = np.zeros(len(live), np.int64), list[Finished]()
+        going_on = np.arange(len(live))  # of the live rows
+        for place in range(int(counts[live].max(initial=0))):
+            versions = rows.slot_version[slots[going_on]]
+            has_more = (counts[live[going_on]] > place) & (versions == step.slot_versions[live[going_on]])
+            going_on = going_on[has_more]
+            kept[going_on] += 1
+            token_ids = result.token_ids[starts[live[going_on]] + place]
+            finished += self._append(slots[going_on], token_ids)
+        firsts = starts[live] - (kept.cumsum() - kept)
+        places = np.repeat(firsts, kept).astype(np.intp) + np.arange(int(kept.sum()))  # [t] in the result
+        output = StepOutput(
+            sessions, numbers, result.token_ids[places], places, kept.astype(np.uint32), tuple(finished)
+        )
+        return output, is_live
+
+    def _append(self, slots: Slots, token_ids: U32) -> list[Finished]:
+        """Append one token to each row, and return the requests that these end."""
+        is_filled, is_at_limit = self._rows.append(slots, token_ids)
         self._note_first_tokens(slots)
         self._states.fill_blocks(slots[is_filled])
-        finished = self._finish_stopped(slots, token_ids, is_at_limit)
-        output = StepOutput(sessions, numbers, token_ids, places, tuple(finished), tuple(failed), reported)
-        if not self._states.draining:
-            return output
-        return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+        return self._finish_stopped(slots, token_ids, is_at_limit)
 
     def _measure(self, step: InFlightStep) -> None:
         """Measure a step, which starts when it is sent or when the one before it is done."""
@@ -133,26 +186,35 @@ class ResultReader:
         """Add the tokens of draining requests to a step's output.
 
         Args:
-            places: Indices in the result of the tokens for rows that are gone.
+            places: Indices of the sampling rows that are gone.
         """
-        late: list[tuple[Request, int, int]] = []  # request, token, index in the result
+        late: list[tuple[Request, Slots, U32]] = []  # request, indices in the result, tokens
         finished = list(output.finished)
-        slots, slot_versions = step.sampling_slots[places].tolist(), step.slot_versions[places].tolist()
-        for place, slot, slot_version in zip(places.tolist(), slots, slot_versions, strict=True):
-            request = self._states.draining.get((slot, slot_version))
+        counts = _counts_of(step, result)
+        ends = counts.cumsum()
+        for place in places.tolist():
+            row = RowKey(int(step.sampling_slots[place]), int(step.slot_versions[place]))
+            request = self._states.draining.get(row)
             if request is None:
                 continue
-            token_id = int(result.token_ids[place])
-            late.append((request, token_id, place))
-            self._states.append_late(request, token_id)
+            indices = np.arange(ends[place] - counts[place], ends[place])
+            token_ids, stop = result.token_ids[indices], None
+            for num_kept, token_id in enumerate(token_ids.tolist(), 1):
+                num_known = len(request.token_ids) + num_kept
+                stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+                if stop is not None:
+                    indices, token_ids = indices[:num_kept], token_ids[:num_kept]
+                    break
+            late.append((request, indices, token_ids))
+            limit = 1 if step.sample_limits is None else int(step.sample_limits[place])
+            self._states.append_late(request, token_ids.tolist(), limit)
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
-            stop = _find_stop(request, token_id, len(request.token_ids), self._eos_token_ids)
             if stop is not None:
                 finished.append(self._ends.finish(request, *stop))
             elif not request.num_in_flight:
                 self._states.finish_draining(request)
-        return output.with_tokens(late, tuple(finished))
+        return output.with_late_tokens(late, tuple(finished))
 
     def _fail_rows(self, step: InFlightStep, errors: Mapping[RowKey, RowError]) -> list[Failed]:
         """End the requests that failed in this step, and start over those that read a block which they spoiled."""
@@ -213,6 +275,13 @@ class _SuspectBlocks:
         for request in self._states.running:
             if not suspect_blocks.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
                 self._states.requeue(request)
+
+
+def _counts_of(step: InFlightStep, result: StepResult) -> Ints:
+    """Return the tokens of each sampling row, [s]."""
+    if len(result.token_counts):
+        return result.token_counts.astype(np.int64)
+    return np.ones(len(step.sampling_slots), np.int64)
 
 
 def _find_stop(

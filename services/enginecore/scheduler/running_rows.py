@@ -45,17 +45,27 @@ class RunningRows:
                           num_expected = 8 ┘
         computed = 7: the steps sent so far compute the KV of every lower position
 
+    A step may bring several tokens of a row, and how many it brings is known with its result only. Until then
+    `num_expected` and `computed` are the most that there can be, and both are too high by at most `num_uncertain`:
+
+        known <= num_expected - num_uncertain <= tokens, once all results are in <= num_expected
+
+    Blocks are allocated up to `computed`, and cached up to `known`. The difference of the two counts is certain, so
+    the next step can be planned before the results are in.
+
     A step computes min(num_expected, last) - computed of its tokens. The KV of the last token is never needed,
     so a request wants 0 tokens once all of its remaining output is in flight.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int, eos_token_ids: Iterable[int]) -> None:
         self.computed: Ints = np.zeros(max_num_seqs, np.int64)
-        """[max_num_seqs] positions that have KV in blocks, or will have once the steps sent are done."""
+        """[max_num_seqs] positions that have KV in blocks, or will have once the steps sent are done, at most."""
         self.known: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] tokens that the engine has seen."""
         self.num_expected: Ints = np.zeros(max_num_seqs, np.int64)
-        """[max_num_seqs] known tokens plus tokens in flight."""
+        """[max_num_seqs] known tokens plus tokens in flight, at most."""
+        self.num_uncertain: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] tokens in flight that may not come."""
         self.last: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] position of the last token that the request may have."""
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
@@ -105,6 +115,7 @@ class RunningRows:
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
         self.known[slot] = self.num_expected[slot] = self._charged[slot] = num_known
+        self.num_uncertain[slot] = 0
         self.last[slot] = request.limit - 1
         self.capacity[slot] = len(request.blocks.block_ids) * self._block_size
         self.session[slot] = request.session
@@ -152,6 +163,28 @@ class RunningRows:
         return RowCounts(
             int(self.known[slot]), int(self.computed[slot]), int(self.num_expected[slot]), wanted
         )
+
+    def expect(self, slots: Slots, guesses: Ints) -> None:
+        """Count tokens that the step just planned may bring beyond the first of each row.
+
+        Args:
+            slots: [n]
+            guesses: [n] further tokens of each, at most.
+        """
+        for column in (self.num_expected, self.computed, self.num_uncertain):
+            column[slots] += guesses
+
+    def settle(self, slots: Slots, num_limits: Ints, token_counts: Ints) -> None:
+        """Take back the tokens that a step might have brought and has not.
+
+        Args:
+            slots: [n]
+            num_limits: [n] the most tokens that the step could bring.
+            token_counts: [n] the tokens that it has brought.
+        """
+        self.num_expected[slots] -= num_limits - token_counts
+        self.computed[slots] -= num_limits - token_counts
+        self.num_uncertain[slots] -= num_limits - 1
 
     def num_promised_blocks(self) -> int:
         """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""
@@ -205,6 +238,8 @@ class RunningRows:
                 f"{name}: known {known}, expected {num_expected}, last {self.last[slot]}"
             )
             assert computed <= capacity, f"{name}: computed {computed} of capacity {capacity}"
+            uncertain = int(self.num_uncertain[slot])
+            assert 0 <= uncertain <= num_expected - known, f"{name}: {uncertain} tokens are uncertain"
             assert capacity == len(request.blocks.block_ids) * self._block_size, f"{name}: wrong capacity"
             num_cached_tokens = request.blocks.num_cached * self._block_size
             assert num_cached_tokens <= min(known, computed + 1), (

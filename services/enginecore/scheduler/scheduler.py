@@ -52,6 +52,7 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         enable_prefix_caching: bool,
         clock: Callable[[], float],
+        max_samples_per_row: int = 1,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -63,6 +64,7 @@ class Scheduler:
             eos_token_ids: Token ids that end a request, the tokenizer's own first.
             enable_prefix_caching: Whether requests share blocks of equal content.
             clock: Monotonic time in seconds.
+            max_samples_per_row: Tokens that one row can get in a step, as the worker says.
 
         Raises:
             ConfigError: The config cannot work with this worker; names both values.
@@ -79,7 +81,7 @@ class Scheduler:
             rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
         )
         self._admission = Admission(config, max_model_len)
-        self._planner = StepPlanner(config, policy, self._states, block_size)
+        self._planner = StepPlanner(config, policy, self._states, block_size, max_samples_per_row)
         self._in_flight = StepsInFlight()
         self._ends = RequestEnds(self._states, self._admission, clock)
         self._reader = ResultReader(
@@ -282,6 +284,12 @@ class Scheduler:
         rows.computed[slots] = build.ends
         sampling_slots = np.sort(slots[build.ends == rows.num_expected[slots]])
         rows.num_expected[sampling_slots] += 1  # a placeholder for the token that each will sample
+        sample_limits = None
+        if build.guesses is not None:
+            rows.expect(slots, build.guesses)
+            slot_to_limit = np.ones(len(rows.known), np.int64)
+            slot_to_limit[slots] += build.guesses
+            sample_limits = slot_to_limit[sampling_slots]
         self._note_admitted(build)
         plan = build.to_plan(
             self._in_flight.next_step_id, self._in_flight.last_result_seen, self._states.removed_slots
@@ -294,6 +302,7 @@ class Scheduler:
                 planned_at=self._clock(),
                 sampling_slots=sampling_slots,
                 slot_versions=rows.slot_version[sampling_slots],
+                sample_limits=sample_limits,
                 newly_cached_blocks=self._blocks.take_newly_cached(),
             )
         )
@@ -318,7 +327,12 @@ class Scheduler:
         self._states.check_integrity()
         num_in_flight: Counter[tuple[int, int]] = Counter()
         for step in self._in_flight:
-            num_in_flight.update(zip(step.sampling_slots.tolist(), step.slot_versions.tolist(), strict=True))
+            rows = zip(step.sampling_slots.tolist(), step.slot_versions.tolist(), strict=True)
+            limits = (
+                [1] * len(step.sampling_slots) if step.sample_limits is None else step.sample_limits.tolist()
+            )
+            for row, limit in zip(rows, limits, strict=True):
+                num_in_flight[row] += limit
         for request in self._states:
             noted, planned = request.num_in_flight, 0
             if request.state is RequestState.RUNNING:

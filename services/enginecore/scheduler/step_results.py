@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.running_rows import Ints, Slots
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.types.outputs import FinishReason
-from triptych.types.step import U32, PromptLogprobs, StepResult
+from triptych.types.step import U32, PromptLogprobs, RowKey, StepResult, empty_u32
 
 
 @dataclass(slots=True)
@@ -58,40 +58,47 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """The new tokens of a step as columns, one entry per token: at most one token per request and step."""
+    """The new tokens of a step as columns."""
 
     sessions: Ints
-    """[t] the frontend session that each token goes to."""
+    """[r] the frontend session of each request with new tokens."""
     numbers: U32
-    """[t] the request's number in that session."""
+    """[r] its number in that session."""
     token_ids: U32
-    """[t] the tokens, including those that ended their requests."""
+    """[t] the tokens, one request after the other, including those that ended their requests."""
     rows: Slots
     """[t] index of each token in the worker's result, by which its logprobs are found."""
+    token_counts: U32 = field(default_factory=empty_u32)
+    """[r] tokens of each request; empty means one each."""
     finished: tuple[Finished, ...] = ()
     failed: tuple[Failed, ...] = ()
     prompt_logprobs: tuple[tuple[Request, PromptLogprobs], ...] = ()
     """Parts of prompts; the parts of one request are in order."""
 
-    def with_tokens(
-        self, late: Sequence[tuple[Request, int, int]], finished: tuple[Finished, ...]
+    def with_late_tokens(
+        self, late: Sequence[tuple[Request, Slots, U32]], finished: tuple[Finished, ...]
     ) -> StepOutput:
         """Return a copy with further tokens.
 
         Args:
-            late: Request, token id and index in the result of each further token.
+            late: For each request with further tokens, their indices in the result, and the tokens.
             finished: All requests that finished, the ones already here included.
         """
         if not late:
             return self
-        return StepOutput(
+        counts = [len(token_ids) for _, _, token_ids in late]
+        token_counts = self.token_counts
+        if len(token_counts) or max(counts) > 1:
+            own = token_counts if len(token_counts) else np.ones(len(self.numbers), np.uint32)
+            token_counts = _extended(own, counts)
+        return replace(
+            self,
             sessions=np.append(self.sessions, [request.session for request, _, _ in late]),
             numbers=_extended(self.numbers, [request.number for request, _, _ in late]),
-            token_ids=_extended(self.token_ids, [token_id for _, token_id, _ in late]),
-            rows=np.append(self.rows, [row for _, _, row in late]),
+            token_ids=np.concatenate([self.token_ids, *(token_ids for _, _, token_ids in late)]),
+            rows=np.concatenate([self.rows, *(rows for _, rows, _ in late)]),
+            token_counts=token_counts,
             finished=finished,
-            failed=self.failed,
-            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -107,6 +114,8 @@ class InFlightStep:
     """[s] the slots that the result's tokens belong to, ascending."""
     slot_versions: U32
     """[s] versions of the rows in them. A token for another version is dropped."""
+    sample_limits: Ints | None
+    """[s] the most tokens that each row can get; None: one each."""
     newly_cached_blocks: list[int]
     """Blocks that others may hit since this plan was made, because it computes their content."""
 
@@ -142,16 +151,20 @@ class StepsInFlight:
         """Remove and return the step that `result` answers.
 
         Raises:
-            ProtocolViolation: The result is not of the oldest step, or has another number of tokens than planned.
+            ProtocolViolation: The result is not of the oldest step, or has other numbers of tokens than planned.
         """
         if not self._steps:
             raise ProtocolViolation(f"result of step {result.step_id}, but no step is in flight")
         step = self._steps[0]
         if result.step_id != step.step_id:
             raise ProtocolViolation(f"result of step {result.step_id}, but step {step.step_id} is due")
-        planned, got = len(step.sampling_slots), len(result.token_ids)
-        if got != planned:
-            raise ProtocolViolation(f"result of step {step.step_id} has {got} tokens, {planned} were planned")
+        if len(result.token_counts):
+            _check_counts(step, result)
+        elif len(result.token_ids) != len(step.sampling_slots):
+            raise ProtocolViolation(
+                f"result of step {step.step_id} has {len(result.token_ids)} tokens, "
+                f"{len(step.sampling_slots)} were planned"
+            )
         self._last_result_seen = step.step_id
         return self._steps.popleft()
 
@@ -186,6 +199,24 @@ class SchedulerSnapshot:
     num_watched_tokens: int
     """Different token ids that may end a running request."""
     counters: SchedulerCounters
+
+
+def _check_counts(step: InFlightStep, result: StepResult) -> None:
+    """Raise ProtocolViolation unless each row has as many tokens as it can have, and none only if it failed."""
+    counts = result.token_counts
+    if len(counts) != len(step.sampling_slots) or int(counts.sum()) != len(result.token_ids):
+        raise ProtocolViolation(
+            f"result of step {step.step_id} has {len(result.token_ids)} tokens and {len(counts)} counts; "
+            f"{len(step.sampling_slots)} rows were planned"
+        )
+    limits = 1 if step.sample_limits is None else step.sample_limits
+    for index in np.flatnonzero((counts > limits) | (counts == 0)).tolist():
+        row = RowKey(int(step.sampling_slots[index]), int(step.slot_versions[index]))
+        if counts[index] or row not in result.row_errors:
+            raise ProtocolViolation(
+                f"result of step {step.step_id}: slot {row.slot} has {counts[index]} tokens; a row has one at least "
+                "unless it failed, and no more than were planned"
+            )
 
 
 def _extended(column: U32, values: Sequence[int]) -> U32:
