@@ -160,6 +160,14 @@ class SimulationConfig:
     eos_probability: float = value(
         0.0, "Chance of EOS at each token; 0: every request runs to its length.", WORKER, ge=0, le=1
     )
+    tokens_per_step: int = value(
+        1,
+        "Tokens that a request gets in a step, at most: as if a model guessed several ahead and often guessed right. "
+        "The tokens themselves do not change.",
+        WORKER,
+        ge=1,
+        le=16,
+    )
     free_memory_gib: float = value(
         32.0,
         "GiB free after loading on the simulated device; `cache.memory_fraction` of it holds KV blocks, unless "
