@@ -57,17 +57,14 @@ class FrontendApp(ServiceApp):
         self.server = create_server(config.frontend, self._generator)
         self._admin_server = create_admin_server(self._router)
         self._http: HttpServer | None = None
-        self.start_background(
-            "load-tokenizer", self._load_text_model()
-        )  # meanwhile, the rest of the process starts
+        self.start_background("load-tokenizer", self._load_text_model())
 
     async def start(self) -> Mapping[str, int]:
         for engine in self._router.engines:
             self.start_background(f"engine-{engine.address}", engine.run())
 
-        from services.frontend.openai.server import (
-            HttpServer,  # slow to import: engines are dialed in the meantime
-        )
+        # Slow to import; the engines are dialed in the meantime.
+        from services.frontend.openai.server import HttpServer
 
         config = self.config.frontend
         admin_port = self._admin_server.bind(
