@@ -190,7 +190,7 @@ async def test_what_nobody_has_built_is_refused_by_name(
     assert (caught.value.param, caught.value.code) == (param, "feature_disabled")
 
 
-async def test_neutral_values_of_fields_that_nobody_has_built_are_taken(api: HttpApi) -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted(api: HttpApi) -> None:
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
         "parallel_tool_calls": True, "store": False, "metadata": {"a": "b"}, "service_tier": "auto",

@@ -104,7 +104,7 @@ async def test_more_prompts_than_ever_fit_are_refused_for_good(api: HttpApi) -> 
         await api.client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2)
 
 
-async def test_request_ids_are_numbered_only_where_there_are_several_prompts(api: HttpApi) -> None:
+async def test_request_ids_are_numbered_for_several_prompts(api: HttpApi) -> None:
     headers = {"X-Request-Id": "mine"}
     for prompt in ("a", ["a", "b"]):
         answer = await api.client.completions.create(model=MODEL, prompt=prompt, extra_headers=headers)
@@ -199,7 +199,7 @@ async def test_extra_sampling_fields_reach_the_generator(api: HttpApi) -> None:
     assert (raw.deadline_s, raw.output_kind, raw.api) == (2.5, OutputKind.FINAL_ONLY, "http")
 
 
-async def test_what_has_no_bearing_on_the_answer_is_ignored_and_null_means_left_out(api: HttpApi) -> None:
+async def test_ignored_fields_and_nulls_change_nothing(api: HttpApi) -> None:
     await api.client.completions.create(
         model=MODEL,
         prompt="hi",

@@ -84,7 +84,7 @@ def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, 
         ("colour", "red", "colour", ["no such"]),
     ],
 )
-def test_bad_sampling_field_is_refused_with_field_value_and_limit(
+def test_bad_sampling_field_names_field_value_and_limit(
     name: str, value: Any, path: str, words: list[str]
 ) -> None:
     found = violations_of(raw_request(sampling={name: value}))
@@ -135,16 +135,14 @@ def test_bad_sampling_field_is_refused_with_field_value_and_limit(
         ({"sampling": {"detokenize": False}, "echo": True}, "echo", ["detokenize"]),
     ],
 )
-def test_bad_request_is_refused_with_field_value_and_limit(
-    fields: dict[str, Any], path: str, words: list[str]
-) -> None:
+def test_bad_request_names_field_value_and_limit(fields: dict[str, Any], path: str, words: list[str]) -> None:
     found = violations_of(raw_request(**fields))
     assert list(found) == [path]
     for word in words:
         assert word in found[path]
 
 
-def test_all_violations_are_reported_at_once_in_the_client_s_words() -> None:
+def test_all_violations_are_reported_at_once() -> None:
     raw = RawRequest(
         api="test",
         prompt=[7, 300],
@@ -186,20 +184,20 @@ def test_priority_is_refused_only_where_the_engine_has_none() -> None:
         {"logprobs": -1},
     ],
 )
-def test_sampling_that_nobody_has_built_is_refused_by_name(sampling: dict[str, Any]) -> None:
+def test_unsupported_sampling_is_refused_by_name(sampling: dict[str, Any]) -> None:
     (name,) = sampling
     with pytest.raises(FeatureDisabled, match=f"^sampling.{name}: ") as caught:
         parse(raw_request(sampling=sampling, paths={name: f"sampling.{name}"}), ENGINE, {})
     assert caught.value.features == (f"sampling.{name}",)
 
 
-def test_everything_that_nobody_has_built_is_named() -> None:
+def test_every_unsupported_field_is_named() -> None:
     raw = raw_request(adapter="lora", unsupported=("chat.tools",), sampling={"bad_words": ["x"]})
     with pytest.raises(FeatureDisabled, match=r"^chat\.tools, bad_words, adapter: "):
         parse(raw, ENGINE, {})
 
 
-def test_a_violation_is_told_before_a_feature_that_is_not_built() -> None:
+def test_violations_come_before_unsupported_features() -> None:
     assert list(violations_of(raw_request(adapter="lora", sampling={"top_p": 0}))) == ["top_p"]
 
 
@@ -246,7 +244,7 @@ def test_trial_values_of_the_table_are_valid(name: str) -> None:
     assert parsed == (pytest.approx(trial) if isinstance(trial, float) else trial)
 
 
-def test_end_tokens_may_be_all_that_is_allowed_without_min_tokens() -> None:
+def test_allowed_ids_may_all_be_end_tokens() -> None:
     assert sampling_of({"allowed_token_ids": [299]}).allowed_token_ids == (299,)
     assert sampling_of({"allowed_token_ids": [299, 8], "min_tokens": 3}).min_tokens == 3
 
@@ -256,7 +254,7 @@ def test_the_limits_of_repetition_penalty_are_accepted() -> None:
     assert sampling_of({"repetition_penalty": 100}).repetition_penalty == 100
 
 
-def test_a_long_prompt_is_a_context_error_with_its_numbers_for_machines() -> None:
+def test_long_prompt_error_has_machine_readable_numbers() -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         parse(raw_request([1] * 70), ENGINE, {})
     assert caught.value.metadata == {
@@ -268,12 +266,12 @@ def test_a_long_prompt_is_a_context_error_with_its_numbers_for_machines() -> Non
     }
 
 
-def test_a_long_prompt_is_reported_with_everything_else() -> None:
+def test_long_prompt_is_reported_with_other_violations() -> None:
     found = violations_of(raw_request([1] * 70, sampling={"top_p": 0}))
     assert set(found) == {"prompt", "top_p"}
 
 
-def test_floats_are_what_every_door_can_carry() -> None:
+def test_floats_are_rounded_to_float32() -> None:
     carried = sampling_pb2.SamplingParams(temperature=0.7).temperature
     assert sampling_of({"temperature": 0.7}) == sampling_of({"temperature": carried})
 
@@ -328,7 +326,7 @@ def test_max_tokens_fill_the_context_as_the_prompt_leaves_it(
         (60, {"min_tokens": 5}, "min_tokens: 5 exceeds max_tokens, here 4"),
     ],
 )
-def test_what_does_not_fit_the_context_is_refused_with_both_numbers(
+def test_context_overflow_names_both_numbers(
     num_prompt_tokens: int, given: dict[str, Any], message: str
 ) -> None:
     valid = parse(raw_request(sampling=given), ENGINE, {})

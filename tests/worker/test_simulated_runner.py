@@ -33,7 +33,7 @@ def prompts(count):
 
 
 def alone(prompt, sampling, seed, **runner):
-    """A request's tokens with nobody beside it, its prompt whole, one step at a time."""
+    """Return a request's tokens without other requests, with its prompt whole, one step at a time."""
     engine = InProcessEngine(
         simulated_runner(**runner), steps_in_flight=1, max_num_seqs=1, enable_prefix_caching=False
     )
@@ -70,7 +70,7 @@ def tokens_of(row, num_steps, **runner):
     ("num_blocks", "budget", "prefix_caching"),
     [(200, 64, True), (20, 64, True), (17, 7, True), (17, 64, False), (20, 13, False)],
 )
-def test_batches_chunks_preemptions_and_prefix_hits_change_no_token(num_blocks, budget, prefix_caching):
+def test_batches_chunks_and_preemptions_change_no_token(num_blocks, budget, prefix_caching):
     engine = InProcessEngine(
         simulated_runner(num_blocks=num_blocks, budget=budget),
         max_model_len=64,
@@ -82,7 +82,7 @@ def test_batches_chunks_preemptions_and_prefix_hits_change_no_token(num_blocks, 
     assert (engine.scheduler.counters.num_preemptions > 0) == (num_blocks <= 20)
 
 
-def test_a_request_that_comes_back_with_its_tokens_goes_on_where_it_was():
+def test_resubmitted_request_continues_its_output():
     prompt, blocks = [5, 6, 7], range(1, 10)
     sampling = SamplingParams(temperature=1.0)
     whole = tokens_of(new_row(0, prompt, blocks, sampling=sampling, seed=9), 20)
@@ -91,7 +91,7 @@ def test_a_request_that_comes_back_with_its_tokens_goes_on_where_it_was():
         assert tokens_of(row, 20 - cut) == whole[cut:]
 
 
-def test_each_token_of_the_prefix_matters_and_so_does_the_seed_unless_greedy():
+def test_prefix_and_seed_decide_the_tokens():
     def say(prompt, temperature, seed):
         sampling = SamplingParams(temperature=temperature)
         return tuple(tokens_of(new_row(0, prompt, range(1, 10), sampling=sampling, seed=seed), 8))
@@ -149,7 +149,7 @@ def test_allowed_ids_alone_are_drawn_be_they_words_or_not():
     assert {token for output in outputs for token in output} == {3, 11, 280}
 
 
-def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_steps():
+def test_row_without_allowed_token_fails_alone():
     sampling = SamplingParams(min_tokens=2, allowed_token_ids=(EOS,))
     runner = simulated_runner()
     rows = [
@@ -172,7 +172,7 @@ def test_min_tokens_that_masks_all_that_is_allowed_is_the_rows_error_not_the_ste
         (SamplingParams(bad_words=("no",), logit_bias=((5, 1.0),)), "sampling.bad_words"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_by_name_once(sampling, message):
+def test_unsupported_request_is_refused_once_by_name(sampling, message):
     runner = simulated_runner()
     result = runner.execute(step_plan(1, new=[new_row(3, [5], [1], sampling=sampling, slot_version=2)]))
     ((row, error),) = result.row_errors.items()
@@ -181,7 +181,7 @@ def test_what_cannot_be_simulated_is_refused_by_name_once(sampling, message):
     assert runner.execute(step_plan(2)).row_errors == {}
 
 
-def test_log_probabilities_fall_from_the_chosen_token_on_and_stay_below_one():
+def test_log_probabilities_fall_and_sum_below_one():
     runner = simulated_runner()
     asked = {0: 3, 1: None, 2: 0, 3: 20}
     rows = [
@@ -204,7 +204,7 @@ def test_log_probabilities_fall_from_the_chosen_token_on_and_stay_below_one():
         assert logprobs[0] < 0
 
 
-def test_log_probabilities_of_a_small_vocabulary_name_each_word_once():
+def test_log_probabilities_name_each_word_once():
     runner = simulated_runner(word_ids=np.array([20, 30, 40]), eos_probability=1.0)
     rows = [
         new_row(slot, [5], [slot + 1], sampling=SamplingParams(logprobs=20, min_tokens=minimum))
@@ -293,7 +293,7 @@ VIOLATIONS = {
 
 
 @pytest.mark.parametrize("plans", VIOLATIONS.values(), ids=VIOLATIONS.keys())
-def test_a_plan_that_contradicts_the_plans_before_it_is_a_violation_until_reset(plans):
+def test_contradictory_plan_is_a_violation_until_reset(plans):
     runner = simulated_runner(budget=64, tokens_per_step=3)
     *good, bad = plans
     for plan in good:

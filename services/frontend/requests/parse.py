@@ -32,7 +32,7 @@ class ValidRequest:
 
     @property
     def default_max_tokens(self) -> int | None:
-        """For a client that gave none; None: all that the context leaves."""
+        """The limit where the client gave none, or None for all that the context leaves."""
         takes_rest = self.raw.takes_rest_of_context or isinstance(self.prompt, RawChat)
         return None if takes_rest else COMPLETION_MAX_TOKENS
 
@@ -41,12 +41,12 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     """Check everything that can be checked without the tokenizer.
 
     Args:
-        engine: a ready engine's welcome; its model gives the limits.
-        defaults: sampling fields from the checkpoint, for those that the client left out; checked.
+        engine: Welcome of a ready engine, whose model gives the limits.
+        defaults: Checked sampling fields from the checkpoint, for those that the client left out.
 
     Raises:
-        InvalidRequest: with every violation found.
-        FeatureDisabled: nothing is wrong, but fields are set that nobody has built; names them all.
+        InvalidRequest: Fields are wrong; has every violation found.
+        FeatureDisabled: Nothing is wrong, but fields are set that this version does not support; names them all.
     """
     assert engine.model is not None, "an engine that was never ready is never chosen"
     vocab_size, max_model_len = engine.model.vocab_size, engine.model.max_model_len
@@ -76,7 +76,7 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a request may be called so: 1 to 128 printable ASCII characters."""
+    """Return whether a text is a valid request id: 1 to 128 printable ASCII characters."""
     return 0 < len(text) <= MAX_REQUEST_ID_BYTES and text.isascii() and text.isprintable()
 
 
@@ -98,19 +98,19 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
     raw, sampling = request.raw, request.sampling
     if num_prompt_tokens == 0:
         raise InvalidRequest(raw.path("prompt"), "the prompt has no tokens; at least 1 is needed")
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
+    num_left = max_model_len - num_prompt_tokens
+    if num_left < 1:
         raise _prompt_too_long(raw, num_prompt_tokens, max_model_len)
     max_tokens = sampling.max_tokens
     if max_tokens is None:
-        max_tokens = min(request.default_max_tokens or room, room)
-    elif max_tokens > room:
+        max_tokens = min(request.default_max_tokens or num_left, num_left)
+    elif max_tokens > num_left:
         raise _exceeds_context(
             raw.path("max_tokens"),
             num_prompt_tokens,
             max_tokens,
             max_model_len,
-            f"reduce the prompt, or ask for at most {room} tokens",
+            f"reduce the prompt, or ask for at most {num_left} tokens",
         )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
@@ -138,10 +138,10 @@ def prompt_has_too_many_chars(
 
 
 def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolation]:
-    """What is wrong with a conversation, whatever the template makes of it.
+    """Return what is wrong with a conversation, whatever the template makes of it.
 
     Args:
-        path, kwargs_path: of its messages and its template variables, in the client's words.
+        path, kwargs_path: Paths of its messages and its template variables, as the client wrote them.
     """
     violations = []
     if not chat.messages:
@@ -204,7 +204,7 @@ def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLength
 
 
 def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolation]:
-    """Everything beside prompt and sampling."""
+    """Check everything besides prompt and sampling."""
     found: list[tuple[str, str]] = []
     if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
         found.append(("request_id", why))
@@ -230,7 +230,7 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
 
 
 def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWelcome) -> list[FieldViolation]:
-    """Fields that are good by themselves, but not with each other."""
+    """Check fields that are valid by themselves against each other."""
     found: list[tuple[str, str]] = []
     if sampling.min_tokens and sampling.allowed_token_ids:
         assert engine.model is not None, "an engine that was never ready is never chosen"
@@ -272,7 +272,7 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
 
 
 def _check_emitted(raw: RawRequest, sampling: SamplingParams, vocab_size: int) -> list[FieldViolation]:
-    """Output tokens so far that cannot be those of this request."""
+    """Check that the output tokens so far can be those of this request."""
     path = raw.path("emitted")
     violations = []
     for number, (index, token_ids) in enumerate(raw.emitted.items()):

@@ -40,7 +40,7 @@ class DrawnTokens:
     token_counts: I64
     """[num_rows] tokens of each, 0 where the row failed; empty means one each."""
     logprobs: LogprobColumns | None
-    """Of the rows that asked. Its rows are indices into `token_ids`."""
+    """Log-probabilities of the rows that asked. Its rows are indices into `token_ids`."""
     failures: tuple[tuple[int, RowError], ...]
     """(row, why), ascending."""
 
@@ -82,7 +82,7 @@ class SimulatedSampler:
         """[max_num_seqs] whether the request has min_tokens and stop ids, which may be words."""
         self._slot_to_allowed_ids: dict[int, I64] = {}
         self._slot_to_stop_ids: dict[int, frozenset[int]] = {}
-        """Of requests with min_tokens."""
+        """Slot of each request with min_tokens -> its stop ids."""
         self._powers = np.full(max_model_len, _BASE)
         """[max_model_len] of `_BASE`, from 0 up."""
         self._powers[0] = 1
