@@ -35,9 +35,9 @@ def open_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> gr
     )
 
 
-def open_blocking_channel(address: str, *, limit_bytes: int = PUBLIC_MESSAGE_BYTES) -> grpc.Channel:
+def open_blocking_channel(address: str) -> grpc.Channel:
     """Return a channel as `open_channel` does, for a thread without an event loop."""
-    return grpc.insecure_channel(address, options=_channel_options(limit_bytes))
+    return grpc.insecure_channel(address, options=_channel_options(PUBLIC_MESSAGE_BYTES))
 
 
 def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
