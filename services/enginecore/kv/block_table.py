@@ -81,9 +81,9 @@ class BlockTable:
             content = view[first * block_size : num_blocks * block_size].tobytes()
         block_bytes = block_size * token_ids.itemsize
         parent = hashes[-1] if hashes else self.root_hash
-        for index, start in enumerate(range(0, len(content), block_bytes), first):
+        for start in range(0, len(content), block_bytes):
             block = parent + content[start : start + block_bytes]
-            if index in extras:
-                block += _packed(extras[index])
+            if extras and (own := extras.get(len(hashes))):
+                block += _packed(own)
             parent = blake2b(block, digest_size=HASH_BYTES).digest()
             hashes.append(parent)

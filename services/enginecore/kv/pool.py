@@ -148,11 +148,12 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Hold the `count` least recently used free blocks. Their cached content is evicted."""
         taken = self._free.take(count)
+        references, block_to_hash = self._references, self._block_to_hash
         for block in taken:
-            if self._block_to_hash[block] is not None:
+            if block_to_hash[block] is not None:
                 self._evict(block)
                 self._num_cached_free -= 1
-            self._references[block] = 1
+            references[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -186,13 +187,13 @@ class BlockPool:
         Returns:
             The blocks that are cached now. A block is left out if another one with its hash is cached already.
         """
+        references, block_to_hash, hash_to_block = self._references, self._block_to_hash, self._hash_to_block
         cached = []
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert self._references[block], f"block {block} is to be cached but not held"
-            assert self._block_to_hash[block] is None, f"block {block} is cached already"
-            if block_hash not in self._hash_to_block:
-                self._block_to_hash[block] = block_hash
-                self._hash_to_block[block_hash] = block
+            assert references[block], f"block {block} is to be cached but not held"
+            assert block_to_hash[block] is None, f"block {block} is cached already"
+            if hash_to_block.setdefault(block_hash, block) == block:
+                block_to_hash[block] = block_hash
                 cached.append(block)
         self.num_shareable_gained += len(cached)
         return cached

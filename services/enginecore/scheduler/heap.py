@@ -45,10 +45,14 @@ class LazyHeap(Generic[T]):
         """Number of entries, those of members that left included."""
         return len(self._entries)
 
-    def push(self, member: T) -> None:
+    def push(self, member: T) -> bool:
+        """Add a member, and return whether its key is lower than that of every other entry."""
         assert member not in self._members, f"{member} is in the queue already"
         self._members.add(member)
-        heappush(self._entries, (self._key(member), next(self._ticks), member))
+        entries, key = self._entries, self._key(member)
+        is_first = not entries or key < entries[0][0]
+        heappush(entries, (key, next(self._ticks), member))
+        return is_first
 
     def peek(self) -> T | None:
         """Return the first member, which stays in; None if there is none."""

@@ -331,10 +331,8 @@ class _PriorityQueue:
             queue.push(request)
             self._tenants.push(tenant)
             return
-        first = queue.peek()
-        queue.push(request)
-        if first is not None and self._waiting_key(request) < self._waiting_key(first):
-            self._tenants.discard(tenant)  # its key has fallen
+        if queue.push(request):
+            self._tenants.discard(tenant)  # its key may have fallen
             self._tenants.push(tenant)
 
     def remove(self, request: Request) -> None:
