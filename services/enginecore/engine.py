@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Protocol
 
 from services.enginecore.frontends.outputs import SessionOutputs
+from services.enginecore.journal.listener import CallClock, EngineListener
 from services.enginecore.request import Request
 from services.enginecore.restrictions import Pause, Restrictions
 from services.enginecore.scheduler import Failed, Finished, Scheduler, check_config
@@ -51,39 +51,6 @@ from triptych.types.submit import SubmitRequest
 log = logging.getLogger(__name__)
 
 _STEP_WEIGHT = 0.05  # of the latest step in the moving average
-
-
-class EngineListener(Protocol):
-    """Hears of every call that can change an engine core, and of every step that it decides."""
-
-    @property
-    def state(self) -> str:
-        """State of the recording, for `EngineStatus.journal`."""
-
-    def on_event(self, event: JournalEvent) -> None:
-        """Take in one event. A call is reported before it is carried out, and a step when it has been decided."""
-
-    def close(self, at_s: float) -> None:
-        """Take in that no event will follow."""
-
-
-class CallClock:
-    """A clock that stands still within a call of the engine core.
-
-    So the calls and their times are all that a replay needs.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.now_s = 0.0
-        """Seconds at the start of the current call."""
-        self._clock = clock
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self) -> None:
-        """Read the time for the next call."""
-        self.now_s = self._clock()
 
 
 class EngineCore:

@@ -1,4 +1,4 @@
-"""The engine's one loop: inbox, results, plans, outputs; it owns the engine core and the executor.
+"""The engine's one loop: inbox, results, plans, outputs. It owns the engine core and the executor.
 
 A step is planned and sent before the result of the last one is back, so the network hides behind the
 computation. The order within a turn keeps the worker busy: results in, plans out, and only then outputs.
@@ -86,7 +86,7 @@ class EngineLoop:
         self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent: deque[tuple[float, bool]] = deque()
-        """Of each step in flight: when it was sent, and whether to a worker with nothing else to do."""
+        """For each step in flight, when it was sent, and whether the worker had nothing else to do."""
         self._pipeline_depth = PipelineDepth(config.scheduler.steps_in_flight)
         self._connection = WorkerConnection(
             executor,
@@ -96,7 +96,7 @@ class EngineLoop:
             on_unreachable=self._note_unreachable,
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
-        """Whether there is a worker, and if not, why."""
+        """Whether there is a worker, and if there is none, why."""
         self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._ask)
         self._is_draining = False
         self._is_stopping = False
@@ -111,7 +111,7 @@ class EngineLoop:
 
     @property
     def num_requests(self) -> int:
-        """Alive, running or waiting."""
+        """Number of requests that run or wait."""
         return self._engine.num_requests
 
     def open_session(self) -> tuple[int, FrontendOutbox]:
@@ -135,9 +135,11 @@ class EngineLoop:
             await self._has_space.wait()
 
     def submit(self, session: int, request: SubmitRequest) -> None:
+        """Queue a request. A refusal comes through the session's outbox."""
         self._post(_Call(self._engine.submit, (session, request), request.num_bytes))
 
     def abort(self, session: int, numbers: Sequence[int]) -> None:
+        """End requests for their clients' sake."""
         self._post(_Call(self._abort, (session, numbers)))
 
     def _abort(self, session: int, numbers: Sequence[int]) -> None:
@@ -145,17 +147,17 @@ class EngineLoop:
             self._engine.abort(session, number)
 
     def stop_taking(self) -> None:
-        """This process is to end: tell frontends to send no more; what is here goes on, paused or not."""
+        """Take no more requests, because this process is to end. Those that are here go on, even after a pause."""
         self._is_stopping = True
         self._post(_Call(self._go_on))
         self._publish_readiness()
 
     def reset_prefix_cache(self) -> int:
-        """See `EngineCore.reset_prefix_cache`; runs between two turns of the loop."""
+        """Empty the prefix cache between two turns of the loop; see `EngineCore.reset_prefix_cache`."""
         return self._engine.reset_prefix_cache()
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `EngineCore.pause`; returns when the last step is back, or when somebody resumes."""
+        """Pause the engine; see `EngineCore.pause`. Return when the last step is back, or after Resume."""
         await self._ask(self._pause, mode)
         while self._engine.is_settling:
             await asyncio.sleep(_POLL_S)
@@ -165,19 +167,20 @@ class EngineLoop:
         self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """Go on after a pause, and take requests again after a drain; a sleep that has not started is cancelled."""
+        """Go on after a pause, and take requests again after a drain. A sleep that has not started is cancelled."""
         self._is_draining = False
         self._publish_readiness()
         await self._ask(self._go_on)
 
     async def drain(self) -> None:
-        """Take no more requests; returns when all have ended, or when somebody resumes."""
+        """Take no more requests. Return when all have ended, or when the engine is resumed."""
         self._is_draining = True
         self._publish_readiness()
         while self._is_draining and self._engine.num_requests:
             await asyncio.sleep(_POLL_S)
 
     def status(self) -> EngineStatus:
+        """Return all counters."""
         status = self._engine.status(
             ready=self.welcome.ready,
             why_not_ready=self.welcome.why_not_ready,
@@ -186,11 +189,11 @@ class EngineLoop:
         return replace(status, asleep=self.worker_sleep.is_asleep)
 
     async def run(self) -> None:
-        """Connect and serve; when the stream breaks resume it, or go on with another worker, for ever.
+        """Connect and serve for ever. When the stream breaks, resume it or go on with another worker.
 
         Raises:
-            StaleEpoch: another engine has this one's worker, and must not be disturbed.
-            ConfigError: this engine's config can never work with its worker's facts.
+            StaleEpoch: Another engine has this one's worker, and must not be disturbed.
+            ConfigError: This engine's config can never work with its worker's facts.
         """
         ticking = asyncio.create_task(self._tick(), name="engine-tick")
         try:
@@ -211,7 +214,7 @@ class EngineLoop:
             await self._executor.close()
 
     def _begin(self, connected: Connected, *, after_crash: bool) -> None:
-        """A worker has welcomed us, with no rows and no blocks."""
+        """Begin to serve with a worker that has no rows and no blocks."""
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
         self._pipeline_depth.start(connected.max_steps_in_flight)
         self.facts = connected.facts
@@ -226,12 +229,12 @@ class EngineLoop:
         )
 
     def _go_on(self) -> None:
-        """After a pause."""
+        """End a pause."""
         self.worker_sleep.cancel()
         self._engine.resume()
 
     async def _rest(self) -> None:
-        """Put the worker to sleep; until somebody has woken it, and it is there again."""
+        """Put the worker to sleep. Return when it was woken and is connected again."""
         sleep = await self._meanwhile(self.worker_sleep.fall_asleep())
         if sleep is not None:
             await self._meanwhile(sleep.is_over.wait())
@@ -239,13 +242,13 @@ class EngineLoop:
             self.worker_sleep.end()
 
     def _forget_worker(self) -> None:
-        """Its session is given up: what ran waits again, and will be computed again."""
+        """Give up the worker's session: what ran waits again, and will be computed again."""
         self._sent.clear()
         self._engine.worker_lost()
         self._send_outputs()
 
     def _note_unreachable(self, why: str) -> None:
-        """Nobody to compute for us. Readiness outlasts a worker for as long as its session may be resumed."""
+        """Turn not ready, because there is no worker. While its session may be resumed the engine stays ready."""
         if not self.welcome.ready or not self._connection.has_session:
             self._set_ready(False, why)
 
@@ -266,7 +269,11 @@ class EngineLoop:
             task.cancel()
 
     async def _serve(self) -> WorkerLost | None:
-        """Plan and send steps, take in results, until the stream breaks (returns why) or the worker is to sleep."""
+        """Plan and send steps and take in results.
+
+        Returns:
+            Why the stream broke; None if the worker is to sleep.
+        """
         try:
             while not self.worker_sleep.is_due:
                 await self._turn()
@@ -278,10 +285,11 @@ class EngineLoop:
             return WorkerLost(f"the worker broke the protocol: {violation}", is_crash=True)
 
     async def _turn(self) -> None:
+        """Take in what has come, plan, send outputs, and wait for more."""
         engine = self._engine
         self._wake.clear()
         self._drain_inbox()
-        while results := self._executor.receive():  # until it has none, or tells of the loss behind them
+        while results := self._executor.receive():  # until there are none; raises the loss behind them
             received_at = time.monotonic()
             for result in results:
                 engine.apply(result)
@@ -305,7 +313,10 @@ class EngineLoop:
         self._metrics.step_seconds.observe(received_at - sent_at)
 
     async def _tick(self) -> None:
-        """Let deadlines and silence be noticed; one timer for all turns is cheaper than one for each."""
+        """Wake the loop now and then, so that it notices deadlines and a silent worker.
+
+        One timer for all turns is cheaper than one for each.
+        """
         while True:
             await asyncio.sleep(_TICK_S)
             if self._engine.num_requests:
@@ -323,7 +334,7 @@ class EngineLoop:
         return await done
 
     def _drain_inbox(self) -> None:
-        """Take in what was posted, for as long as a turn may take; what is left wakes the next turn."""
+        """Make the posted calls, for as long as a turn may take. Those that are left wake the next turn."""
         ends_at = time.perf_counter() + _INBOX_S
         while self._inbox:
             call = self._inbox.popleft()
@@ -348,7 +359,7 @@ class EngineLoop:
         self._publish_readiness()
 
     def _publish_readiness(self) -> None:
-        """Tell health and every frontend, if anything has changed."""
+        """Send the engine's state to every frontend and to the health service, if it has changed."""
         ready, why_not_ready = self._readiness
         if self._is_stopping or self._is_draining:
             ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")

@@ -42,7 +42,7 @@ class Restrictions:
 
     def __init__(self) -> None:
         self.pause: Pause | None = None
-        """None while the engine is not paused."""
+        """The current pause; None while the engine is not paused."""
         self.crashes = CrashBisect()
 
     @property

@@ -1,4 +1,4 @@
-"""Where a step journal goes: one file per run of the engine, all of them together within a bound."""
+"""The files of step journals: one per run of the engine, all of them together within a bound."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ _CLOSING_BYTES = 256  # kept free for the record that says why a recording ends
 
 
 class JournalFile:
-    """Owned by the engine loop. Recording never hurts serving: what goes wrong ends it with one line in the log.
+    """The journal of one run. The engine's listener owns it.
 
-    A replay has to begin where an engine begins, empty, so no part of a run can be dropped by itself. Where
-    room is wanted the journals of this engine's earlier runs go, oldest first; when none is left, the
-    recording ends.
+    Recording never hurts serving: an error ends the recording with one line in the log.
+
+    A replay has to begin where an engine begins, without requests, so no part of a run can be dropped by itself. To
+    make room, the journals of this engine's earlier runs are deleted, oldest first. When none is left, the recording ends.
     """
 
     def __init__(self, directory: Path, max_bytes: int, header: JournalHeader) -> None:
-        """The first event creates the file: an engine that could not start leaves none."""
+        """Prepare a journal. The first event creates its file, so an engine that cannot start leaves none.
+
+        Args:
+            directory: Directory of this engine's journals; others may use it too.
+            max_bytes: Most bytes of all of this engine's journals together.
+            header: Begins the file.
+        """
         self.state = "recording"
-        """recording, full, failed, closed."""
+        """One of recording, full, failed and closed."""
         self._directory = directory
         self._stem = quote(header.engine_id, safe="")
         self._path = directory / f"{self._stem}-{header.epoch}{JOURNAL_SUFFIX}"
@@ -41,7 +48,7 @@ class JournalFile:
         self._earlier: deque[tuple[Path, int]] = deque()
         """Journals of earlier runs and their sizes, oldest first."""
         self._num_bytes = 0
-        """Of all of them, and of this one."""
+        """Bytes of this journal and of all earlier ones."""
         self._flushed_at_s = 0.0
 
     @property
@@ -49,7 +56,7 @@ class JournalFile:
         return self.state == "recording"
 
     def write(self, event: JournalEvent) -> None:
-        """Append one event, if this still records."""
+        """Append one event, unless the recording has ended."""
         if not self.is_recording:
             return
         try:
@@ -73,7 +80,7 @@ class JournalFile:
             self._fail(error)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system: for moments when nothing else is to be done."""
+        """Hand what is buffered to the system. Called when nothing else is to be done."""
         try:
             if self._file is not None:
                 self._file.flush()
@@ -81,7 +88,7 @@ class JournalFile:
             self._fail(error)
 
     def close(self, at_s: float) -> None:
-        """The run is over."""
+        """End the recording, because the run is over."""
         try:
             if self._file is not None:
                 self._end("closed", _closing(at_s, "the engine stopped"))
@@ -99,7 +106,7 @@ class JournalFile:
         return file
 
     def _find_earlier(self) -> None:
-        """This engine's alone: others may share the directory."""
+        """Find this engine's earlier journals. Other engines may share the directory."""
         epochs = []
         for path in self._directory.glob(f"*{JOURNAL_SUFFIX}"):
             stem, _, epoch = path.stem.rpartition("-")
@@ -132,7 +139,7 @@ class JournalFile:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Prompts and answers stand in it: nobody else reads them."""
+    """Open a file that only this user may read: it holds prompts and answers."""
     return os.open(path, flags, 0o600)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.enginecore.engine import EngineCore
 from services.enginecore.journal.file import JournalFile
+from services.enginecore.journal.listener import EngineListener
 from triptych.config import EngineConfig
 from triptych.config.loader import iter_options
 from triptych.types.journal import JournalEvent, JournalHeader, Planned
@@ -16,8 +17,8 @@ from triptych.types.journal import JournalEvent, JournalHeader, Planned
 _READERS = {"enginecore", "worker"}
 
 
-class JournalRecorder:
-    """Writes events of an engine core to a file. It is an `EngineListener`."""
+class JournalRecorder(EngineListener):
+    """Writes the events of an engine core to a file."""
 
     def __init__(self, file: JournalFile) -> None:
         self._file = file

@@ -54,7 +54,7 @@ class _PriorityLevel:
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What one tenant was served on one priority level, and what it has waiting there."""
+    """The share of one tenant on one priority level, and the requests that it has waiting there."""
 
     priority: int
     tenant: str

@@ -104,7 +104,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlightStep:
-    """What the engine must remember of a plan to read its result."""
+    """A step that was sent, as far as it is needed to read its result."""
 
     step_id: int
     num_tokens: int
