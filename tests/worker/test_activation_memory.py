@@ -54,7 +54,7 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
     return found, seen
 
 
-def test_a_step_full_of_prompt_and_one_of_every_row_at_full_context_are_run() -> None:
+def test_measuring_runs_a_full_prompt_step_and_a_full_decode() -> None:
     found, seen = measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
     assert seen == [(BUDGET, *[MAX_MODEL_LEN] * 3), (MAX_NUM_SEQS, *[MAX_MODEL_LEN] * MAX_NUM_SEQS)]
     assert found == PROMPT
@@ -77,7 +77,7 @@ def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("prompt", "recorded", "decode", "bytes_needed"), [(5000, 100, 300, 5300), (5000, 400, 300, 5400)]
 )
-def test_graphs_need_the_memory_of_the_largest_recorded_step_once_more(
+def test_graphs_need_the_largest_recorded_step_twice(
     prompt: int, recorded: int, decode: int, bytes_needed: int
 ) -> None:
     found, seen = measured(max_graph_tokens=11, peaks={BUDGET: prompt, 11: recorded, MAX_NUM_SEQS: decode})

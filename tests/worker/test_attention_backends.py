@@ -212,7 +212,7 @@ def test_flashinfer_plans_a_step_once_for_all_layers(calls: Calls) -> None:
     )
 
 
-def test_flashinfer_plans_only_after_the_device_has_read_the_plan_before(calls: Calls) -> None:
+def test_flashinfer_waits_for_the_plan_before(calls: Calls) -> None:
     """A plan waits in pinned memory of the wrapper's own until the device copies it."""
     order: list[str] = []
 
@@ -323,7 +323,7 @@ def test_the_resolved_name_decides(calls: Calls, resolved, kind, name) -> None:
         ("flashinfer", "flashinfer"),
     ],
 )
-def test_a_package_that_was_built_for_another_machine_is_told_by_name(monkeypatch, resolved, module) -> None:
+def test_a_package_built_for_another_machine_is_named(monkeypatch, resolved, module) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # Python's own way to forbid an import
     with pytest.raises(ConfigError, match=f"worker.attention_backend: {resolved} is installed, but not"):
         create_attention(replace(tiny_config(), attention_backend=resolved))

@@ -144,7 +144,7 @@ def test_what_needs_cuda_is_refused_elsewhere(requested, device) -> None:
         ("flashinfer", {"kv_dtype": "float16"}, "which is bfloat16, not cache.dtype = float16"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_it_is_and_what_to_set(requested, changes, says) -> None:
+def test_refusals_name_the_conflict_and_the_remedy(requested, changes, says) -> None:
     message = refusal(requested, HOPPER, **changes)
     assert says in message
     assert "to auto" in message
@@ -157,7 +157,7 @@ def test_flash_attention_3_is_said_to_be_built_from_source(changes) -> None:
     assert where not in refusal("flash-attn", HOPPER, compute_capability=(8, 0), **changes)
 
 
-def test_plain_torch_is_refused_where_it_would_spell_out_the_cache() -> None:
+def test_plain_torch_does_not_read_caches_of_8_bits_on_cpus() -> None:
     assert "cache.dtype = int8" in refusal("torch", CPU, kv_dtype="int8")
     assert "there is no attention" in refusal("torch", CPU, device="simulated")
 
@@ -193,7 +193,7 @@ QUANTIZED_SITE = AttentionSite(
         ("torch", "auto", False),
     ],
 )
-def test_numbers_that_follow_the_batch_are_not_promised_otherwise(attention, requested, is_invariant) -> None:
+def test_batch_invariance_needs_attention_that_is_invariant(attention, requested, is_invariant) -> None:
     engine = engine_of(attention, requested)
     assert choose_batch_invariance(engine, QUANTIZED_SITE, "int8") == is_invariant
 

@@ -120,7 +120,7 @@ def test_buckets_reach_up_to_the_largest_batch(max_num_seqs: int, buckets: tuple
     assert decode_buckets(1000)[-4:] == (928, 960, 992, 1000)
 
 
-def test_a_bucket_is_recorded_behind_its_first_step_and_replayed_from_then_on(recorder: FakeRecorder) -> None:
+def test_a_bucket_is_recorded_after_its_first_step(recorder: FakeRecorder) -> None:
     runner, model = echo_runner()
     prompts = [[5, 6], [7], [8, 9, 10]]
     rows = [new_row(slot, prompt, [1 + slot]) for slot, prompt in enumerate(prompts)]
@@ -157,7 +157,7 @@ def test_all_buckets_are_captured_at_start_largest_first(recorder: FakeRecorder)
     assert said == [list(tokens) for tokens in zip(*expected, strict=True)]
 
 
-def test_without_memory_at_start_steps_go_on_and_are_not_recorded(recorder: FakeRecorder) -> None:
+def test_capture_without_memory_leaves_steps_eager(recorder: FakeRecorder) -> None:
     recorder.failure = torch.OutOfMemoryError("tried to allocate 2.00 MiB")
     runner, _ = echo_runner()
     runner.capture_graphs(lambda progress: None)
@@ -205,7 +205,7 @@ def test_a_model_says_the_same_replayed_and_one_by_one(recorder: FakeRecorder, k
     assert recorder.num_replayed > 12
 
 
-def test_without_memory_for_a_graph_steps_go_on_and_the_log_says_so(
+def test_a_decode_graph_without_memory_is_logged_and_skipped(
     recorder: FakeRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.failure = torch.OutOfMemoryError("tried to allocate 2.00 MiB")
@@ -219,7 +219,7 @@ def test_without_memory_for_a_graph_steps_go_on_and_the_log_says_so(
     ]
 
 
-def test_a_model_that_cannot_be_recorded_is_refused_and_the_way_out_is_named(recorder: FakeRecorder) -> None:
+def test_an_unrecordable_model_names_enforce_eager(recorder: FakeRecorder) -> None:
     recorder.failure = RuntimeError("operation not permitted when stream is capturing")
     runner, _ = echo_runner()
     runner.execute(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))

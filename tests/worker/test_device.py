@@ -96,7 +96,7 @@ def test_the_caches_precision_can_be_set_apart():
         (EngineConfig(worker=WorkerConfig(rank=1)), "worker.rank = 1"),
     ],
 )
-def test_what_no_worker_serves_is_refused_by_key_and_value_before_anything_is_loaded(engine, names):
+def test_several_ranks_are_refused_before_loading(engine, names):
     with pytest.raises(FeatureDisabled, match=f"{names}: an engine does not feed several workers yet"):
         load_runner(engine, lambda phase, progress: pytest.fail("it has begun"))
 
@@ -120,7 +120,7 @@ def test_the_rank_comes_from_the_options_of_the_process():
         ("float16", True, r"take float32 and bfloat16, not model\.dtype = float16"),
     ],
 )
-def test_a_cache_of_8_bits_is_refused_on_a_cpu_where_no_kernel_reads_it(dtype, native_kernels, says):
+def test_an_int8_cache_needs_native_kernels_on_a_cpu(dtype, native_kernels, says):
     with pytest.raises(FeatureDisabled, match=rf"cache\.dtype = int8.*{says}"):
         choose_kv_dtype("int8", dtype, device="cpu", native_kernels=native_kernels)
     assert choose_kv_dtype("auto", dtype, device="cpu", native_kernels=native_kernels) == dtype
@@ -137,7 +137,7 @@ def test_a_cache_of_8_bits_is_served_elsewhere(device, native_kernels):
     ("device", "says"),
     [("cpu", "read on CUDA devices only; set it to int8"), ("cuda:0", r"compute capability 8\.9 and above")],
 )
-def test_a_cache_of_8_bit_floats_is_refused_where_nothing_converts_them(device, says):
+def test_a_float8_cache_needs_a_device_that_converts_it(device, says):
     with pytest.raises(
         FeatureDisabled, match=rf"cache\.dtype = float8_e4m3fn: .*{says}.* auto, which is float16"
     ):
@@ -163,7 +163,7 @@ def test_quantization_is_served_by_native_kernels(requested):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("requested", ["none", "q4", "q8", "int8", "fp8", "auto"])
-def test_quantization_is_served_by_cuda_devices_where_nothing_chooses_it_unasked(requested, dtype):
+def test_cuda_quantizes_only_when_asked(requested, dtype):
     chosen = choose_quantization(
         requested, QUANTIZABLE, dtype, device="cuda:0", native_kernels=False, native_float8=True
     )
@@ -191,7 +191,7 @@ def test_quantization_is_served_by_cuda_devices_where_nothing_chooses_it_unasked
         ("q4", "simulated", {}, "bfloat16", False, "this is simulated"),
     ],
 )
-def test_where_nothing_multiplies_quantized_weights_they_are_refused_by_name(
+def test_quantization_without_a_kernel_is_refused_by_name(
     requested, device, changes, dtype, native_kernels, says
 ):
     architecture = replace(QUANTIZABLE, **changes)
@@ -210,16 +210,14 @@ def test_where_nothing_multiplies_quantized_weights_they_are_refused_by_name(
         ("simulated", {}, "bfloat16", False),
     ],
 )
-def test_automatic_quantization_is_none_where_no_native_kernel_serves_it(
-    device, changes, dtype, native_kernels
-):
+def test_auto_quantization_is_none_without_native_kernels(device, changes, dtype, native_kernels):
     architecture = replace(QUANTIZABLE, **changes)
     chosen = choose_quantization("auto", architecture, dtype, device=device, native_kernels=native_kernels)
     assert chosen == "none"
 
 
 @pytest.mark.parametrize("native_float8", [True, False])
-def test_8_bit_floats_are_served_where_the_device_multiplies_them(native_float8):
+def test_fp8_is_served_where_the_device_multiplies_it(native_float8):
     engine = EngineConfig(model=ModelConfig(quantization="fp8"))
     device = {
         "device": "cuda:0",
@@ -249,9 +247,7 @@ def site(device: str, *, native_kernels: bool = True, **facts: object) -> Attent
         ("q8", "false", False),
     ],
 )
-def test_only_automatic_quantization_lets_the_batch_change_numbers_unasked(
-    quantization, requested, is_invariant
-):
+def test_only_auto_quantization_drops_batch_invariance_unasked(quantization, requested, is_invariant):
     engine = EngineConfig(model=ModelConfig(quantization=quantization, batch_invariant=requested))
     resolved = "q4" if quantization == "auto" else quantization
     assert choose_batch_invariance(engine, site("cpu"), resolved) == is_invariant
@@ -265,7 +261,7 @@ def test_only_automatic_quantization_lets_the_batch_change_numbers_unasked(
         (site("cpu", native_kernels=False), "none", "products are torch's.* to float32 or bfloat16"),
     ],
 )
-def test_products_that_follow_the_batch_are_not_promised_otherwise(where, quantization, why):
+def test_batch_invariance_needs_products_that_are_invariant(where, quantization, why):
     auto = EngineConfig(model=ModelConfig(quantization=quantization))
     assert not choose_batch_invariance(auto, where, quantization)
     wanted = replace(auto, model=replace(auto.model, batch_invariant="true"))
@@ -274,7 +270,7 @@ def test_products_that_follow_the_batch_are_not_promised_otherwise(where, quanti
     assert choose_batch_invariance(wanted, site("cuda:0"), "int8")
 
 
-def test_a_context_above_the_models_own_is_refused_with_both_numbers():
+def test_max_model_len_above_the_models_names_both_numbers():
     with pytest.raises(ConfigError, match=r"model\.max_model_len: 65 .* 64"):
         resolve_config(EngineConfig(model=ModelConfig(max_model_len=65), worker=CPU), tiny_architecture())
 
@@ -353,9 +349,7 @@ def cuda(monkeypatch, products):
 @pytest.mark.parametrize(
     ("variables", "settings"), [({}, ["expandable_segments:True"]), ({"PYTORCH_ALLOC_CONF": ""}, [])]
 )
-def test_a_cuda_devices_memory_grows_in_place_unless_the_operator_set_the_allocator(
-    monkeypatch, cuda, variables, settings
-):
+def test_cuda_segments_grow_unless_the_allocator_is_configured(monkeypatch, cuda, variables, settings):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     seen = []
@@ -373,7 +367,7 @@ def test_an_older_torch_is_set_by_its_older_function(monkeypatch, cuda):
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-def test_an_allocator_that_cannot_be_set_is_logged_and_used_as_it_is(monkeypatch, cuda, caplog, is_missing):
+def test_an_allocator_that_cannot_be_set_is_logged(monkeypatch, cuda, caplog, is_missing):
     def refuse(settings):
         raise RuntimeError("Unrecognized CachingAllocator option")
 

@@ -65,11 +65,11 @@ def test_flags_and_name_are_those_of_the_first_cpu(root):
     assert host.cpu_name(root) == "Testor 9"
 
 
-def test_without_control_groups_free_memory_is_what_the_machine_has(root):
+def test_free_memory_without_control_groups_is_the_machines(root):
     assert host.free_memory(root) == 8 * GIB
 
 
-def test_the_tightest_ancestor_limits_memory_and_droppable_pages_are_free(root):
+def test_the_tightest_control_group_limits_memory(root):
     write(root, "proc/self/cgroup", "0::/pod/worker\n")
     for group, limit, used, inactive in (
         ("pod", 4 * GIB, 3 * GIB, GIB // 2),
@@ -88,7 +88,7 @@ def test_an_unlimited_group_limits_nothing(root):
     assert host.free_memory(root) == 8 * GIB
 
 
-def test_a_version_1_limit_holds_in_a_container_that_sees_the_hosts_path(root):
+def test_a_version_1_limit_holds_inside_a_container(root):
     write(root, "proc/self/cgroup", "9:memory:/docker/0123abcd\n1:name=systemd:/docker/0123abcd\n")
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
     write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")

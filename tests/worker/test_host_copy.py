@@ -69,7 +69,7 @@ class Model(nn.Module):
         }
 
 
-def test_every_weight_finds_its_numbers_again_however_often_they_wait() -> None:
+def test_weights_are_restored_after_every_vacate() -> None:
     model = Model()
     named = model.tensors()
     assert len(named) > 30

@@ -45,13 +45,13 @@ def test_what_steps_take_comes_out_of_the_share_that_is_granted():
         plan_kv_cache(tiny_config(num_blocks=5), 8 * BLOCK_BYTES, activation_bytes=4 * BLOCK_BYTES)
 
 
-def test_measured_blocks_stop_at_what_all_requests_together_can_fill():
+def test_measured_blocks_stop_at_what_all_requests_can_fill():
     plan = plan_kv_cache(config_with(CacheConfig(block_size=5), max_num_seqs=3), 1 << 40)
     assert plan.shape.num_blocks == 3 * 13 + 1  # 64 tokens fill 13 blocks of 5
     assert plan.max_model_len == 64
 
 
-def test_the_operators_context_limits_measured_blocks_and_max_model_len():
+def test_max_model_len_limits_measured_blocks():
     plan = plan_kv_cache(config_with(CacheConfig(block_size=4), max_num_seqs=2, max_model_len=9), 1 << 40)
     assert plan.shape.num_blocks == 2 * 3 + 1
     assert plan.max_model_len == 9
@@ -85,7 +85,7 @@ def test_half_precision_halves_a_block():
     assert plan_kv_cache(config, 1 << 30).block_bytes == BLOCK_BYTES // 2
 
 
-def test_allocation_has_the_planned_shape_and_an_empty_null_block():
+def test_the_cache_has_the_planned_shape_and_a_zero_null_block():
     config = tiny_config(tiny_architecture(num_layers=3, num_kv_heads=2), num_blocks=7, block_size=5)
     shape = plan_kv_cache(config, 1 << 30).shape
     layers = allocate_kv_cache(shape, torch.device("cpu"))

@@ -125,7 +125,7 @@ def test_ranks_share_out_the_vocabulary() -> None:
         assert torch.equal(dense(embedding.weight), table[rank * 2 : rank * 2 + 2])
 
 
-def test_a_vocabulary_that_ranks_do_not_divide_is_shared_out_in_aligned_pieces() -> None:
+def test_an_uneven_vocabulary_is_shared_in_aligned_pieces() -> None:
     table = whole(70, 4)
     shares = []
     for rank in range(4):
@@ -136,7 +136,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_shared_out_in_aligned_pieces()
     assert torch.equal(torch.cat(shares), table)
 
 
-def test_a_tied_head_reads_the_weight_of_the_embedding_and_asks_for_none() -> None:
+def test_a_tied_head_shares_the_weight_of_the_embedding() -> None:
     context = rank_context(dtype="bfloat16")
     embedding = VocabEmbedding(6, 4, context=context, prefix="e")
     head = LogitsHead(6, 4, tied_to=embedding, context=context, prefix="h")
@@ -162,7 +162,7 @@ def test_uneven_shares_are_refused(build: Callable[[ModelContext], nn.Module]) -
         build(rank_context(0, 3))
 
 
-def test_parameters_are_created_in_the_resolved_dtype_and_need_no_gradient() -> None:
+def test_parameters_have_the_resolved_dtype_and_no_gradient() -> None:
     norm = RMSNorm(4, 1e-5, context=rank_context(dtype="bfloat16"), prefix="n")
     fill(norm, {"n.weight": whole(4)})  # float32 in the checkpoint: rounded on the way in
     assert norm.weight.dtype == torch.bfloat16

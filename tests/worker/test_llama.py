@@ -104,7 +104,7 @@ def loaded_pair(**changes: Any) -> tuple[Any, LlamaForCausalLM]:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_equal_those_of_transformers_however_steps_are_cut(name: str, cut: str) -> None:
+def test_logits_equal_transformers_for_all_cuts(name: str, cut: str) -> None:
     oracle, model = loaded_pair(**ARCHITECTURES[name])
     sequences = Sequences(model, tiny_architecture(**ARCHITECTURES[name]), LENGTHS)
     logits = sequences.run(CUTS[cut])
@@ -150,7 +150,7 @@ def test_a_cached_prefix_is_read_and_not_written() -> None:
         assert torch.equal(cache.blocks[shared], old[shared])
 
 
-def test_tied_head_and_rotary_frequencies_in_a_checkpoint_are_ignored() -> None:
+def test_stored_tied_heads_and_frequencies_are_ignored() -> None:
     architecture = tiny_architecture()
     oracle = transformers_llama(architecture)
     tensors = dict(oracle.state_dict())

@@ -90,7 +90,7 @@ def greedy(oracle: LlamaForCausalLM, prompt: list[int], num_new: int) -> list[in
     return tokens[len(prompt) :]
 
 
-def test_a_batch_with_chunks_says_what_transformers_says_of_each_prompt(runner, oracle):
+def test_chunked_batches_equal_transformers(runner, oracle):
     prompts, num_new = texts(1, 4, 5, 23, 41), 9
     said: list[list[int]] = [[] for _ in prompts]
     computed = [0] * len(prompts)

@@ -291,7 +291,7 @@ class TestRandom:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_is_filled_tensor_by_tensor_and_tells_how_far_it_is(tmp_path: Path, dtype: str) -> None:
+def test_loading_reports_progress_tensor_by_tensor(tmp_path: Path, dtype: str) -> None:
     config = replace(tiny_config(tiny_architecture()), dtype=dtype)
     checkpoint = RandomCheckpoint(config.architecture, seed=3)
     reports: list[tuple[int, int]] = []

@@ -54,9 +54,7 @@ def oracle(directory: Path) -> Any:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("cut", CUTS)
-def test_logits_equal_those_of_transformers_however_steps_are_cut(
-    oracle: Any, directory: Path, cut: str, native: bool
-) -> None:
+def test_logits_equal_transformers_for_all_cuts(oracle: Any, directory: Path, cut: str, native: bool) -> None:
     if native and not isa():
         pytest.skip("no native kernels are built for this processor")
     with forced_isa(isa() if native else ""):
@@ -76,7 +74,7 @@ def test_experts_may_be_more_and_chosen_alone(tmp_path: Path) -> None:
     assert_equals_oracle(oracle, sequences, sequences.run(CUTS["whole prompts"]))
 
 
-def test_a_batch_in_chunks_says_what_transformers_says_of_each_prompt(
+def test_chunked_batches_equal_transformers(
     oracle: Any, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -146,7 +144,7 @@ def test_random_weights_have_the_names_and_shapes_of_saved_ones(oracle: Any, dir
 @pytest.mark.parametrize(
     ("quantization", "bytes_per_weight"), [("q4", 20 / 32), ("q8", 34 / 32), ("int8", 1)]
 )
-def test_on_a_device_quantized_experts_stand_in_one_piece_for_each_product(
+def test_quantized_experts_are_one_tensor_per_product_on_cuda(
     quantization: str, bytes_per_weight: float
 ) -> None:
     architecture = tiny_architecture(

@@ -75,7 +75,7 @@ def test_the_ranks_results_sum_to_the_whole_mixture(num_ranks: int, renormalize:
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_holds_its_share_of_every_expert_and_the_whole_router() -> None:
+def test_ranks_share_experts_and_hold_the_whole_router() -> None:
     layer = create(1, 4)
     targets = find_weight_targets(layer)
     assert targets.keys() == checkpoint().keys()

@@ -63,7 +63,7 @@ def test_buckets_reach_up_to_the_longest_recorded_step() -> None:
     assert all(second - first <= first // 8 for first, second in itertools.pairwise(sizes) if first >= 512)
 
 
-def test_steps_are_recorded_as_long_as_their_launches_outlast_them() -> None:
+def test_the_graph_token_limit_falls_with_model_size() -> None:
     small = tiny_architecture(
         hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64
     )
@@ -78,7 +78,7 @@ def test_steps_are_recorded_as_long_as_their_launches_outlast_them() -> None:
     assert graph_token_limit(large) == LEAST_GRAPH_TOKENS
 
 
-def test_pieces_captured_at_start_are_replayed_from_the_first_step_on(graphs: TracedGraphs) -> None:
+def test_pieces_captured_at_start_are_replayed(graphs: TracedGraphs) -> None:
     config, model = tiny_model(max_num_seqs=8, num_blocks=80)
     alone = runner_for(model, config, None)
     expected = [alone.execute(plan) for plan in plans(list(KINDS), 20)]
@@ -150,7 +150,7 @@ def test_a_replayed_step_attends_between_the_pieces(
     assert len(caches) == len(set(caches)) == num_layers
 
 
-def test_without_memory_for_pieces_steps_go_on_and_the_log_says_so_once(
+def test_pieces_without_memory_are_logged_once_and_skipped(
     graphs: TracedGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, model = tiny_model()
@@ -166,7 +166,7 @@ def test_without_memory_for_pieces_steps_go_on_and_the_log_says_so_once(
     }
 
 
-def test_a_model_that_cannot_be_recorded_is_refused_and_the_way_out_is_named(graphs: TracedGraphs) -> None:
+def test_an_unrecordable_model_names_enforce_eager(graphs: TracedGraphs) -> None:
     config, model = tiny_model()
     forward = model.model.layers[0].mlp.forward  # type: ignore[attr-defined]
     model.model.layers[0].mlp.forward = lambda hidden: forward(hidden) * (hidden.sum().item() > -1e9)  # type: ignore[attr-defined]

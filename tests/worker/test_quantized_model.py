@@ -79,7 +79,7 @@ def test_a_files_own_blocks_are_kept(
 
 @pytest.mark.parametrize(("quantization", "bits", "largest_error"), [("q4", 4, 0.09), ("q8", 8, 0.006)])
 @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
-def test_what_the_file_holds_otherwise_is_quantized_and_the_head_to_8_bits(
+def test_other_tensors_are_quantized_and_the_head_to_8_bits(
     write, kind: str, quantization: str, bits: int, largest_error: float
 ) -> None:
     directory = write(kind)
@@ -95,7 +95,7 @@ def test_what_the_file_holds_otherwise_is_quantized_and_the_head_to_8_bits(
         assert 0 < error < (0.006 if is_head else largest_error), name
 
 
-def test_a_weight_made_of_several_tensors_takes_the_smallest_format_that_loses_nothing() -> None:
+def test_packed_weights_take_the_smallest_lossless_format() -> None:
     tensor_types = {"a": "Q4_0", "b": "Q4_1", "c": "Q8_0", "d": "Q6_K"}
 
     def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
@@ -143,7 +143,7 @@ def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> N
 
 
 @pytest.mark.parametrize("quantization", ["none", "q4"])
-def test_a_cache_of_8_bits_is_about_as_far_from_the_truth_as_bfloat16(write, quantization: str) -> None:
+def test_an_8_bit_cache_is_about_as_exact_as_bfloat16(write, quantization: str) -> None:
     directory = write("Q4_0")
     exact = logprobs(directory, "none", "float32", sequences=LONG_SEQUENCES)
 
@@ -169,7 +169,7 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str, 
 
 
 @pytest.mark.parametrize(("dtype", "is_measured"), [("bfloat16", True), ("float32", False)])
-def test_wide_products_are_allowed_where_the_batch_may_change_numbers(
+def test_wide_products_need_batch_invariance_off(
     write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
 ) -> None:
     monkeypatch.setattr(quantized, "measure_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)

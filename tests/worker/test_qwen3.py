@@ -34,9 +34,7 @@ MODELS: dict[str, tuple[type, Any]] = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers_however_steps_are_cut(
-    name: str, cut: str, tmp_path: Path
-) -> None:
+def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, tmp_path: Path) -> None:
     create, config = MODELS[name]
     oracle = save_checkpoint(create(config), tmp_path)
     model, architecture = load_checkpoint(tmp_path)
@@ -45,7 +43,7 @@ def test_logits_equal_those_of_transformers_however_steps_are_cut(
 
 
 @pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen2"])
-def test_a_batch_in_chunks_says_what_transformers_says_of_each_prompt(name: str, tmp_path: Path) -> None:
+def test_chunked_batches_equal_transformers(name: str, tmp_path: Path) -> None:
     create, config = MODELS[name]
     oracle = save_checkpoint(create(config), tmp_path)
     runner = make_runner(tmp_path)

@@ -15,7 +15,7 @@ def filled(blocks: ResultBlocks, *tensors: torch.Tensor) -> ResultBlock:
     return block
 
 
-def test_results_of_any_shape_and_dtype_are_read_as_they_were_written() -> None:
+def test_results_are_read_in_their_shape_and_dtype() -> None:
     tensors = (
         torch.arange(5),
         torch.rand(3, 7),
@@ -29,7 +29,7 @@ def test_results_of_any_shape_and_dtype_are_read_as_they_were_written() -> None:
         assert value.dtype == tensor.numpy().dtype
 
 
-def test_a_block_serves_again_once_it_is_read_and_leaves_its_values_alone() -> None:
+def test_a_read_block_is_reused_without_changing_values() -> None:
     blocks = ResultBlocks(pinned=False)
     first, second = (filled(blocks, torch.full((4,), number)) for number in (1, 2))
     assert first.memory.data_ptr() != second.memory.data_ptr(), "both steps are in flight"

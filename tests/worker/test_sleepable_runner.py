@@ -162,7 +162,7 @@ def sleeper(request: pytest.FixtureRequest, directory: Path) -> tuple[SleepableR
     return runner, expected
 
 
-def test_without_the_memory_it_sleeps_on_names_the_figures_and_wakes_later(
+def test_waking_without_memory_names_figures_and_is_repeatable(
     sleeper: tuple[SleepableRunner, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, expected = sleeper
@@ -179,7 +179,7 @@ def test_without_the_memory_it_sleeps_on_names_the_figures_and_wakes_later(
     assert tokens(runner) == expected
 
 
-def test_memory_that_runs_out_on_the_way_is_given_back_and_it_wakes_later(
+def test_a_failed_wake_frees_its_memory_and_can_be_repeated(
     sleeper: tuple[SleepableRunner, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, expected = sleeper
@@ -201,7 +201,7 @@ def test_memory_that_runs_out_on_the_way_is_given_back_and_it_wakes_later(
     assert tokens(runner) == expected
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_one_with_other_weights_taken(directory: Path) -> None:
+def test_waking_takes_new_weights_but_no_other_model(directory: Path) -> None:
     runner = make_runner(directory)
     expected = tokens(runner)
     runner.sleep(DROPPED)

@@ -125,7 +125,7 @@ def test_each_rank_holds_its_share(cases: dict[str, Case], answers: dict[str, li
         assert rank.kernels.endswith("eager") == bool(isa())
 
 
-def test_a_rank_that_is_gone_is_named_and_no_later_step_meets_the_one_it_left(
+def test_a_lost_rank_is_named_and_ends_the_group(
     answers: dict[str, list[Answer]],
 ) -> None:
     lost, after = answers[LOSES_A_RANK][0].after_the_loss
@@ -149,13 +149,13 @@ def test_ranks_that_do_not_come_are_named() -> None:
         meet(parallel(free_port()), 1, 3)
 
 
-def test_an_address_where_nobody_can_meet_is_refused() -> None:
+def test_an_invalid_rendezvous_address_is_refused() -> None:
     for address in ("nowhere", ":29500", "host:0", "host:65536", "host:x"):
         with pytest.raises(ConfigError, match=rf"parallel.rendezvous_address: '{address}' is not host:port"):
             meet(ParallelConfig(rendezvous_address=address), 0, 2)
 
 
-def test_two_workers_of_one_rank_are_told() -> None:
+def test_a_rank_given_to_two_workers_is_an_error() -> None:
     port, errors = free_port(), []
 
     def come(rank: int) -> None:
@@ -189,7 +189,7 @@ def test_ranks_that_differ_are_refused_before_they_load() -> None:
     check_agreement(tiny_config(), OneRank(), fingerprint="abc", processor="avx2")
 
 
-def test_a_model_of_ranks_that_nobody_connected_is_our_bug() -> None:
+def test_a_sharded_model_needs_connected_ranks() -> None:
     config = replace(tiny_config(), rank=RankFacts(tensor_parallel_size=2))
     with pytest.raises(AssertionError, match="are connected"):
         create_model(context=ModelContext(config))

@@ -100,7 +100,7 @@ def test_torch_has_its_threads_without_native_kernels(tmp_path: Path) -> None:
     ("own", "is_built", "policy"),
     [(None, True, "PASSIVE"), ("ACTIVE", True, "ACTIVE"), (None, False, None)],
 )
-def test_threads_of_torch_that_wait_do_not_spin_beside_native_ones(
+def test_waiting_torch_threads_do_not_spin_beside_native_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str | None, is_built: bool, policy: str | None
 ) -> None:
     digest = tmp_path / "DIGEST"

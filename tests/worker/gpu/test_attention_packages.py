@@ -103,9 +103,7 @@ def test_recorded_decodes_follow_lengths_and_tables(device: torch.device, name: 
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-3", "flashinfer"])
-def test_steps_launched_far_ahead_of_the_device_keep_their_own_lengths(
-    device: torch.device, name: str
-) -> None:
+def test_steps_launched_ahead_keep_their_own_lengths(device: torch.device, name: str) -> None:
     backend, block_size = backend_of(name, device)
     dtype = torch.bfloat16
     steps = [

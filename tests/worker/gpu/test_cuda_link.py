@@ -22,7 +22,7 @@ def launch(stream: CudaStream, value: int, cycles: int):
     return stream.read_back((inputs.clone(), inputs[:8].sum()[None]))
 
 
-def test_each_step_reads_its_own_inputs_however_many_are_launched_ahead(device: torch.device) -> None:
+def test_steps_launched_ahead_read_their_own_inputs(device: torch.device) -> None:
     stream = CudaStream(device)
     stream.reserve(NUM_BYTES)
     reads = [launch(stream, value, SHORT_CYCLES) for value in range(1, 40)]

@@ -53,7 +53,7 @@ def plans() -> list[StepPlan]:
     ]
 
 
-def test_steps_launched_ahead_and_replayed_say_what_single_eager_ones_say(runners) -> None:
+def test_replayed_steps_equal_eager_steps(runners) -> None:
     graphs, eager = runners
     assert (graphs.facts.kernels, eager.facts.kernels) == ("triton graphs", "triton eager")
     eager.reset()
@@ -84,7 +84,7 @@ def test_a_replayed_step_is_launched_while_the_device_is_busy(runners) -> None:
     assert [step.wait().step_id for step in pending] == [4, 5, 6]
 
 
-def test_a_step_without_memory_fails_its_requests_and_not_the_runner(runners, device: torch.device) -> None:
+def test_out_of_memory_fails_requests_not_the_runner(runners, device: torch.device) -> None:
     _, eager = runners
     eager.reset()
     rows = [new_row(0, range(3, 90), range(1, 7), slot_version=3)]
@@ -133,7 +133,7 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
     assert torch.cuda.max_memory_allocated(device) - before <= measured
 
 
-def test_decodes_with_an_attention_that_is_not_recorded_are_replayed_in_pieces(
+def test_unrecorded_attention_replays_decodes_in_pieces(
     runners, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     _, eager = runners
@@ -145,7 +145,7 @@ def test_decodes_with_an_attention_that_is_not_recorded_are_replayed_in_pieces(
         assert pieces.execute(plan).token_ids.tolist() == eager.execute(plan).token_ids.tolist()
 
 
-def test_a_recording_is_replayed_on_what_stands_in_its_inputs_then(device: torch.device) -> None:
+def test_a_replay_reads_the_current_inputs(device: torch.device) -> None:
     recorder = CudaGraphRecorder(device)
     inputs = torch.zeros(1 << 20, device=device)
     outputs = torch.zeros_like(inputs)

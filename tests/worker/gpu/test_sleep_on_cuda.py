@@ -33,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 @pytest.mark.parametrize("level", list(SleepLevel))
-def test_the_device_is_free_during_a_sleep_and_the_tokens_after_it_are_the_same(
+def test_sleep_frees_the_device_and_keeps_tokens(
     runner: SleepableRunner, level: SleepLevel, device: torch.device
 ) -> None:
     expected, _ = generate(runner, PROMPTS, SAMPLING)
@@ -51,7 +51,7 @@ def test_the_device_is_free_during_a_sleep_and_the_tokens_after_it_are_the_same(
         assert awake - free_bytes(device) < MAX_KEPT_BYTES, "a sleep leaks"
 
 
-def test_a_device_that_others_have_filled_is_named_with_its_figures_and_can_be_woken_later(
+def test_wake_without_memory_names_figures_and_can_be_repeated(
     runner: SleepableRunner, device: torch.device
 ) -> None:
     expected, _ = generate(runner, PROMPTS, SAMPLING)
