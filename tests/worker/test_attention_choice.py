@@ -43,7 +43,7 @@ CPU = replace(
 def refusal(requested: str, site: AttentionSite, **changes: Any) -> str:
     with pytest.raises(FeatureDisabled) as refused:
         choose_attention_backend(requested, replace(site, **changes))
-    assert refused.value.feature == f"worker.attention_backend = {requested}"
+    assert refused.value.features == (f"worker.attention_backend = {requested}",)
     return str(refused.value)
 
 
