@@ -25,8 +25,8 @@ class JournalFile:
 
     Recording never hurts serving: an error ends the recording with one line in the log.
 
-    A replay has to begin where an engine begins, without requests, so no part of a run can be dropped by itself. To
-    make room, the journals of this engine's earlier runs are deleted, oldest first. When none is left, the recording ends.
+    A replay has to begin where an engine begins, without requests, so no part of a run can be dropped. To stay within
+    the limit, the journals of this engine's earlier runs are deleted, oldest first; then the recording ends.
     """
 
     def __init__(self, directory: Path, max_bytes: int, header: JournalHeader) -> None:
