@@ -118,6 +118,14 @@ def test_details_say_what_other_clients_look_for():
         (violation.field, violation.description) for violation in VIOLATIONS
     ]
 
+    one = errors.FieldViolation("n", "9 is above the limit 5", "9", "5")
+    info = error_details_pb2.ErrorInfo.FromString(details_of(errors.InvalidRequest([one]))["ErrorInfo"].value)
+    assert dict(info.metadata) == {"field": "n", "value": "9", "limit": "5"}
+
+    details = details_of(errors.FeatureDisabled(["adapter", "cache.bypass"], "is not served yet"))
+    bad_request = error_details_pb2.BadRequest.FromString(details["BadRequest"].value)
+    assert [violation.field for violation in bad_request.field_violations] == ["adapter", "cache.bypass"]
+
     details = details_of(errors.QueueFull("full", 0.25))
     assert set(details) == {"ErrorInfo", "RetryInfo"}
     retry = error_details_pb2.RetryInfo.FromString(details["RetryInfo"].value)

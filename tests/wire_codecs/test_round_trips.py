@@ -27,7 +27,7 @@ from triptych.admin.v1 import admin_pb2
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
 from triptych.rpc.session.handshake import SessionTerms
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus
 from triptych.types.outputs import (
     FinishedRequest,
@@ -39,7 +39,15 @@ from triptych.types.outputs import (
     Usage,
 )
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns, NewRow, RowContent, StepPlan, StepResult, empty_u32
+from triptych.types.step import (
+    LogprobColumns,
+    NewRow,
+    PromptLogprobs,
+    RowContent,
+    StepPlan,
+    StepResult,
+    empty_u32,
+)
 from triptych.v1 import generation_pb2, output_pb2
 from triptych.wire import admin, columns, engine_core, generation, result, step, worker
 from triptych.wire import sampling as sampling_codec
@@ -217,6 +225,21 @@ def test_messages_are_numbered_and_stay_below_a_megabyte():
         ).logprobs
         == event.logprobs
     )
+
+
+def test_parts_of_a_prompt_become_one_in_a_whole_answer():
+    encoder, answer = encoder_of_all([]), generation.WholeAnswer()
+    for first in (1, 3):
+        shape = 2, 1
+        part = PromptLogprobs(
+            first, np.full(shape, first, np.uint32), np.zeros(shape, np.float32), np.ones(2, np.uint32)
+        )
+        event = PromptLogprobsEvent(part, [b"x"] * 2, b"first" if first == 1 else b"")
+        for message in encoder.encode(event):
+            answer.add(message)
+    prompt = answer.take().prompt_logprobs
+    assert (prompt.first_position, prompt.first_token_bytes) == (1, b"first")
+    assert (list(prompt.logprobs.token_ids), list(prompt.logprobs.ranks)) == ([1, 1, 3, 3], [1] * 4)
 
 
 def test_a_client_gets_nothing_that_it_did_not_ask_for():

@@ -205,14 +205,15 @@ def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLength
 
 def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolation]:
     """Check everything besides prompt and sampling."""
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
     if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
         found.append(("request_id", why))
     for name, text in (("tenant", raw.tenant), ("cache_salt", raw.cache_salt)):
         if (why := why_not_text(text)) is not None:
             found.append((name, why))
         elif (num_bytes := len(text.encode())) > MAX_LABEL_BYTES:
-            found.append((name, f"{num_bytes} bytes are above the limit {MAX_LABEL_BYTES}"))
+            why = f"{num_bytes} bytes are above the limit {MAX_LABEL_BYTES}"
+            found.append((name, why, str(num_bytes), str(MAX_LABEL_BYTES)))
     if type(raw.priority) is not int or not _I32[0] <= raw.priority <= _I32[1]:
         found.append(("priority", f"{raw.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
     elif raw.priority and not engine.limits.has_priorities:
@@ -221,17 +222,17 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
         )
     truncate = raw.truncate_prompt_tokens
     if truncate is not None and (type(truncate) is not int or truncate < 1):
-        found.append(("truncate_prompt_tokens", f"{truncate!r} is below the limit 1"))
+        found.append(("truncate_prompt_tokens", f"{truncate!r} is below the limit 1", f"{truncate!r}", "1"))
     deadline_s = raw.deadline_s
     if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is refused, too
         limit = f"above 0 and at most {MAX_DEADLINE_S:g} seconds"
         found.append(("deadline_s", f"{deadline_s:g} is refused; a deadline is {limit}"))
-    return [FieldViolation(raw.path(name), description) for name, description in found]
+    return [FieldViolation(raw.path(name), *rest) for name, *rest in found]
 
 
 def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWelcome) -> list[FieldViolation]:
     """Check fields that are valid by themselves against each other."""
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
     if sampling.min_tokens and sampling.allowed_token_ids:
         assert engine.model is not None, "an engine that was never ready is never chosen"
         masked = {*engine.model.eos_token_ids, *sampling.stop_token_ids}
@@ -240,35 +241,29 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
                 "names only tokens that end the output, and min_tokens "
                 f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
             )
-            found.append((raw.path("allowed_token_ids"), why))
+            found.append(("allowed_token_ids", why))
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
-        found.append((raw.path("max_tokens"), why))
+        found.append(("max_tokens", why, "0", "1"))
     if sampling.n > engine.limits.max_choices:
         limit = engine.limits.max_choices
         why = f"{sampling.n} choices are above the limit {limit}: so many run and wait together at most"
-        found.append((raw.path("n"), why))
+        found.append(("n", why, str(sampling.n), str(limit)))
     if sampling.n > 1 and sampling.is_greedy:
-        found.append(
-            (
-                raw.path("n"),
-                f"{sampling.n} choices of greedy sampling (temperature {sampling.temperature:g}) would all be "
-                "equal; the limit is 1, or raise temperature",
-            )
+        why = (
+            f"{sampling.n} choices of greedy sampling (temperature {sampling.temperature:g}) would all be "
+            "equal; the limit is 1, or raise temperature"
         )
+        found.append(("n", why, str(sampling.n), "1"))
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        found.append(
-            (
-                raw.path("min_tokens"),
-                f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}",
-            )
-        )
+        why = f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}"
+        found.append(("min_tokens", why, str(sampling.min_tokens), str(sampling.max_tokens)))
     if not sampling.detokenize:
         if sampling.stop:
-            found.append((raw.path("stop"), "is looked for in the text, but detokenize is false"))
+            found.append(("stop", "is looked for in the text, but detokenize is false"))
         if raw.echo:
-            found.append((raw.path("echo"), "repeats the prompt's text, but detokenize is false"))
-    return [FieldViolation(path, description) for path, description in found]
+            found.append(("echo", "repeats the prompt's text, but detokenize is false"))
+    return [FieldViolation(raw.path(name), *rest) for name, *rest in found]
 
 
 def _check_emitted(raw: RawRequest, sampling: SamplingParams, vocab_size: int) -> list[FieldViolation]:

@@ -50,17 +50,17 @@ class RawRequest:
     """An output without `max_tokens` may be as long as the context leaves, as it always may for a chat."""
     output_kind: OutputKind = OutputKind.DELTA
     min_interval_tokens: int = 0
-    """New tokens of a choice to gather before they are sent. 0: none."""
+    """New tokens of a choice to gather before they are sent. 0 sends them as they come."""
     emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Choices to go on with, by index, and their output tokens so far. Empty: all, from their beginning."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
     add_special_tokens: bool | None = None
-    """Around a text. None: yes."""
+    """Whether to add special tokens around a text. None means yes."""
     truncate_prompt_tokens: int | None = None
     keeps_beginning: bool = False
-    """A prompt that is truncated loses its end, not its beginning."""
+    """Whether a prompt that is truncated loses its end. Otherwise it loses its beginning."""
     adapter: str = ""
     echo: bool = False
     deadline_s: float | None = None
