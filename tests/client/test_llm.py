@@ -71,6 +71,17 @@ def test_all_choices_of_a_prompt_come_back(llm):
     assert output.usage.num_output_tokens == 6
 
 
+def test_events_of_a_later_version_are_ignored(llm, frontend):
+    frontend.adds_unknown = True
+    outputs = llm.generate(["a b", "c"], use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [" a b", " c"]
+
+
+def test_one_stream_carries_all_prompts(llm, frontend):
+    assert len(llm.generate(["a"] * 30, use_tqdm=False)) == 30
+    assert frontend.num_batches == 1
+
+
 def test_parallel_sampling_params_go_with_their_prompts(llm, frontend):
     llm.generate(["a", "b"], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)], use_tqdm=False)
     assert {r.generation.text.text: r.generation.length.max_tokens for r in frontend.requests} == {

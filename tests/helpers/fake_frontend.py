@@ -45,6 +45,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.adds_unknown = False
         """An event of a kind that no client knows follows every event."""
         self.requests: list[generation_pb2.StreamGenerateRequest] = []
+        self.num_batches = 0
         self.num_running = self.max_running = self.num_refused = self.num_cancelled = 0
         self.port = port
         self._loop = LoopThread("fake-frontend")
@@ -79,6 +80,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         await self._server.set_ready(True)
 
     async def BatchGenerate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        self.num_batches += 1
         run = BatchRun(lambda item: self.StreamGenerate(item.request, context))
         async with aclosing(run.run(request_iterator)) as responses:
             async for response in responses:
