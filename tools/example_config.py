@@ -62,8 +62,12 @@ def render() -> str:
 def option_lines(option: Option) -> Iterator[str]:
     allowed = option.limits.describe()
     readers = f"Read by {', '.join(option.limits.read_by)}."
-    facts = f"{allowed[0].upper()}{allowed[1:]}. {readers}" if allowed else readers
-    for paragraph in (option.limits.help, facts):
+    facts = [f"{allowed[0].upper()}{allowed[1:]}."] if allowed else []
+    if option.limits.shared:
+        facts.append("The engine and its worker must have the same value.")
+    if option.limits.per_rank:
+        facts.append("May differ between the ranks of a group.")
+    for paragraph in (option.limits.help, " ".join([*facts, readers])):
         for line in textwrap.wrap(paragraph, WIDTH - 4):
             yield f"# {line}"
     yield yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=WIDTH).rstrip()

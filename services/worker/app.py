@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from services.worker.runner.base import Runner
+from services.worker.runner.base import PhaseChange, Runner
 from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_thread import PhaseChange, RunnerThread
+from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE, WorkerServicer
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher

@@ -48,7 +48,7 @@ def test_kernels_that_are_missing_are_told_with_the_reason(
     monkeypatch.setattr(create, "isa", lambda: "avx512_bf16")
     monkeypatch.setattr(create, "amx_refusal", lambda: refusal)
     with caplog.at_level(logging.INFO):
-        create._warn_of_missing_kernels(missing, dtype)
+        create.warn_of_missing_kernels(missing, dtype)
     if said is None:
         assert caplog.records == []
         return
@@ -71,7 +71,7 @@ def test_what_the_host_withholds_is_told_with_a_remedy(
     numa_nodes: int, huge_pages: str, warnings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        create._report_host(3, numa_nodes, huge_pages)
+        create.report_host(3, numa_nodes, huge_pages)
     assert caplog.messages[0].startswith("computing with 3 threads on ")
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == len(warnings)
@@ -92,6 +92,6 @@ def test_what_becomes_of_float16_is_logged(
     stored: str, dtype: str, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        create._report_rounding(ResolvedConfig(EngineConfig(), tiny_architecture(dtype=stored), dtype=dtype))
+        create.report_rounding(ResolvedConfig(EngineConfig(), tiny_architecture(dtype=stored), dtype=dtype))
     assert len(caplog.messages) == len(said)
     assert all(part in message for part, message in zip(said, caplog.messages, strict=True))

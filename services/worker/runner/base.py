@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
+
+PhaseChange = Callable[[str, float], None]
+"""Called with (phase, progress within it, 0..1) while a runner starts or wakes."""
 
 MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
 

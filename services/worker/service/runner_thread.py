@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.worker.runner.base import PendingStep, Runner
+from services.worker.runner.base import PendingStep, PhaseChange, Runner
 from services.worker.service.watchdog import StepClock
 from triptych.errors import EngineFailure, TriptychError
 from triptych.types.step import StepPlan, StepResult
@@ -31,7 +31,6 @@ from triptych.types.step import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[StepResult | Exception], None]
-PhaseChange = Callable[[str, float], None]
 T = TypeVar("T")
 
 # Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step

@@ -6,8 +6,7 @@ import os
 import uuid
 
 from services.worker.context.resolve import check_supported
-from services.worker.runner.base import Runner
-from services.worker.service.runner_thread import PhaseChange
+from services.worker.runner.base import PhaseChange, Runner
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.hub import resolve_model

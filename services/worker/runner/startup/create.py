@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from services.worker.loader import Checkpoint, fingerprint, load_model, open_che
 from services.worker.loader.load import DuringLoad
 from services.worker.models.base import CausalLM
 from services.worker.parallel.create import check_agreement, create_rank_group
+from services.worker.runner.base import PhaseChange
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
@@ -45,9 +45,6 @@ from triptych.types.facts import Phase
 from triptych_kernels.cpu.library import amx_refusal, isa
 
 log = logging.getLogger(__name__)
-
-PhaseChange = Callable[[str, float], None]
-"""Called with (phase, progress within it, 0..1)."""
 
 
 def create_runner(
@@ -73,9 +70,9 @@ def create_runner(
     group = create_rank_group(config)
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
-        _report_host(num_threads, host.numa_nodes(), host.huge_pages())
-        _warn_of_missing_kernels(missing_kernels(), config.dtype)
-        _report_rounding(config)
+        report_host(num_threads, host.numa_nodes(), host.huge_pages())
+        warn_of_missing_kernels(missing_kernels(), config.dtype)
+        report_rounding(config)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
@@ -208,7 +205,7 @@ def _plan_kv_cache(
     return kv
 
 
-def _report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
+def report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
     log.info("computing with %d threads on %s", num_threads, host.cpu_name())
     if numa_nodes > 1:
         log.warning(
@@ -223,7 +220,7 @@ def _report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
         )
 
 
-def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
+def warn_of_missing_kernels(missing: str, dtype: str) -> None:
     """Warn if native kernels are not in use.
 
     Args:
@@ -252,7 +249,7 @@ def _warn_of_missing_kernels(missing: str, dtype: str) -> None:
         )
 
 
-def _report_rounding(config: ResolvedConfig) -> None:
+def report_rounding(config: ResolvedConfig) -> None:
     """Log the precision that a checkpoint in float16 is converted to, since CPUs do not compute in float16."""
     if config.architecture.is_gguf or config.architecture.dtype != "float16" or config.dtype == "float16":
         return
