@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.frontend.engines.queue_view import QueueView
+from services.frontend.engines.session import QueueView
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
 from tests.helpers.scheduling import Clock

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from services.frontend.grpc.batch import BatchRun
-from triptych.client.loop_thread import LoopThread
+from triptych.client.llm import LoopThread
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc.aio
 
-from services.enginecore.frontends.sessions import FrontendSession, FrontendSessions
-from services.enginecore.loop import EngineLoop
+from services.enginecore.loop import EngineLoop, FrontendOutbox
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import (
     FeatureDisabled,
@@ -17,7 +18,8 @@ from triptych.errors import (
     ProtocolViolation,
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
-from triptych.rpc.session.handshake import read_hello
+from triptych.rpc.session.handshake import SessionTerms, read_hello
+from triptych.rpc.session.lease import SessionLease
 from triptych.types.outputs import OutputBatch
 from triptych.wire.admin import pause_mode_from_proto, sleep_level_from_proto, status_to_proto
 from triptych.wire.columns import u32_from_bytes
@@ -205,3 +207,115 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 def _not_supported(method: str) -> FeatureDisabled:
     return FeatureDisabled(f"AdminService.{method}", "this version does not serve it yet")
+
+
+_NAME_BYTES = 16  # of randomness: a client that knows a session's name can read and end its requests
+
+
+@dataclass(slots=True, eq=False)
+class FrontendSession:
+    """One frontend's requests in this engine, over all its streams."""
+
+    number: int
+    """Its number in the engine loop."""
+    name: str
+    """Its name on the wire."""
+    frontend_id: str
+    boot_id: str
+    """Drawn at the frontend's start. Empty: not known."""
+    outbox: FrontendOutbox
+    lease: SessionLease
+    messages_received: int = 0
+    """Submits and aborts handed to the loop."""
+
+    def is_of_earlier_process(self, frontend_id: str, boot_id: str) -> bool:
+        """Return whether this is of the same frontend as of before it was started again."""
+        return self.frontend_id == frontend_id and self.boot_id != boot_id
+
+
+class FrontendSessions:
+    """Owned by the servicer."""
+
+    def __init__(self, loop: EngineLoop, resume_ttl_s: float) -> None:
+        """`resume_ttl_s`: for how long a session outlives its stream, in seconds."""
+        self._loop = loop
+        self._resume_ttl_s = resume_ttl_s
+        self._name_to_session: dict[str, FrontendSession] = {}
+
+    def __len__(self) -> int:
+        """Return how many sessions there are."""
+        return len(self._name_to_session)
+
+    def join(
+        self, frontend_id: str, boot_id: str, *, resume_session: str, last_batch_seen: int
+    ) -> tuple[FrontendSession, SessionTerms]:
+        """Give a new stream its session: the one that it names, if nothing of it is lost, else a new one."""
+        resumed = self._resume(resume_session, last_batch_seen)
+        session = resumed or self._open(frontend_id, boot_id)
+        session.lease.attach()
+        received, ttl_s = session.messages_received, self._resume_ttl_s
+        return session, SessionTerms(session.name, resumed is not None, received, ttl_s)
+
+    def lose(self, session: FrontendSession, stream: int) -> None:
+        """Note that a stream of this session has ended without a goodbye."""
+        if not session.lease.detach(stream):
+            return  # another has taken over, or this is known, or the session has ended
+        session.outbox.stop_reading(ProtocolViolation("the stream has ended without a goodbye"))
+        if session.outbox.is_closed or session.outbox.is_overrun or not self._resume_ttl_s:
+            self.end(session, "left without a goodbye")
+            return
+        later = [other for other in self._name_to_session.values() if other.number > session.number]
+        if any(session.is_of_earlier_process(other.frontend_id, other.boot_id) for other in later):
+            self.end(session, "was started again")
+            return
+        log.warning("frontend %s lost; it may come back within %g s", session.frontend_id, self._resume_ttl_s)
+
+    def abandon(self, name: str) -> None:
+        """End the session of this name, which its frontend has given up. It is no error if there is none."""
+        session = self._name_to_session.get(name)
+        if session is not None:
+            self.end(session, "has given up its session")
+
+    def end(self, session: FrontendSession, why: str) -> None:
+        """Abort what is left of its requests. Safe to repeat."""
+        if self._name_to_session.pop(session.name, None) is not None:
+            session.lease.end()
+            self._loop.close_session(session.number)
+            log.info("frontend %s %s", session.frontend_id, why)
+
+    def end_all(self) -> None:
+        """End every session because the engine stops."""
+        for session in tuple(self._name_to_session.values()):
+            self.end(session, "is let go: the engine stops")
+
+    def _open(self, frontend_id: str, boot_id: str) -> FrontendSession:
+        """Begin a session.
+
+        Sessions of the same name whose stream is lost end if another process had them: the frontend was started again.
+        """
+        for other in tuple(self._name_to_session.values()):
+            if other.lease.is_waiting and other.is_of_earlier_process(frontend_id, boot_id):
+                self.end(other, "was started again")
+        number, outbox = self._loop.open_session()
+        name = secrets.token_urlsafe(_NAME_BYTES)
+        lease = SessionLease(keep_s=self._resume_ttl_s, on_expired=lambda: self._expire(name))
+        session = FrontendSession(number, name, frontend_id, boot_id, outbox, lease)
+        self._name_to_session[name] = session
+        log.info("frontend %s connected", frontend_id)
+        return session
+
+    def _resume(self, name: str, last_batch_seen: int) -> FrontendSession | None:
+        """Return the session of this name. None: it is not here, or has lost a later batch, and so has ended."""
+        session = self._name_to_session.get(name)
+        if session is None:
+            return None
+        if not session.outbox.can_resume_after(last_batch_seen):
+            self.end(session, f"cannot go on behind batch {last_batch_seen}")
+            return None
+        session.outbox.confirm(last_batch_seen)
+        session.outbox.notify(self._loop.welcome)
+        log.info("frontend %s is back", session.frontend_id)
+        return session
+
+    def _expire(self, name: str) -> None:
+        self.end(self._name_to_session[name], f"did not come back within {self._resume_ttl_s:g} s")
