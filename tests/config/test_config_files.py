@@ -21,6 +21,11 @@ SERVICES = ("frontend", "enginecore", "worker")
 SHARED = {
     "log.level": "libs/triptych/observe/logging.py",
     "log.format": "libs/triptych/observe/logging.py",
+    **{
+        f"{section}.{name}": "libs/triptych/rpc/service_main.py"
+        for section in ("frontend", "engine", "worker")
+        for name in ("host", "port", "metrics_port")
+    },
 }
 """Options that libs read on behalf of every service that calls them."""
 
