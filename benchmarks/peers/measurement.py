@@ -138,13 +138,12 @@ def measure_rounds(
 def _measure(
     engine: Engine, model: Path | str, rows: Sequence[Row], vocab_size: int, key: tuple[int, int]
 ) -> Iterator[Figure]:
-    """Start one engine, let it run the rows that it takes part in, and end it.
+    """Start one engine, let it run the rows, and end it.
 
     Raises:
         ChildError: It failed, hangs, or gave other than the tokens asked for.
     """
     cpus = compute_cpus()
-    rows = [row for row in rows if engine.has_process or row.workload is not None]
 
     def batch_s(row: Row, workload: Workload, batch: int) -> float:
         prompts = draw_prompts(workload, vocab_size, *key, ROWS.index(row), batch)

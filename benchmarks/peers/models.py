@@ -5,22 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from benchmarks.peers.environments import (
-    CTRANSLATE2,
-    LLAMA_CPP,
-    OPENVINO,
-    llama_cpp_bin,
-    log_file,
-    peers_home,
-    run_logged,
-)
+from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, llama_cpp_bin, log_file, peers_home, run_logged
 from services.worker.loader.load import open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.hub.cache import build_directory_once
@@ -52,7 +41,7 @@ def requantized_gguf(kind: str) -> Path:
     """Return what llama-quantize makes of it: `Q4_0`, which llama.cpp repacks for its fastest products, or `BF16`."""
 
     def build(directory: Path) -> None:
-        command: list[str | Path] = [llama_cpp_bin() / "llama-quantize", "--allow-requantize"]
+        command = [llama_cpp_bin() / "llama-quantize", "--allow-requantize"]
         target = directory / "model.gguf"
         run_logged(f"model as {kind} GGUF", [*command, gguf(), target, kind], log_file(f"model-{kind}"))
 
@@ -66,7 +55,8 @@ def hugging_face_bf16() -> Path:
     def build(directory: Path) -> None:
         for name in _TOKENIZER_FILES:
             shutil.copyfile(resolve_model(EMBEDDED) / name, directory / name)
-        weights = {name: tensor.contiguous() for name, tensor in _read_weights(torch.bfloat16).items()}
+        checkpoint = open_checkpoint(resolve_model(EMBEDDED))
+        weights = {name: checkpoint.read(name, torch.bfloat16).contiguous() for name in checkpoint.tensors}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
     return _built("hugging-face-bf16", build)
@@ -78,33 +68,12 @@ def openvino() -> Path:
     def build(directory: Path) -> None:
         source = directory / "model.gguf"
         shutil.copyfile(gguf(), source)  # it saves beside the file that it reads
-        command: list[str | Path] = [OPENVINO.python, "-c", _OPENVINO_CONVERT, source]
+        command = [OPENVINO.python, "-c", _OPENVINO_CONVERT, source]
         run_logged("model as OpenVINO saves it", command, log_file("model-openvino"))
         source.unlink()
 
     OPENVINO.install()
     return _built("openvino-q4_1", build)
-
-
-def ctranslate2(quantization: str) -> Path:
-    """Return CTranslate2's form: `int8` or `float32`."""
-
-    def build(directory: Path) -> None:
-        weights = directory / "weights.npz"
-        arrays: dict[str, Any] = {
-            name: tensor.numpy() for name, tensor in _read_weights(torch.float32).items()
-        }
-        np.savez(weights, **arrays)
-        script = ADAPTERS / "ctranslate2_convert.py"
-        run_logged(
-            f"model as CTranslate2 {quantization}",
-            [CTRANSLATE2.python, script, resolve_model(EMBEDDED), weights, quantization, directory],
-            log_file(f"model-ctranslate2-{quantization}"),
-        )
-        weights.unlink()
-
-    CTRANSLATE2.install()
-    return _built(f"ctranslate2-{quantization}", build)
 
 
 def vocab_size() -> int:
@@ -114,9 +83,3 @@ def vocab_size() -> int:
 
 def _built(name: str, build: Callable[[Path], None]) -> Path:
     return build_directory_once(peers_home() / "models" / name, FORMS_VERSION, build, progress=True)
-
-
-def _read_weights(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all weights under Hugging Face's names, dequantized."""
-    checkpoint = open_checkpoint(resolve_model(EMBEDDED))
-    return {name: checkpoint.read(name, dtype) for name in checkpoint.tensors}

@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from benchmarks.harness.cluster import running
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
-from benchmarks.stack.streams import p99_gap_s
 from triptych.client.grpc_client import GenerationClient
+from triptych.client.stream_stats import StreamStats
 from triptych.launcher.launch import config_from_overrides
 
 NUM_READERS = 8
@@ -53,8 +55,17 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 async def gap_s(address: str) -> float:
+    """Read all streams side by side and return the 99th percentile of their gaps between deltas."""
+
+    async def read(number: int) -> list[float]:
+        stats, sampling = StreamStats(), {"max_tokens": OUTPUT_LEN, "ignore_eos": True, "seed": 0}
+        async for event in client.generate([0, number, 11], sampling):
+            stats.add(event)
+        return stats.gaps_s
+
     async with GenerationClient(address) as client:
-        return await p99_gap_s(client, NUM_READERS, OUTPUT_LEN)
+        gaps_s = await asyncio.gather(*(read(number) for number in range(NUM_READERS)))
+    return float(np.percentile(np.concatenate(gaps_s), 99))
 
 
 def long_request(arguments: argparse.Namespace) -> tuple[str, bytes]:

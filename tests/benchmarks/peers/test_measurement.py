@@ -37,10 +37,10 @@ def _own_home(tmp_path, monkeypatch):
     monkeypatch.setattr(measurement, "ROWS", (PAIR, PREFILL, START, MEMORY, IDLE))
 
 
-def engine(name: str = "fake", *, has_process: bool = True, **options: str) -> Engine:
+def engine(name: str = "fake", **options: str) -> Engine:
     return Engine(
         name, "", "", str(Path(__file__).with_name("fake_adapter.py")), lambda: "nothing",
-        options=lambda: options, env=lambda cpus: {"PYTHONPATH": str(ADAPTERS)}, has_process=has_process,
+        options=lambda: options, env=lambda cpus: {"PYTHONPATH": str(ADAPTERS)},
     )  # fmt: skip
 
 
@@ -70,11 +70,6 @@ def test_idle_engine_takes_no_cpu(monkeypatch):
     monkeypatch.setattr(measurement, "IDLE_S", 0.3)
     (idle,) = figures_of(engine(), rows=(IDLE,))
     assert 0 <= idle.median < 50
-
-
-def test_program_that_runs_once_per_batch_has_no_process_rows():
-    figures = figures_of(engine(has_process=False), rows=(START, PREFILL, MEMORY))
-    assert [figure.name for figure in figures] == ["fake: prefill"]
 
 
 def test_engine_that_refuses_to_start_is_left_out():
