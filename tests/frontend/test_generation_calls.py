@@ -68,6 +68,14 @@ async def test_generate_fails_as_a_stream_does() -> None:
         assert isinstance(error, errors.DeadlineExceeded)
 
 
+async def test_leaving_a_whole_answer_aborts_it() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        call = api.generation.Generate(whole(text="x", request_id="mine"))
+        await engine.next_submit()
+        call.cancel()
+        await eventually(lambda: engine.aborted == ["mine"])
+
+
 async def test_a_whole_answer_above_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.frontend.grpc.generation_servicer._MAX_ANSWER_BYTES", 100)
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:

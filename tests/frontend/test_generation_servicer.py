@@ -318,7 +318,7 @@ async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
         assert (await call.read()).WhichOneof("event") == "finished"
 
 
-async def test_operators_are_served_without_a_ready_engine_on_a_port_of_their_own() -> None:
+async def test_operators_have_a_port_of_their_own_without_any_engine() -> None:
     async with FakeEngine(is_ready=False) as engine, open_api(engine, waits=False) as servicer:
         admin = health_pb2.HealthCheckRequest(service="triptych.admin.v1.AdminService")
         stub = health_pb2_grpc.HealthStub(servicer.admin_channel)

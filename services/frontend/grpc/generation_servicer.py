@@ -44,11 +44,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GenerateResponse:
-        generation = request.generation
-        generation.response.whole_choices = True
-        num_bytes = 0
-        answer = WholeAnswer()
         self._name(request, context)
+        request.generation.response.whole_choices = True
+        answer, num_bytes = WholeAnswer(), 0
         async with aclosing(self._messages(request, context.time_remaining())) as messages:
             async for message in messages:
                 num_bytes += message.ByteSize()
@@ -161,6 +159,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
         remaining_s: float | None,
     ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
+        """Stream the answer. Closing it aborts the request."""
         raw = await self._read(request, remaining_s)
         encoder = _encoder(request)
         async with aclosing(self._generator.generate(raw)) as events:
@@ -173,6 +172,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
         remaining_s: float | None,
     ) -> RawRequest:
+        """Read the message, on a thread if its conversation is long."""
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request was read")
         generation = request.generation
