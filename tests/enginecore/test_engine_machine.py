@@ -34,8 +34,13 @@ Key = tuple[int, int]
 class EngineMachine(RuleBasedStateMachine):
     """Frontends come and go; workers die; an operator pauses."""
 
-    @initialize(num_blocks=st.integers(7, 24), max_num_seqs=st.integers(1, 6), budget=st.integers(4, 60))
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    @initialize(
+        num_blocks=st.integers(7, 24),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(4, 60),
+        max_samples_per_row=st.sampled_from([1, 1, 2, 5]),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, max_samples_per_row: int) -> None:
         budget = max(budget, max_num_seqs)
         self.clock = Clock()
         config = make_config(
@@ -51,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_steps_in_flight=MOST_IN_FLIGHT,
+            max_samples_per_row=max_samples_per_row,
         )
         self.worker = NaiveWorker()
         self.plans: deque[StepPlan] = deque()

@@ -112,10 +112,16 @@ def carry_out(run: RecordedRun, action: tuple[Any, ...]) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(script=st.lists(scenes, min_size=2, max_size=12), policy=st.sampled_from(["fcfs", "priority"]))
-def test_whatever_happened_happens_again(tmp_path_factory: Any, script: list[Any], policy: str) -> None:
+@given(
+    script=st.lists(scenes, min_size=2, max_size=12),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    limit=st.sampled_from([1, 4]),
+)
+def test_whatever_happened_happens_again(
+    tmp_path_factory: Any, script: list[Any], policy: str, limit: int
+) -> None:
     directory = tmp_path_factory.mktemp("journal")
-    run = RecordedRun(directory, policy=policy).start()
+    run = RecordedRun(directory, policy=policy, max_samples_per_row=limit).start()
     run.engine.open_session(2)
     for scene in script:
         for action in scene:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
 from services.enginecore.scheduler import StepOutput
@@ -121,6 +122,52 @@ def test_each_requests_tokens_of_several_steps_stand_together_in_their_order() -
     assert batch.numbers.tolist() == [7, 8]
     assert batch.token_counts.tolist() == [2, 2]
     assert batch.token_ids.tolist() == [13, 10, 10, 12]
+
+
+def several(sessions: list[int], numbers: list[int], counts: list[int]) -> tuple[StepOutput, StepResult]:
+    """As `step` has them, but several tokens for each request: the rows of the result in order."""
+    num_tokens = sum(counts)
+    output, result = step([], [], rows=list(range(num_tokens)))
+    output = replace(output, sessions=np.array(sessions), numbers=u32(*numbers), token_counts=u32(*counts))
+    return output, result
+
+
+def test_several_tokens_of_a_request_stand_together() -> None:
+    outputs = SessionOutputs()
+    open_session(outputs, 1, 7, 8)
+    outputs.add_step(*several([1, 1], [8, 7], counts=[3, 1]))
+    batch = outputs.take(9)[1]
+    assert batch.numbers.tolist() == [8, 7]
+    assert batch.token_counts.tolist() == [3, 1]
+    assert batch.token_ids.tolist() == [10, 11, 12, 13]
+    assert entries(batch.logprobs) == {1: [11, 5], 3: [13, 6, 7]}
+
+
+def test_several_tokens_are_sorted_out_by_session() -> None:
+    outputs = SessionOutputs()
+    open_session(outputs, 1, 7)
+    open_session(outputs, 2, 8)
+    outputs.add_step(*several([1, 2], [7, 8], counts=[2, 2]))
+    batches = outputs.take(9)
+    assert [batches[session].token_ids.tolist() for session in (1, 2)] == [[10, 11], [12, 13]]
+    assert [batches[session].token_counts.tolist() for session in (1, 2)] == [[2], [2]]
+    assert [entries(batches[session].logprobs) for session in (1, 2)] == [{1: [11, 5]}, {1: [13, 6, 7]}]
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_steps_of_one_token_join_steps_of_several(has_logprobs: bool) -> None:
+    outputs = SessionOutputs()
+    open_session(outputs, 1, 7, 8)
+    for output, result in (step([1, 1], [7, 8], rows=[1, 3]), several([1, 1], [8, 7], counts=[3, 1])):
+        outputs.add_step(output, result if has_logprobs else replace(result, logprobs=None))
+    batch = outputs.take(9)[1]
+    owners, token_ids = batch.owners.tolist(), batch.token_ids.tolist()
+    for number, tokens in {7: [11, 13], 8: [13, 10, 11, 12]}.items():
+        assert [token for owner, token in zip(owners, token_ids, strict=True) if owner == number] == tokens
+    if has_logprobs:
+        assert entries(batch.logprobs) == {0: [11, 5], 1: [13, 6, 7], 3: [11, 5], 5: [13, 6, 7]}
+    else:
+        assert batch.numbers.tolist() == [7, 8]
 
 
 def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() -> None:

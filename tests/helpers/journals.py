@@ -36,6 +36,7 @@ class RecordedRun:
         max_model_len: int = 80,
         max_bytes: int = 1 << 20,
         engine_id: str = "engine-0",
+        max_samples_per_row: int = 1,
         **scheduler: Any,
     ) -> None:
         config = make_config(**{"max_num_seqs": 4, "max_num_batched_tokens": 48, **scheduler})
@@ -46,7 +47,7 @@ class RecordedRun:
         )
         self.clock = Clock()
         self.engine: EngineCore = create_engine(config, epoch, lambda: self.clock())
-        self.runner = NaiveRunner(config, num_blocks, max_model_len)
+        self.runner = NaiveRunner(config, num_blocks, max_model_len, max_samples_per_row)
         self.plans: deque[StepPlan] = deque()
         self._numbers: dict[int, int] = {}
 

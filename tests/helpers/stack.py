@@ -56,7 +56,13 @@ DEADLINE_S = 20.0
 class NaiveRunner:
     """`NaiveWorker` behind the worker's runner seam; `hold` stops it before the next step."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int = 200, max_model_len: int = 512) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int = 200,
+        max_model_len: int = 512,
+        max_samples_per_row: int = 1,
+    ) -> None:
         self.worker = NaiveWorker()
         self.may_step = threading.Event()
         self.may_step.set()
@@ -75,6 +81,7 @@ class NaiveRunner:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_steps_in_flight=4,
+            max_samples_per_row=max_samples_per_row,
         )
 
     def launch(self, plan: StepPlan) -> CompletedStep:
@@ -302,11 +309,11 @@ def make_config(worker_port: int = 0, **scheduler: Any) -> EngineConfig:
 
 @asynccontextmanager
 async def running_stack(
-    num_blocks: int = 200, **scheduler: Any
+    num_blocks: int = 200, max_samples_per_row: int = 1, **scheduler: Any
 ) -> AsyncIterator[tuple[WorkerStack, EngineStack, FakeFrontend]]:
     """A worker, an engine and a frontend that are connected and ready."""
     config = make_config(**scheduler)
-    worker = WorkerStack(config, NaiveRunner(config, num_blocks))
+    worker = WorkerStack(config, NaiveRunner(config, num_blocks, max_samples_per_row=max_samples_per_row))
     await worker.start()
     engine = EngineStack(make_config(worker.port, **scheduler))
     await engine.start()

@@ -28,8 +28,9 @@ def expected(number: int, prompt: list[int], **sampling: object) -> tuple[list[i
     return tokens, reason
 
 
-async def test_requests_stream_the_tokens_of_the_naive_model() -> None:
-    async with running_stack() as (_, _, frontend):
+@pytest.mark.parametrize("limit", [1, 5])
+async def test_requests_stream_the_tokens_of_the_naive_model(limit: int) -> None:
+    async with running_stack(max_samples_per_row=limit) as (_, _, frontend):
         prompts = {number: make_prompt(5 + 7 * number, seed=number) for number in range(1, 30)}
         for number, prompt in prompts.items():
             await frontend.submit(number, prompt)

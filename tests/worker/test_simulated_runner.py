@@ -66,13 +66,14 @@ def tokens_of(row, num_steps, **runner):
     return [int(runner.execute(plan).token_ids[0]) for plan in plans]
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
 @pytest.mark.parametrize(
     ("num_blocks", "budget", "prefix_caching"),
     [(200, 64, True), (20, 64, True), (17, 7, True), (17, 64, False), (20, 13, False)],
 )
-def test_batches_chunks_and_preemptions_change_no_token(num_blocks, budget, prefix_caching):
+def test_batches_chunks_and_preemptions_change_no_token(num_blocks, budget, prefix_caching, tokens_per_step):
     engine = InProcessEngine(
-        simulated_runner(num_blocks=num_blocks, budget=budget),
+        simulated_runner(num_blocks=num_blocks, budget=budget, tokens_per_step=tokens_per_step),
         max_model_len=64,
         max_num_batched_tokens=budget,
         enable_prefix_caching=prefix_caching,

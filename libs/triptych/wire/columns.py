@@ -1,4 +1,4 @@
-"""Vectors <-> little-endian bytes; parsing copies nothing and yields read-only arrays."""
+"""Converts vectors to little-endian bytes and back. Parsing copies nothing and yields read-only arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from triptych.types.step import F32, U32, U64
 _U32 = np.dtype("<u4")
 _F32 = np.dtype("<f4")
 _U64 = np.dtype("<u8")
+_EMPTY = {dtype: np.frombuffer(b"", dtype) for dtype in (_U32, _F32, _U64)}
 
 
 def u32_to_bytes(column: U32) -> bytes:
-    return column.astype(_U32, copy=False).tobytes()
+    return column.astype(_U32, copy=False).tobytes() if len(column) else b""
 
 
 def u32_from_bytes(data: bytes) -> U32:
-    """[len / 4] read-only view of `data`.
+    """Return a read-only view of `data`, [len / 4].
 
     Raises:
         ProtocolViolation: the length is no multiple of 4.
@@ -63,6 +64,8 @@ def check_offsets(offsets: U32, num_entries: int) -> None:
 
 
 def _from_bytes(data: bytes, dtype: np.dtype) -> NDArray:
+    if not data:  # most columns of most steps
+        return _EMPTY[dtype]
     if len(data) % dtype.itemsize:
         raise ProtocolViolation(
             f"a column of {len(data)} bytes does not hold whole {dtype.itemsize}-byte values"

@@ -1,0 +1,270 @@
+"""Workers that answer with several tokens of a row in one step: plans, results, and the same streams as ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.helpers.scheduling import (
+    EOS,
+    Engine,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+    owners_of,
+)
+from triptych.errors import ProtocolViolation
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowError, StepPlan, StepResult
+
+
+def engine_of(limit: int, **scheduler: object) -> Engine:
+    return Engine(make_scheduler(max_samples_per_row=limit, **scheduler))  # type: ignore[arg-type]
+
+
+def limits_of(plan: StepPlan | None) -> dict[int, int]:
+    assert plan is not None
+    return dict(zip(plan.sample_slots.tolist(), plan.sample_limits.tolist(), strict=True))
+
+
+def answer(plan: StepPlan, *rows: list[int], **tables: object) -> StepResult:
+    """Return a result with these tokens of each sampling row."""
+    return StepResult(
+        plan.step_id,
+        np.array([token for row in rows for token in row], np.uint32),
+        np.array([len(row) for row in rows], np.uint32),
+        **tables,  # type: ignore[arg-type]
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    limit=st.integers(1, 6),
+    steps_in_flight=st.integers(1, 4),
+    block_size=st.integers(1, 6),
+    spare_blocks=st.integers(0, 20),
+    budget=st.integers(6, 60),
+    lose_at=st.none() | st.integers(1, 12),
+    requests=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 25), st.sampled_from([(), (3,), (EOS, 12, 40)])),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_streams_are_the_same_for_every_limit(
+    limit: int,
+    steps_in_flight: int,
+    block_size: int,
+    spare_blocks: int,
+    budget: int,
+    lose_at: int | None,
+    requests: list[tuple[int, int, tuple[int, ...]]],
+) -> None:
+    scheduler = make_scheduler(
+        max_samples_per_row=limit,
+        block_size=block_size,
+        num_blocks=1 + -(-50 // block_size) + spare_blocks,
+        max_model_len=50,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        eos_token_ids=(EOS,),
+    )
+    engine = Engine(scheduler, steps_in_flight=steps_in_flight)
+    engine.worker.block_size = block_size
+    for number, (length, max_tokens, stop_token_ids) in enumerate(requests):
+        prompt = make_prompt(length, seed=length)
+        engine.add(make_request(number, prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids))
+    if lose_at is not None:
+        for _ in range(lose_at):
+            while len(engine.plans) < steps_in_flight and engine.plan() is not None:
+                pass
+            if engine.plans:
+                engine.finish_step()
+        engine.lose_worker()
+    engine.run()
+    for number, (length, max_tokens, stop_token_ids) in enumerate(requests):
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        prompt = make_prompt(length, seed=length)
+        assert engine.end_of(number) == naive_generation(prompt, number, sampling, (EOS,), 50)
+    assert scheduler.snapshot().num_used_blocks == 0
+
+
+def test_a_decode_may_bring_several_tokens_and_has_blocks_for_them() -> None:
+    engine = engine_of(4, block_size=4)
+    engine.worker.block_size = 4
+    engine.add(make_request(0, make_prompt(7), max_tokens=40), make_request(1, make_prompt(4), max_tokens=40))
+    first = engine.plan()
+    assert limits_of(first) == {}, "a row that enters gets one token"
+    second = engine.plan()
+    assert second is not None
+    assert limits_of(second) == {0: 4, 1: 4}
+    assert second.num_tokens == 8
+    # Positions 7 to 10 of one row, 4 to 7 of the other.
+    assert second.block_slots.tolist() == [0, 1]
+    for column in (second.sample_slots, second.sample_limits):
+        assert not column.flags.writeable
+
+
+def test_the_limit_shrinks_to_what_is_left_of_the_output() -> None:
+    engine = engine_of(4)
+    engine.add(make_request(0, make_prompt(5), max_tokens=7))
+    plans = [engine.plan() for _ in range(3)]
+    assert [limits_of(plan) for plan in plans] == [{}, {0: 4}, {0: 2}]
+    assert engine.plan() is None, "nothing more can come until it is known how much has come"
+    engine.run()
+    assert len(engine.tokens[0, 0]) == 7
+
+
+def test_a_step_that_brought_less_is_followed_by_another() -> None:
+    engine = engine_of(8)
+    engine.add(make_request(0, make_prompt(5), max_tokens=9))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert limits_of(plan) == {0: 8}
+    assert engine.plan() is None
+    engine.plans.clear()
+    output = engine.scheduler.update(answer(plan, [20, 21, 22]))
+    assert (output.numbers.tolist(), output.token_counts.tolist()) == ([0], [3])
+    engine.scheduler.check_integrity()
+    assert limits_of(engine.plan()) == {0: 5}
+
+
+def test_a_row_is_given_up_once_its_last_token_is_certain() -> None:
+    engine = engine_of(8, max_num_seqs=1)
+    engine.add(make_request(0, make_prompt(5), max_tokens=9), make_request(1, make_prompt(6), max_tokens=3))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert limits_of(plan) == {0: 8}
+    assert engine.plan() is None, "the eight tokens may not all come"
+    engine.plans.clear()
+    assert plan is not None
+    engine.scheduler.update(answer(plan, [20] * 7))
+    assert limits_of(engine.plan()) == {}
+    successor = engine.plan()
+    assert successor is not None
+    assert [row.slot for row in successor.new_rows] == [0], "the ninth is in flight"
+
+
+def test_guesses_take_what_the_budget_leaves() -> None:
+    engine = engine_of(5, max_num_batched_tokens=12)
+    for number in range(4):
+        engine.add(make_request(number, make_prompt(3, seed=number), max_tokens=40))
+    engine.plan()
+    plan = engine.plan()
+    assert limits_of(plan) == {0: 5, 1: 5}
+    assert plan is not None
+    assert plan.num_tokens == 12
+
+
+def test_no_request_is_preempted_for_a_guess() -> None:
+    engine = engine_of(5, block_size=4, num_blocks=4, max_model_len=12)
+    engine.worker.block_size = 4
+    engine.add(make_request(0, make_prompt(3), max_tokens=9), make_request(1, make_prompt(7), max_tokens=5))
+    engine.plan()
+    assert limits_of(engine.plan()) == {}, "every block is in use"
+    assert engine.scheduler.counters.num_preemptions == 0
+
+
+def test_a_stop_cuts_the_tokens_behind_it() -> None:
+    engine = engine_of(6, eos_token_ids=(EOS,))
+    engine.add(
+        make_request(0, make_prompt(5), max_tokens=40, min_tokens=3),
+        make_request(1, make_prompt(9), max_tokens=40),
+    )
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert plan is not None
+    output = engine.scheduler.update(answer(plan, [EOS, 30, EOS, 31, 32], [40, 41]))
+    # One token came with the first step: the guard of min_tokens holds for the first EOS.
+    assert output.token_ids.tolist() == [EOS, 30, EOS, 40, 41]
+    assert owners_of(output) == [(0, 0)] * 3 + [(0, 1)] * 2
+    assert output.rows.tolist() == [0, 1, 2, 5, 6], (
+        "places in the result, by which log-probabilities are found"
+    )
+    (finished,) = output.finished
+    assert (finished.request.number, finished.reason) == (0, FinishReason.STOP)
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("drawn", [[30], [30, 31, 32], [30, EOS, 32, 33], [30, 31, 32, 33]])
+def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int]) -> None:
+    engine = engine_of(4, block_size=4, num_blocks=5, max_model_len=16, eos_token_ids=(EOS,))
+    engine.add(
+        make_request(0, make_prompt(4), max_tokens=12), make_request(1, make_prompt(4, 1), max_tokens=12)
+    )
+    first, second = engine.plan(), engine.plan()
+    assert first is not None
+    assert second is not None
+    assert limits_of(second) == {0: 4, 1: 4}
+    engine.plan()  # needs a fifth block
+    scheduler = engine.scheduler
+    assert [request.number for request in scheduler.snapshot().draining] == [1]
+    scheduler.update(answer(first, [20], [21]))
+    output = scheduler.update(answer(second, [22, 23], drawn))
+    scheduler.check_integrity()
+    kept = drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
+    assert owners_of(output) == [(0, 0)] * 2 + [(0, 1)] * len(kept)
+    assert output.token_ids.tolist() == [22, 23, *kept]
+    assert output.rows.tolist() == list(range(2 + len(kept)))
+    assert [finished.request.number for finished in output.finished] == [1] * (EOS in drawn)
+    assert not scheduler.snapshot().draining
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (([20, 21, 22, 23], [30]), "slot 0 has 4 tokens"),
+        (([], [30]), "slot 0 has 0 tokens"),
+        (([20], [30], [40]), "3 counts; 2 rows were planned"),
+        (([20],), "1 counts; 2 rows were planned"),
+    ],
+)
+def test_counts_that_were_not_planned_are_refused_and_change_nothing(
+    rows: tuple[list[int], ...], named: str
+) -> None:
+    engine = engine_of(3)
+    engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert plan is not None
+    with pytest.raises(ProtocolViolation, match=named):
+        engine.scheduler.update(answer(plan, *rows))
+    engine.finish_step()
+    engine.run()
+
+
+def test_a_row_that_fails_has_no_tokens_and_its_neighbour_several() -> None:
+    engine = engine_of(3)
+    engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert plan is not None
+    row = engine.worker.rows[0].new.key
+    result = answer(plan, [], [30, 31], row_errors={row: RowError("told to fail")})
+    output = engine.scheduler.update(result)
+    assert [failed.request.number for failed in output.failed] == [0]
+    assert (output.numbers.tolist(), output.token_ids.tolist()) == ([1], [30, 31])
+    engine.scheduler.check_integrity()
+
+
+def test_one_token_each_beside_a_limit_needs_no_counts() -> None:
+    engine = engine_of(3)
+    engine.add(make_request(0, make_prompt(5)))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert plan is not None
+    engine.scheduler.update(replace(answer(plan, [20]), token_counts=np.empty(0, np.uint32)))
+    engine.scheduler.check_integrity()
+    assert limits_of(engine.plan()) == {0: 3}
