@@ -1,4 +1,4 @@
-"""The interface between a step's gathered input and its tokens."""
+"""The interfaces between a step's gathered input and its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.worker.runner.base import PendingStep
 from services.worker.runner.input_batch import StepSizes
+from services.worker.runner.request_rows import StepRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,4 +45,21 @@ class ForwardBackend(Protocol):
 
         Each overwrites the input buffers, and writes no key or value.
         """
+        ...
+
+
+class StepLauncher(Protocol):
+    """Runs gathered steps by a `ForwardBackend`, samples, and records the tokens in the rows."""
+
+    def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
+        """Launch the step in the input buffers, and count its tokens as computed.
+
+        Args:
+            sizes: As `InputBuffers.gather` returned them.
+            started_ns: Time at which the runner began to prepare the step, by `time.perf_counter_ns`.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait for every step in flight and record its tokens."""
         ...

@@ -1,4 +1,4 @@
-"""The input of one step, gathered from the rows; decode inputs come from nowhere else."""
+"""The input of one step, gathered from the rows, which are its only source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
-    """What a forward pass reads; tensors on the rank's device."""
+    """The inputs of a forward pass; tensors on the rank's device."""
 
     token_ids: Tensor
     """[num_tokens] int64; the tokens of a row are contiguous, rows in ascending slot order."""
@@ -32,7 +32,7 @@ class InputBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSizes:
-    """How much of the buffers a step fills, as the host knows it."""
+    """The lengths that a step fills in the buffers, as the host knows them."""
 
     num_tokens: int
     num_rows: int
@@ -54,7 +54,9 @@ class StepSizes:
 
 
 class FeedbackBuffers:
-    """Which tokens of a step the device takes from the steps before, and whose it keeps; in the host's memory.
+    """The tokens that the device takes from earlier steps, and the slots in which it keeps new ones.
+
+    The buffers are in the host's memory.
 
     A token that the host does not know yet is the last known one of its row, so it is the only one that the row
     computes.
@@ -62,7 +64,7 @@ class FeedbackBuffers:
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.is_awaited = torch.zeros(max_num_batched_tokens, dtype=torch.bool)
-        """[max_num_batched_tokens] whether the id that stands in `token_ids` is not the token's."""
+        """[max_num_batched_tokens] whether the id in `token_ids` is a placeholder."""
         self.token_slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         """[max_num_batched_tokens] slot of an awaited token; any slot for another."""
         self.sampling_slots = torch.zeros(max_num_seqs, dtype=torch.int64)
@@ -91,8 +93,9 @@ class FeedbackBuffers:
 
 
 class InputBuffers:
-    """Where steps are written before the model reads them: in the host's memory, allocated once, as long as the
-    longest step. A recorded program reads them where they stand, an asynchronous device gets a copy.
+    """The inputs of the current step in the host's memory, allocated once, as long as the longest step.
+
+    A recorded program reads the buffers in place; an asynchronous device gets a copy.
     """
 
     def __init__(
@@ -106,8 +109,8 @@ class InputBuffers:
     ) -> None:
         """
         Args:
-            attention: of every step.
-            feedback: of a device that keeps the tokens it samples.
+            attention: Attention backend of every step.
+            feedback: Buffers for a device that keeps the tokens it samples; None for a CPU.
         """
         self.attention = attention
         self.feedback = feedback
@@ -119,7 +122,7 @@ class InputBuffers:
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
         self.sampling_tokens = torch.zeros(max_num_seqs, dtype=torch.int64)
         self.sampling = SamplingBuffers(max_num_seqs)
-        # the same memory, without a tensor's ceremony at every step
+        # the same memory without the overhead of tensors
         self._token_ids = self.token_ids.numpy()
         self._positions = self.positions.numpy()
         self._slot_mapping = self.slot_mapping.numpy()
@@ -131,7 +134,7 @@ class InputBuffers:
     def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
         """Fill in a step with at least one row; a loop-free pass over columns.
 
-        The one reader of token ids; where `feedback` says so, the device puts its own in their place.
+        The only reader of token ids. The device replaces those that `feedback` marks as awaited by its own.
         """
         slots, query_lens, starts = step.slots, step.query_lens, step.starts
         num_rows = slots.size
@@ -173,7 +176,7 @@ class InputBuffers:
             self.feedback.pad_tokens(sizes, num_tokens)
 
     def pad_rows(self, sizes: StepSizes, num_rows: int) -> None:
-        """Append to a gathered step, of one token in each row and all of them sampling, rows that nobody asked for, up
+        """Append to a gathered step, in which each row computes one token and samples, rows of padding, up
         to `num_rows`: each reads one key of the null block, writes none, and samples greedily.
         """
         used = sizes.num_rows
@@ -187,7 +190,7 @@ class InputBuffers:
             self.feedback.pad_rows(sizes, num_rows)
 
     def batch(self, sizes: StepSizes, device: torch.device) -> InputBatch:
-        """The step on a device; on a CPU these are views, which hold until the next `gather`."""
+        """Return the step on a device; on a CPU these are views, valid until the next `gather`."""
         num_tokens, num_rows = sizes.num_tokens, sizes.num_rows
         return InputBatch(
             token_ids=self.token_ids[:num_tokens].to(device),

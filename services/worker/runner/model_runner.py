@@ -18,8 +18,10 @@ from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
+from services.worker.runner.backend import ForwardBackend, StepLauncher
 from services.worker.runner.base import CompletedStep, PendingStep, StepRunner
 from services.worker.runner.cpu.create import create_cpu_backend
+from services.worker.runner.cpu.immediate_steps import ImmediateSteps
 from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
 from services.worker.runner.cuda.forward import LastTokens
 from services.worker.runner.cuda.steps_in_flight import DeviceSteps
@@ -27,7 +29,6 @@ from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.logits_processors.create import create_logits_processors
 from services.worker.sampling.sampler import Sampler
@@ -91,13 +92,17 @@ class ModelRunner(StepRunner):
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
         )
-        self._sampler = Sampler(self._rows.sampling, self._rows.history, processors)
-        self._scorer = PromptScorer(self._rows, model.compute_logits)
-        self._device_steps: DeviceSteps | None = None
+        sampler = Sampler(self._rows.sampling, self._rows.history, processors)
+        scorer = PromptScorer(self._rows, model.compute_logits)
+        self._backend: ForwardBackend
+        self._steps: StepLauncher
         if stream is None:
             # a recorded program consists of native kernels, without sums over ranks between them
             eager = enforce_eager or self._group.size > 1
             self._backend = create_cpu_backend(model, kv_caches, self._inputs, enforce_eager=eager)
+            self._steps = ImmediateSteps(
+                backend=self._backend, sampler=sampler, scorer=scorer, rows=self._rows
+            )
         else:
             last_tokens = LastTokens(max_num_seqs, stream.device)
             self._backend = create_cuda_backend(
@@ -111,10 +116,10 @@ class ModelRunner(StepRunner):
                 recorder=create_graph_recorder(stream.device, enforce_eager=enforce_eager),
                 max_graph_tokens=max_graph_tokens,
             )
-            self._device_steps = DeviceSteps(
+            self._steps = DeviceSteps(
                 backend=self._backend,
-                sampler=self._sampler,
-                scorer=self._scorer,
+                sampler=sampler,
+                scorer=scorer,
                 rows=self._rows,
                 stream=stream,
                 last_tokens=last_tokens,
@@ -136,8 +141,7 @@ class ModelRunner(StepRunner):
 
     def reset(self) -> None:
         """Forget every row and expect step 1; see `Runner.reset`."""
-        if self._device_steps is not None:
-            self._device_steps.settle()
+        self._steps.settle()
         self._rows.clear()
         self._last_step_id = 0
 
@@ -160,13 +164,7 @@ class ModelRunner(StepRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Launch one step; see `Runner.launch`.
-
-        On a CPU `forward_ns` includes the first choice of tokens, and `sample_ns` is the time of what some requests
-        need beyond it. On an asynchronous device `forward_ns` is the device's own measurement, sampling included. There
-        `prepare_ns` is the host's time to prepare and launch, and `sample_ns` its time to read the result; both overlap
-        with other steps on the device.
-        """
+        """Launch one step; see `Runner.launch`."""
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(
                 f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
@@ -180,23 +178,5 @@ class ModelRunner(StepRunner):
                 StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
             )
         sizes = self._inputs.gather(self._rows, step)
-        if self._device_steps is not None:
-            with self._group.step():
-                return self._device_steps.launch(plan.step_id, step, sizes, started)
-        prepared = time.perf_counter_ns()
         with self._group.step():
-            output = self._backend.forward(sizes)
-        forwarded = time.perf_counter_ns()
-        sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
-        scored = None
-        if (targets := self._scorer.take_targets(step)) is not None:
-            with self._group.step():
-                scored = self._scorer.finish(output, targets)
-        self._rows.advance(step)
-        self._rows.record(step, sampled.token_ids)
-        timings = StepTimings(
-            prepare_ns=prepared - started,
-            forward_ns=forwarded - prepared,
-            sample_ns=time.perf_counter_ns() - forwarded,
-        )
-        return CompletedStep(publish(plan.step_id, step, self._rows.slot_version, sampled, timings, scored))
+            return self._steps.launch(plan.step_id, step, sizes, started)

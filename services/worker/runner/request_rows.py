@@ -93,7 +93,7 @@ class RequestRows:
         self._entered_in: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] the step with which the row entered."""
         self._sampled_in: I64 = np.zeros(max_num_seqs, np.int64)
-        """[max_num_seqs] the latest step whose sample is recorded late; 0: none."""
+        """[max_num_seqs] the latest step of which the sample is recorded late; 0: none."""
         self._last_recorded = 0
         """The step up to which late samples have been recorded."""
         self.sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Steps in flight on an asynchronous device: launched in order, their tokens taken when they have arrived."""
+"""Steps in flight on an asynchronous device: launched in order, with their tokens read when they have arrived."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class DeviceSteps:
-    """Owned by the `ModelRunner`, whose rows and sampler it uses."""
+    """A `StepLauncher`. Owned by the `ModelRunner`; uses its rows and its sampler."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class DeviceSteps:
     ) -> None:
         """
         Args:
-            gather: see `InputBuffers.gather`; for steps that replace one without memory.
-            retries: a step without memory is launched once more, and then without some of its requests. False: it
-                ends the session, since other ranks wait in the middle of it.
+            gather: See `InputBuffers.gather`; for steps that replace one without memory.
+            retries: Whether a step without memory is launched once more, and then without some of its requests. False:
+                it ends the session, since other ranks wait in the middle of it.
         """
         self._retries = retries
         self._backend = backend
@@ -62,9 +62,12 @@ class DeviceSteps:
         self._in_flight: deque[_LaunchedStep] = deque()
 
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
-        """Launch a step that has been gathered, and count it as computed.
+        """Launch a step; see `StepLauncher.launch`.
 
-        A step that does not fit into memory is computed without the prompts that entered last, whose requests fail.
+        In the timings `forward_ns` is the device's own measurement, sampling included. `prepare_ns` is the host's time
+        to prepare and launch, and `sample_ns` its time to read the result; both overlap with other steps.
+
+        A step that does not fit into memory is computed without the prompts that entered last; their requests fail.
         """
         try:
             return self._launch_rows(step_id, step, sizes, started_ns)
@@ -78,11 +81,11 @@ class DeviceSteps:
     def _launch_rows(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> _LaunchedStep:
         """Launch a step and count it as computed.
 
-        A request with penalties needs the tokens themselves, so the steps before are waited for; by then the device
+        A request with penalties needs the values of the tokens, so the earlier steps are waited for, while the device
         computes this one.
 
         Raises:
-            torch.OutOfMemoryError: the step counts as not computed. What it would read on the device may have been
+            torch.OutOfMemoryError: The step does not count as computed. Its inputs on the device may have been
                 overwritten, so it can be launched again after `settle` and another `gather`.
         """
         slots = step.sampling_slots
@@ -118,7 +121,7 @@ class DeviceSteps:
         Those rows count as computed, with 0 as the token of those that sample, until the engine removes them.
 
         Args:
-            sizes: of the whole step.
+            sizes: Sizes of the whole step.
         """
         computed = np.ones(step.slots.size, np.bool_)
         result = StepResult(step_id, empty_u32(), row_errors=step.row_errors)
@@ -145,11 +148,11 @@ class DeviceSteps:
     def _with_failures(
         self, result: StepResult, step: StepRows, failed: StepRows, computed: Flags, sizes: StepSizes
     ) -> StepResult:
-        """Return what a whole step says.
+        """Return the result of a whole step.
 
         Args:
-            result: of its rows that were `computed`, [num_rows].
-            failed: the others.
+            result: Result of the rows that were `computed`, [num_rows].
+            failed: The other rows.
         """
         message = (
             f"the device has no memory for a step of {sizes.num_tokens} tokens of {sizes.num_rows} requests; lower "
@@ -213,10 +216,10 @@ class _LaunchedStep:
 
 
 def _retry_without_cache(launch: Callable[[], T]) -> T:
-    """Launch once more if memory that torch keeps for later was missing.
+    """Launch again without torch's cache if memory was short.
 
     Raises:
-        torch.OutOfMemoryError: it was not that.
+        torch.OutOfMemoryError: Memory is short without the cache as well.
     """
     try:
         return launch()
