@@ -42,7 +42,7 @@ def lose_the_worker(engine: EngineCore, runner: NaiveRunner) -> None:
     engine.worker_ready(runner.facts, after_crash=True)
 
 
-def test_a_worker_that_is_lost_while_idle_says_nothing_against_the_next_request() -> None:
+def test_a_worker_lost_while_idle_makes_no_suspect() -> None:
     engine, runner = make_engine()
     for _ in range(5):
         lose_the_worker(engine, runner)
@@ -53,7 +53,7 @@ def test_a_worker_that_is_lost_while_idle_says_nothing_against_the_next_request(
     assert engine.num_requests == 1
 
 
-def test_a_request_alone_in_flight_at_two_deaths_ends_in_an_error() -> None:
+def test_a_request_alone_in_flight_at_two_crashes_fails() -> None:
     engine, runner = make_engine()
     submit(engine, 1)
     assert engine.plan() is not None
@@ -67,7 +67,7 @@ def test_a_request_alone_in_flight_at_two_deaths_ends_in_an_error() -> None:
     assert engine.num_requests == 0
 
 
-def test_a_submit_on_a_stream_that_has_ended_is_nobodys() -> None:
+def test_a_submit_on_an_ended_session_is_dropped() -> None:
     engine, _ = make_engine()
     engine.close_session(SESSION)
     submit(engine, 1)
@@ -75,7 +75,7 @@ def test_a_submit_on_a_stream_that_has_ended_is_nobodys() -> None:
     assert not engine.take_outputs()
 
 
-def test_a_pause_settles_although_it_keeps_a_group_from_its_trial() -> None:
+def test_a_pause_settles_while_a_group_is_under_test() -> None:
     engine, runner = make_engine(num_blocks=9, max_model_len=112)
     for number in (1, 2, 3):
         submit(engine, number, max_tokens=100)
@@ -85,7 +85,7 @@ def test_a_pause_settles_although_it_keeps_a_group_from_its_trial() -> None:
         lose_the_worker(engine, runner)
     while (
         len(engine.scheduler.snapshot().running) < 2
-    ):  # the first of the three is cleared, the second is on trial
+    ):  # the first of the three is cleared, the second is under test
         step(engine, runner)
     engine.pause(PauseMode.WAIT)
     while engine.is_settling:

@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_network(self) -> None:
-        """For longer than the session lives; nobody died."""
+        """For longer than the session lives; no worker died."""
         self.lose_worker(boot_id=self.facts.boot_id, is_crash=False)
 
     def lose_worker(self, *, boot_id: str, is_crash: bool) -> None:
@@ -238,8 +238,8 @@ class EngineMachine(RuleBasedStateMachine):
         for key, (tokens, reason) in self.expected.items():
             end = self.ends[key]
             if isinstance(end, RequestFailure):
-                is_convicted = end.code == EngineFailure.code and key in self.poison
-                assert is_convicted or end.code in (DeadlineExceeded.code, DeadlineUnreachable.code), end
+                is_killer = end.code == EngineFailure.code and key in self.poison
+                assert is_killer or end.code in (DeadlineExceeded.code, DeadlineUnreachable.code), end
             elif end.reason is not FinishReason.ABORT:
                 assert key not in self.poison
                 assert (self.tokens[key], end.reason) == (tokens, reason)

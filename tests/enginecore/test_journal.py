@@ -1,4 +1,4 @@
-"""The step journal: what is recorded, what a replay makes of it, and that recording hurts nobody."""
+"""The step journal: what is recorded, how it is replayed, and that recording never hurts serving."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def crowded(directory: Path, **options: Any) -> RecordedRun:
     return run.run()
 
 
-def test_a_run_with_preemptions_aborts_deadlines_and_a_lost_worker_is_decided_as_it_was(
+def test_a_run_with_everything_in_it_replays_exactly(
     tmp_path: Path,
 ) -> None:
     run = crowded(tmp_path)
@@ -214,7 +214,7 @@ def test_without_a_path_nothing_is_recorded() -> None:
     assert engine.status(ready=False, why_not_ready="", steps_in_flight=1).journal == "off"
 
 
-def test_nobody_else_may_read_a_journal(tmp_path: Path) -> None:
+def test_no_other_user_may_read_a_journal(tmp_path: Path) -> None:
     RecordedRun(tmp_path).start().engine.close()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
@@ -250,7 +250,7 @@ def test_time_stands_still_within_a_call(tmp_path: Path) -> None:
     assert request.deadline == readings[0] + 0.025
 
 
-def test_the_first_plan_that_differs_is_told_with_field_time_and_request(tmp_path: Path) -> None:
+def test_the_first_difference_names_field_time_and_request(tmp_path: Path) -> None:
     run = crowded(tmp_path)
     run.engine.close()
     events = list(read_journal(tmp_path))
@@ -302,7 +302,7 @@ def test_a_changed_input_shows_at_the_first_step_that_it_changes(tmp_path: Path)
     )
 
 
-def test_a_step_that_is_not_decided_any_more_is_told(tmp_path: Path) -> None:
+def test_a_step_that_is_missing_is_reported(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path).start()
     run.submit([1, 2, 3])
     run.run().engine.close()
@@ -359,9 +359,7 @@ def test_whatever_has_been_written_so_far_can_be_read(tmp_path: Path) -> None:
     assert result.ending == "the recording has no end: the engine died, or still runs"
 
 
-def test_what_is_no_journal_is_told_and_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_journal_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RecordedRun(tmp_path).start().engine.close()
     whole = (tmp_path / FILE).read_bytes()
     header_bytes = len(header_to_bytes(JournalReader(tmp_path).header)) + 2
@@ -378,15 +376,15 @@ def test_what_is_no_journal_is_told_and_exits_with_2(
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
-    told = {}
+    errors = {}
     for name in (*files, "absent", "nothing"):
         assert replay_command.main([str(tmp_path / name)]) == 2, name
-        told[name] = capsys.readouterr().err
-    assert all("is no step journal" in told[name] for name in ("empty", "text", "zeros", "cut"))
-    assert f"has version 99, this triptych reads {JOURNAL_VERSION}" in told["version"]
-    assert f"is damaged at byte {header_bytes}" in told["damaged"]
-    assert "No such file" in told["absent"]
-    assert "no *.journal in this directory" in told["nothing"]
+        errors[name] = capsys.readouterr().err
+    assert all("is no step journal" in errors[name] for name in ("empty", "text", "zeros", "cut"))
+    assert f"has version 99, this triptych reads {JOURNAL_VERSION}" in errors["version"]
+    assert f"is damaged at byte {header_bytes}" in errors["damaged"]
+    assert "No such file" in errors["absent"]
+    assert "no *.journal in this directory" in errors["nothing"]
 
 
 def test_a_config_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
@@ -426,7 +424,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert replayed(tmp_path).divergence is None
 
 
-def test_a_directory_that_cannot_be_made_ends_the_recording_and_nothing_else(
+def test_a_directory_that_cannot_be_made_ends_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")

@@ -23,7 +23,7 @@ def make_manager(num_blocks: int = 11, *, enable_prefix_caching: bool = True) ->
 def fill(
     manager: BlockManager, token_ids: array[int], extras: dict[int, tuple[bytes, ...]] | None = None
 ) -> BlockTable:
-    """A table that holds `token_ids`, with its full blocks offered."""
+    """A table that holds `token_ids`, with its full blocks cached."""
     table = BlockTable(extras=extras or {})
     hits = manager.get_computed_blocks(table, token_ids)
     assert manager.allocate(table, len(token_ids), hits) is not None
@@ -35,7 +35,7 @@ def free_order(manager: BlockManager) -> list[int]:
     return list(manager.snapshot().free)
 
 
-def test_the_free_queue_hands_out_the_least_recently_used_block_first() -> None:
+def test_the_free_queue_gives_the_least_recently_used_first() -> None:
     queue = FreeQueue(6)
     assert queue.take(2) == [1, 2]
     queue.append(1)
@@ -49,7 +49,7 @@ def test_the_free_queue_hands_out_the_least_recently_used_block_first() -> None:
     assert queue.take(1) == [4]
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     manager = make_manager(4)
     table = BlockTable()
     assert manager.allocate(table, 3 * SIZE) == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_extras_do_not_run_into_each_other() -> None:
     assert len(roots) == len(firsts) == len(LISTS_OF_EXTRAS)
 
 
-def test_choices_share_the_hashes_of_their_prompt_until_one_goes_on() -> None:
+def test_choices_share_hashes_until_one_goes_on() -> None:
     manager = make_manager(30)
     prompt = tokens(*range(3 * SIZE + 2))
     first, second = BlockTable(root_hash(b"salt")), BlockTable(root_hash(b"salt"))
@@ -115,7 +115,7 @@ def test_hashing_in_parts_is_hashing_at_once() -> None:
     assert in_parts.hashes == hashes_of(ids.tolist())
 
 
-def test_a_requests_tail_is_evicted_before_its_head_and_blocks_without_content_first() -> None:
+def test_a_tail_is_evicted_before_its_head() -> None:
     manager = make_manager(8)
     first = fill(manager, tokens(*range(2 * SIZE + 1)))  # blocks 1, 2 full, 3 partial
     second = fill(manager, tokens(*range(100, 100 + 2 * SIZE)))  # 4, 5
@@ -159,7 +159,7 @@ def test_a_shared_block_is_free_only_when_its_last_holder_leaves() -> None:
     assert manager.num_used == 0
 
 
-def test_hits_that_nobody_holds_count_as_capacity() -> None:
+def test_hits_that_no_request_holds_count_as_capacity() -> None:
     manager = make_manager(5)  # four blocks
     ids = tokens(*range(3 * SIZE))
     manager.free(fill(manager, ids))
@@ -190,7 +190,7 @@ def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
     assert manager.snapshot() == before
 
 
-def test_blocks_of_equal_content_have_one_name_between_them() -> None:
+def test_of_equal_blocks_only_one_is_cached() -> None:
     manager = make_manager()
     ids = tokens(*range(SIZE))
     one, other = BlockTable(), BlockTable()
@@ -205,7 +205,7 @@ def test_blocks_of_equal_content_have_one_name_between_them() -> None:
     assert manager.num_cached == 1
 
 
-def test_only_what_is_full_and_computed_is_offered() -> None:
+def test_only_full_computed_blocks_are_cached() -> None:
     manager = make_manager()
     ids = tokens(*range(3 * SIZE))
     table = BlockTable()
@@ -216,7 +216,7 @@ def test_only_what_is_full_and_computed_is_offered() -> None:
     assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2, 3]
 
 
-def test_a_withdrawn_block_is_found_by_nobody_and_taken_next() -> None:
+def test_an_uncached_block_is_taken_next() -> None:
     manager = make_manager(6)
     ids = tokens(*range(2 * SIZE))
     table = fill(manager, ids)

@@ -14,9 +14,9 @@ from tests.helpers.stack import DEADLINE_S, FakeFrontend, NaiveRunner, WorkerSta
 
 
 def assert_orderly(lines: list[str]) -> None:
-    told = "\n".join(lines)
+    output = "\n".join(lines)
     for word in ("Traceback", "never retrieved", "never awaited", "was destroyed"):
-        assert word not in told, told
+        assert word not in output, output
 
 
 async def test_taken_port_is_one_line_and_exit_code_2(tmp_path) -> None:
@@ -26,8 +26,8 @@ async def test_taken_port_is_one_line_and_exit_code_2(tmp_path) -> None:
         port = taken.getsockname()[1]
         for option in ("engine.port", "engine.metrics-port"):
             async with service_process("enginecore", tmp_path, f"--{option}={port}") as engine:
-                code, told = await engine.end()
-                lines = told.splitlines()
+                code, output = await engine.end()
+                lines = output.splitlines()
             assert code == 2
             *others, line = lines
             assert not [other for other in others if "add_port.cc" not in other], "only gRPC may add a line"
@@ -56,8 +56,8 @@ async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path) -> None:
         await frontend.wait_for(lambda: len(frontend.ends) == 8)
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()
-        code, told = await engine.end()
-        lines = told.splitlines()
+        code, output = await engine.end()
+        lines = output.splitlines()
         assert code == 0, lines
         assert_orderly(lines)
         assert not any(" WARN " in line or " ERROR " in line for line in lines), lines
@@ -82,8 +82,8 @@ async def test_unusable_worker_ends_the_engine_and_its_streams(tmp_path) -> None
         await worker.stop()
         smaller = WorkerStack(config, NaiveRunner(config, num_blocks=4))
         await smaller.start(port)
-        code, told = await engine.end()
-        lines = told.splitlines()
+        code, output = await engine.end()
+        lines = output.splitlines()
         assert code == 2, lines
         assert_orderly(lines)
         assert any("cannot serve: max_model_len 512 does not fit into 3 KV blocks" in line for line in lines)
@@ -91,6 +91,6 @@ async def test_unusable_worker_ends_the_engine_and_its_streams(tmp_path) -> None
             async with asyncio.timeout(DEADLINE_S):
                 await frontend.ended()
         except grpc.aio.AioRpcError:
-            pass  # told either way: the stream has ended
+            pass  # output either way: the stream has ended
         await frontend.stop()
         await smaller.stop()

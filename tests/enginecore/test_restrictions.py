@@ -53,16 +53,16 @@ def survive(bisect: CrashBisect, group: Sequence[Request], num_tokens: int = PRO
 
 
 @given(count=st.integers(1, 70), suspect=st.integers(0, 69))
-def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails(count, suspect) -> None:
+def test_the_request_that_kills_is_found_in_log3_crashes(count, suspect) -> None:
     alive, bisect = requests(count), CrashBisect()
     poison = alive[suspect % count]
     for num_crashes in range(1, 100):
         while poison not in (group := in_flight(bisect, alive)):
-            assert group, "nobody may run"
+            assert group, "no request may run"
             survive(bisect, group)
-        convicted = crash(bisect, group)
-        if convicted is not None:
-            assert convicted is poison
+        killer = crash(bisect, group)
+        if killer is not None:
+            assert killer is poison
             assert num_crashes <= 2 + math.ceil(round(math.log(count, 3), 6))
             assert bisect.under_test is None
             assert not bisect.has_suspects
@@ -70,7 +70,7 @@ def test_the_one_that_kills_is_found_in_about_log3_crashes_and_nobody_else_fails
     raise AssertionError("never found")
 
 
-def test_a_single_crash_accuses_nobody() -> None:
+def test_a_single_crash_fails_no_request() -> None:
     alive, bisect = requests(1), CrashBisect()
     for _ in range(4):
         assert crash(bisect, alive) is None
@@ -79,14 +79,14 @@ def test_a_single_crash_accuses_nobody() -> None:
         assert not bisect.has_suspects
 
 
-def test_a_request_alone_at_two_crashes_is_the_one() -> None:
+def test_a_request_alone_at_two_crashes_fails() -> None:
     alive, bisect = requests(1), CrashBisect()
     assert crash(bisect, alive) is None
     survive(bisect, alive, PROBATION - 1)
     assert crash(bisect, alive) is alive[0]
 
 
-def test_nobody_is_cleared_by_computing_what_it_had() -> None:
+def test_computing_the_same_again_clears_no_suspect() -> None:
     (request,), bisect = requests(1), CrashBisect()
     assert bisect.note_crash({request: 100}) is None
     survive(bisect, [request], 100 + PROBATION - 1 - len(request.token_ids))
@@ -103,7 +103,7 @@ def test_a_suspect_that_waits_stays_suspect() -> None:
     assert bisect.under_test == [second]
 
 
-def test_the_only_one_common_to_two_crashes_is_tried_alone_before_it_is_convicted() -> None:
+def test_the_only_common_suspect_is_tested_by_itself_first() -> None:
     (first, second, third), bisect = requests(3), CrashBisect()
     assert crash(bisect, [first, second]) is None
     assert crash(bisect, [second, third]) is None
@@ -115,7 +115,7 @@ def test_the_only_one_common_to_two_crashes_is_tried_alone_before_it_is_convicte
     assert not bisect.has_suspects
 
 
-def test_crashes_of_different_requests_accuse_nobody() -> None:
+def test_crashes_of_different_requests_find_no_suspect() -> None:
     alive, bisect = requests(4), CrashBisect()
     assert crash(bisect, alive[:2]) is None
     assert crash(bisect, alive[2:]) is None
@@ -133,7 +133,7 @@ def test_an_idle_workers_crash_changes_nothing() -> None:
     assert bisect.under_test == under_test
 
 
-def test_five_crashes_in_a_row_open_a_trial_whatever_came_between() -> None:
+def test_five_crashes_in_a_row_start_a_test() -> None:
     (suspect, *others), bisect = requests(6), CrashBisect()
     for other in others[:4]:
         assert crash(bisect, [suspect, other]) is None
@@ -145,7 +145,7 @@ def test_five_crashes_in_a_row_open_a_trial_whatever_came_between() -> None:
     assert crash(bisect, [suspect]) is suspect
 
 
-def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
+def test_a_crash_of_others_than_the_group_tests_those() -> None:
     """As happens while an operator's pause keeps the group from running."""
     (first, second), bisect = requests(2), CrashBisect()
     crash(bisect, [first, second])
@@ -155,7 +155,7 @@ def test_a_crash_of_others_than_the_group_on_trial_tries_those() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_trial_whose_suspects_have_all_ended_is_over(count) -> None:
+def test_a_test_is_over_when_its_suspects_have_ended(count) -> None:
     alive, bisect = requests(count), CrashBisect()
     crash(bisect, alive)
     crash(bisect, alive)
@@ -195,7 +195,7 @@ class DyingWorker:
         return StepResult(plan.step_id, np.ones(num_sampled, np.uint32))
 
 
-def num_crashes_until_convicted(
+def num_crashes_until_found(
     num_others: int, lengths: Sequence[int], budget: int, suspect: int, num_tokens: int
 ) -> int:
     """Run everything to its end; only the culprit fails.
@@ -263,7 +263,7 @@ def num_crashes_until_convicted(
 @example(num_others=0, lengths=[70_000], budget=2048, suspect=0, num_tokens=0)
 @example(num_others=0, lengths=[200_000], budget=2048, suspect=0, num_tokens=0)
 @example(num_others=3, lengths=[200_000, 64], budget=8192, suspect=2, num_tokens=0)
-def test_a_request_that_kills_at_any_position_is_convicted_within_six_crashes(
+def test_a_request_that_kills_anywhere_fails_in_six_crashes(
     num_others, lengths, budget, suspect, num_tokens
 ) -> None:
-    assert num_crashes_until_convicted(num_others, lengths, budget, suspect, num_tokens) <= 6
+    assert num_crashes_until_found(num_others, lengths, budget, suspect, num_tokens) <= 6

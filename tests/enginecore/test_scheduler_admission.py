@@ -21,7 +21,7 @@ from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 
 
-def test_the_queue_is_bounded_beyond_the_seats_and_says_when_to_come_back() -> None:
+def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     clock = Clock()
     scheduler = make_scheduler(max_num_seqs=4, max_num_waiting=6, clock=clock)
     engine = Engine(scheduler)
@@ -38,7 +38,7 @@ def test_the_queue_is_bounded_beyond_the_seats_and_says_when_to_come_back() -> N
     assert len(engine.outcomes) == 11
 
 
-def test_no_queue_at_all_still_lets_the_seats_be_taken() -> None:
+def test_without_a_queue_all_rows_can_be_taken() -> None:
     scheduler = make_scheduler(max_num_seqs=2, max_num_waiting=0)
     scheduler.add(make_request(0, [1]))
     scheduler.add(make_request(1, [1]))
@@ -98,15 +98,13 @@ def test_a_name_in_use_is_refused_until_its_holder_has_ended() -> None:
         ),
     ],
 )
-def test_settings_under_which_a_request_could_starve_stop_the_boot(
-    config: dict[str, Any], words: list[str]
-) -> None:
+def test_settings_that_could_starve_a_request_stop_the_boot(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         make_scheduler(**config)
     assert all(word in error.value.message for word in words)
 
 
-def test_an_abort_frees_the_blocks_at_once_wherever_the_request_stands() -> None:
+def test_an_abort_frees_the_blocks_at_once_in_any_state() -> None:
     scheduler = make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs", max_num_seqs=3)
     engine = Engine(scheduler)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
@@ -132,7 +130,7 @@ def test_an_abort_frees_the_blocks_at_once_wherever_the_request_stands() -> None
     ) == (0, 0, 0)
     assert not scheduler.has_work
     while engine.plans:
-        assert len(engine.finish_step().token_ids) == 0, "what was in flight is nobody's"
+        assert len(engine.finish_step().token_ids) == 0, "what was in flight is dropped"
 
 
 def test_a_lost_stream_takes_its_own_requests_only() -> None:
@@ -157,7 +155,7 @@ def test_a_lost_stream_takes_its_own_requests_only() -> None:
     assert engine.scheduler.abort_session(1) == ()
 
 
-def test_one_hundred_cancels_among_two_hundred_leave_the_others_unchanged() -> None:
+def test_a_hundred_cancels_leave_the_others_unchanged() -> None:
     engine = Engine(make_scheduler(max_num_seqs=32, max_num_batched_tokens=256, max_num_waiting=200))
     for number in range(200):
         engine.add(make_request(number, make_prompt(1 + number % 50, seed=number), max_tokens=12))
@@ -224,7 +222,7 @@ def test_clients_that_come_and_go_leave_nothing_in_the_queues() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_same_requests_in_the_same_order_are_planned_the_same(policy: str) -> None:
+def test_equal_requests_in_equal_order_get_equal_plans(policy: str) -> None:
     def counts() -> list[dict[int, int]]:
         engine = Engine(
             make_scheduler(policy=policy, max_num_batched_tokens=32, max_num_seqs=4), steps_in_flight=1

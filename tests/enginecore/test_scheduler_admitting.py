@@ -26,7 +26,7 @@ def steps(engine: Engine, count: int) -> list[dict[int, int]]:
     return plans
 
 
-def test_short_prompts_pass_long_ones_that_wait_for_another_long_one() -> None:
+def test_short_prompts_pass_long_ones_over_the_limit() -> None:
     engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=1))
     add(engine, 300, 301, 20, 302, 30)
     assert steps(engine, 4) == [
@@ -52,7 +52,7 @@ def test_a_prompt_as_long_as_the_threshold_is_short() -> None:
     assert steps(engine, 1) == [{0: 100, 2: 100}]
 
 
-def test_a_long_prompt_that_the_cache_holds_does_not_keep_others_waiting() -> None:
+def test_a_long_prompt_in_the_cache_does_not_count_as_long() -> None:
     engine = Engine(make_scheduler(long_prefill_token_threshold=100, max_long_partial_prefills=1))
     add(engine, 300)
     engine.run()
@@ -131,7 +131,7 @@ def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
     assert counts_by_number(successor, successor.schedule()) == {1: 12}
 
 
-def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
+def test_requests_in_flight_are_those_that_a_loss_interrupts() -> None:
     scheduler = make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs", max_num_seqs=3)
     engine = Engine(scheduler, steps_in_flight=2)
     add(engine, 31, 30, 40, max_tokens=20)
@@ -141,7 +141,7 @@ def test_those_in_flight_are_the_ones_that_a_loss_would_interrupt() -> None:
             engine.finish_step()
         engine.plan()
     positions = {request.number: position for request, position in scheduler.requests_in_flight().items()}
-    assert positions == {0: 34, 1: 32}, "one runs, one is parked"
+    assert positions == {0: 34, 1: 32}, "one runs, one drains"
     while engine.plans:
         engine.finish_step()
     assert scheduler.requests_in_flight() == {}
@@ -166,7 +166,7 @@ def test_choices_of_a_long_prompt_enter_over_several_steps() -> None:
     assert scheduler.counters.prefix_hits == 7 * 15_999
 
 
-def test_a_request_that_does_not_fit_is_looked_up_again_when_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_looked_up_again_when_it_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     num_looks = 0
 
     def counting(self: BlockManager, *arguments: Any) -> list[int]:

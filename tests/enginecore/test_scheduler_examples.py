@@ -12,7 +12,7 @@ def plan_counts(engine: Engine) -> dict[int, int]:
     return counts_by_number(engine.scheduler, engine.plan())
 
 
-def test_long_prompts_are_split_at_the_threshold_and_at_the_budget() -> None:
+def test_long_prompts_are_split_at_threshold_and_budget() -> None:
     engine = Engine(make_scheduler(max_num_batched_tokens=1024, long_prefill_token_threshold=400))
     engine.add(*(make_request(number, make_prompt(800, seed=number)) for number in range(3)))
     steps = []
@@ -23,9 +23,7 @@ def test_long_prompts_are_split_at_the_threshold_and_at_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("is_chunked", "expected"), [(True, {0: 800, 1: 224}), (False, {0: 800})])
-def test_without_chunking_a_prompt_beyond_the_budget_waits_and_nobody_skips_ahead(
-    is_chunked: bool, expected: dict[int, int]
-) -> None:
+def test_without_chunks_a_prompt_beyond_the_budget_waits(is_chunked: bool, expected: dict[int, int]) -> None:
     scheduler = make_scheduler(
         max_num_batched_tokens=1024, max_num_seqs=3, enable_chunked_prefill=is_chunked, max_model_len=1024
     )
@@ -54,7 +52,7 @@ def test_equal_prompts_of_one_step_share_their_full_blocks() -> None:
     assert engine.outcomes[0, 1].request.num_cached_tokens == 96
 
 
-def test_the_next_chat_turn_computes_only_what_no_full_block_holds() -> None:
+def test_the_next_chat_turn_computes_only_what_is_new() -> None:
     engine = Engine(make_scheduler())
     prompt = make_prompt(250)
     engine.add(make_request(0, prompt, max_tokens=50))

@@ -35,7 +35,7 @@ def test_a_failed_row_ends_that_request_alone() -> None:
     (failed,) = output.failed
     assert failed.request.number == 1
     assert isinstance(failed.error, EngineFailure)
-    assert "step 1: told to fail" in failed.error.message
+    assert "step 1: made to fail" in failed.error.message
     assert output.numbers.tolist() == [0, 2]
     assert output.rows.tolist() == [0, 1], "tokens in the result: a failed row has none"
     engine.run()
@@ -46,7 +46,7 @@ def test_a_failed_row_ends_that_request_alone() -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-def test_nobody_reads_what_a_failed_row_should_have_written(steps_in_flight: int) -> None:
+def test_no_row_reads_what_a_failed_row_should_write(steps_in_flight: int) -> None:
     engine = Engine(make_scheduler(), steps_in_flight=steps_in_flight)
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt, max_tokens=8), make_request(1, prompt, max_tokens=8))
@@ -87,7 +87,7 @@ def test_a_failed_row_takes_back_what_its_earlier_steps_wrote() -> None:
         expect_oracle(engine, number, prompt, 8)
 
 
-def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
+def test_a_draining_row_that_fails_uncaches_what_it_wrote() -> None:
     engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), steps_in_flight=2)
     prompts = [make_prompt(31, seed=0), make_prompt(30, seed=1)]
     for number, prompt in enumerate(prompts):
@@ -105,7 +105,7 @@ def test_a_parked_row_that_fails_takes_back_what_it_wrote() -> None:
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])
-def test_hits_of_two_that_failed_are_taken_back(num_failures: int) -> None:
+def test_hits_of_two_failed_requests_are_uncached(num_failures: int) -> None:
     engine = Engine(make_scheduler(), steps_in_flight=1)
     shared = make_prompt(64)
     engine.add(make_request(0, shared, max_tokens=1))
@@ -120,7 +120,7 @@ def test_hits_of_two_that_failed_are_taken_back(num_failures: int) -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-def test_a_clients_mistake_makes_nobody_compute_again(steps_in_flight: int) -> None:
+def test_a_clients_mistake_makes_no_other_request_start_over(steps_in_flight: int) -> None:
     prompt = make_prompt(100)
     computed = []
     for refused in ((), (3,)):
@@ -137,11 +137,11 @@ def test_a_clients_mistake_makes_nobody_compute_again(steps_in_flight: int) -> N
     (failed,) = output.failed
     assert failed.request.number == 3
     assert isinstance(failed.error, InvalidRequest)
-    assert failed.error.violations[0] == FieldViolation("sampling", "told to be refused")
+    assert failed.error.violations[0] == FieldViolation("sampling", "made to be refused")
     assert computed[0] == computed[1]
 
 
-def test_what_was_computed_from_a_failed_block_is_found_by_nobody() -> None:
+def test_what_was_computed_from_a_failed_block_is_uncached() -> None:
     engine = Engine(make_scheduler())
     prompt = make_prompt(128)
     engine.add(make_request(0, prompt[:100], max_tokens=8))
@@ -158,7 +158,7 @@ def test_what_was_computed_from_a_failed_block_is_found_by_nobody() -> None:
     expect_oracle(engine, 2, prompt, 8)
 
 
-def test_a_block_that_a_failed_step_was_to_fill_is_found_by_nobody() -> None:
+def test_a_block_that_a_failed_step_was_to_fill_is_uncached() -> None:
     engine = Engine(make_scheduler())
     prompt = make_prompt(15)
     engine.add(make_request(0, prompt, max_tokens=8))
@@ -174,7 +174,7 @@ def test_a_block_that_a_failed_step_was_to_fill_is_found_by_nobody() -> None:
     expect_oracle(engine, 1, longer, 8)
 
 
-def test_a_request_that_relied_on_a_failed_row_starts_over_without_passing_the_garbage_on() -> None:
+def test_a_request_that_hit_a_failed_row_starts_over() -> None:
     scheduler = make_scheduler(block_size=4, long_prefill_token_threshold=3)
     engine = Engine(scheduler, NaiveWorker(block_size=4))
     prompt = make_prompt(30)
@@ -194,7 +194,7 @@ def test_a_request_that_relied_on_a_failed_row_starts_over_without_passing_the_g
     expect_oracle(engine, 2, prompt, 8)
 
 
-def test_a_parked_request_that_relied_on_a_failed_row_keeps_no_token_of_it() -> None:
+def test_a_draining_request_drops_tokens_of_a_failed_row() -> None:
     engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"))
     prompt = make_prompt(48)
     engine.add(make_request(0, prompt, max_tokens=8))
@@ -209,7 +209,7 @@ def test_a_parked_request_that_relied_on_a_failed_row_keeps_no_token_of_it() -> 
     expect_oracle(engine, 1, [*prompt, 1, 2], 8)
 
 
-def test_a_parked_request_may_fail() -> None:
+def test_a_draining_request_may_fail() -> None:
     engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"))
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
     engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=20))
@@ -224,7 +224,7 @@ def test_a_parked_request_may_fail() -> None:
     expect_oracle(engine, 0, make_prompt(31, seed=0), 20)
 
 
-def test_an_error_for_a_request_that_has_ended_is_nobodys() -> None:
+def test_an_error_for_a_request_that_has_ended_is_dropped() -> None:
     engine = Engine(make_scheduler())
     engine.add(make_request(0, make_prompt(9), max_tokens=8))
     engine.plan()
@@ -285,7 +285,7 @@ def test_after_a_loss_plans_start_anew() -> None:
     assert row.num_computed_tokens == 0, "nothing is cached on the new worker"
 
 
-def test_a_reset_of_the_prefix_cache_is_refused_while_anything_runs() -> None:
+def test_a_cache_reset_is_refused_while_anything_runs() -> None:
     engine = Engine(make_scheduler())
     prompt = make_prompt(64)
     engine.add(make_request(0, prompt, max_tokens=2))
@@ -299,7 +299,7 @@ def test_a_reset_of_the_prefix_cache_is_refused_while_anything_runs() -> None:
     assert counts_by_number(engine.scheduler, engine.plan()) == {1: 64}
 
 
-def test_a_new_worker_with_fewer_blocks_takes_over_all_that_still_fit() -> None:
+def test_a_smaller_worker_takes_over_all_that_fit() -> None:
     engine = Engine(make_scheduler(max_model_len=200, max_num_seqs=3))
     prompts = [make_prompt(length, seed=length) for length in (20, 90, 30, 40)]
     for number, prompt in enumerate(prompts):
@@ -320,7 +320,7 @@ def test_a_new_worker_with_fewer_blocks_takes_over_all_that_still_fit() -> None:
         expect_oracle(engine, number, prompts[number], 12)
 
 
-def test_all_that_a_lost_worker_computed_can_be_failed_and_the_waiting_go_on() -> None:
+def test_requests_of_a_lost_worker_can_be_failed() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2))
     for number in range(3):
         engine.add(make_request(number, make_prompt(20, seed=number), max_tokens=8))

@@ -41,7 +41,7 @@ def add(engine: Engine, number: int, tenant: str, length: int = 10, **kwargs: ob
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_one_tenant_is_served_first_come_first_served_whatever_its_requests_cost(policy: str) -> None:
+def test_one_tenant_is_served_first_come_first_served(policy: str) -> None:
     engine = Engine(
         make_scheduler(
             max_num_seqs=3, policy=policy, max_num_batched_tokens=64, num_blocks=40, max_model_len=256
@@ -54,7 +54,7 @@ def test_one_tenant_is_served_first_come_first_served_whatever_its_requests_cost
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_one_that_floods_the_queue_delays_itself_alone(policy: str) -> None:
+def test_a_tenant_that_floods_the_queue_delays_only_itself(policy: str) -> None:
     engine = Engine(make_scheduler(max_num_seqs=1, policy=policy))
     for number in range(40):
         add(engine, number, "flood", max_tokens=4)
@@ -103,7 +103,7 @@ def test_what_a_tenant_has_had_is_remembered_while_it_idles() -> None:
     assert order.index(31) == 102 // 12 - done + 2, "it waits until the others have had as much"
 
 
-def test_counters_hold_prompts_computed_once_and_outputs_weighted() -> None:
+def test_counters_hold_prompts_once_and_outputs_weighted() -> None:
     engine = Engine(make_scheduler(max_num_seqs=4))
     prompt = make_prompt(100)
     engine.add(make_request(0, prompt, tenant="a", max_tokens=7))
@@ -161,7 +161,7 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
     assert min(served) > 2 * bound, "long enough to tell"
 
 
-def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_had_the_most() -> None:
+def test_a_preempted_request_of_a_greedy_tenant_goes_first() -> None:
     engine = Engine(
         make_scheduler(num_blocks=6, max_model_len=64, max_num_seqs=2, policy="fcfs"), steps_in_flight=1
     )
@@ -176,7 +176,7 @@ def test_a_preempted_request_keeps_its_place_at_the_head_though_its_tenant_has_h
     assert [number for _, number in engine.outcomes] == [0, 2, 1]
 
 
-def test_what_was_interrupted_by_a_lost_worker_goes_first_in_its_old_order() -> None:
+def test_requests_of_a_lost_worker_go_first_in_their_order() -> None:
     engine = Engine(make_scheduler(max_num_seqs=4))
     for number in range(8):
         add(engine, number, "ab"[number % 2], 10 + number, max_tokens=9)
@@ -187,7 +187,7 @@ def test_what_was_interrupted_by_a_lost_worker_goes_first_in_its_old_order() -> 
     assert [request_in(engine.scheduler, row.slot).number for row in plan.new_rows] == [0, 1, 2, 3]
 
 
-def test_a_level_does_not_pay_for_what_its_tenants_have_had_on_another() -> None:
+def test_shares_of_one_priority_do_not_count_in_another() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     for number in range(5):
         add(engine, number, "a", 50, priority=0, max_tokens=2)
@@ -225,7 +225,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
     assert all(share.index < 8 for share in shares)
 
 
-def test_no_more_debtors_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_idle_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.enginecore.scheduler.fairness._MAX_IDLE", 5)
     engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     add(engine, 0, "starved", 10, priority=0, max_tokens=1)
@@ -262,7 +262,7 @@ def test_what_runs_is_charged_up_to_the_choice() -> None:
     assert request_in(engine.scheduler, row.slot).tenant == "b", "two of the other's have run for long"
 
 
-def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_left() -> None:
+def test_a_new_tenant_starts_at_the_last_counter_that_waited() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2), steps_in_flight=1)
     add(engine, 0, "a", 500, max_tokens=12)
     engine.plan()
@@ -278,7 +278,7 @@ def test_who_comes_when_nobody_waits_starts_where_the_last_stood_though_it_has_l
     assert admission_order(engine) == [2, 3, 4]
 
 
-def test_who_comes_is_lifted_to_what_the_others_have_had_up_to_now() -> None:
+def test_a_new_tenant_is_raised_to_the_least_served() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     for number in range(3):
         add(engine, number, "a", max_tokens=100)

@@ -58,7 +58,7 @@ def prefill_bound(engine: TimedEngine) -> Request:
     return request_of(engine, 100, 300, max_tokens=2)
 
 
-def seat_bound(engine: TimedEngine) -> Request:
+def row_bound(engine: TimedEngine) -> Request:
     for number in range(64):
         engine.add(request_of(engine, number, 10, max_tokens=20))
     engine.plan()
@@ -104,7 +104,7 @@ def more_of_the_flood(engine: TimedEngine) -> Request:
 SCENES = [
     prefill_bound,
     behind_a_long_prompt,
-    seat_bound,
+    row_bound,
     short_of_blocks,
     urgent,
     calm_beside_a_flood,
@@ -127,7 +127,7 @@ def test_the_first_token_comes_about_when_predicted(
     assert request.first_token_at is not None
     actual = request.first_token_at - request.queued_at
     assert predicted is not None
-    # A seat is free for others while its last tokens are in flight; the forecast counts it until they are there.
+    # A row is free for others while its last tokens are in flight; the forecast counts it until they are there.
     most = 1.4 if steps_in_flight == 1 else 1.5
     assert 0.6 < predicted / actual < most, f"{predicted} s predicted, {actual} s it took"
 
@@ -146,7 +146,7 @@ def test_chunks_of_a_long_prompt_take_a_step_each() -> None:
     assert predicted == pytest.approx(request.first_token_at - request.queued_at, rel=0.1)
 
 
-def test_what_cannot_make_its_deadline_is_refused_with_the_predicted_wait() -> None:
+def test_an_unreachable_deadline_is_refused_with_the_wait() -> None:
     engine = make_engine(max_num_batched_tokens=512)
     warm_up(engine)
     for number in range(40):
@@ -193,7 +193,7 @@ def test_what_has_expired_on_its_way_ends_as_expired() -> None:
     assert failed.request.number == 1
 
 
-def test_prompts_ahead_count_for_what_the_cache_is_likely_to_lack() -> None:
+def test_prompts_ahead_count_without_what_the_cache_holds() -> None:
     clock = Clock()
     engine = TimedEngine(make_scheduler(clock=clock, max_num_batched_tokens=512, max_num_seqs=4), clock=clock)
     prompt = make_prompt(500)
@@ -234,7 +234,7 @@ def test_where_one_size_is_known_a_step_costs_what_it_costs() -> None:
     assert [pace.seconds(size) for size in (1, 64, 8192)] == pytest.approx([0.02] * 3)
 
 
-def test_a_rare_size_is_not_forgotten_and_a_common_one_follows_the_latest() -> None:
+def test_a_rare_step_size_is_not_forgotten() -> None:
     pace = StepPace()
     pace.note(2048, 0.5)
     for _ in range(1000):
@@ -253,7 +253,7 @@ def test_larger_steps_are_never_thought_to_be_faster() -> None:
     assert pace.seconds(4096) == 0.05
 
 
-def test_refused_clients_are_told_to_come_back_one_after_the_other() -> None:
+def test_refused_clients_come_back_one_after_the_other() -> None:
     pace = EndingPace()
     assert pace.interval_s(4) is None
     assert pace.refuse(4) == 1.0, "nothing measured yet"
@@ -262,7 +262,7 @@ def test_refused_clients_are_told_to_come_back_one_after_the_other() -> None:
     assert [pace.refuse(4) for _ in range(3)] == [2.0, 4.0, 6.0]
     pace.note_ending(None)
     assert pace.refuse(4) == 2.0, "who never ran says nothing of how long others do"
-    assert [pace.refuse(4) for _ in range(40)][-1] == 30.0, "nobody is told to wait for ever"
+    assert [pace.refuse(4) for _ in range(40)][-1] == 30.0, "the wait is bounded"
 
 
 def test_an_idle_hour_says_nothing_of_the_pace() -> None:

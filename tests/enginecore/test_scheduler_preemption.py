@@ -1,4 +1,4 @@
-"""Too few blocks: who makes room, and that nobody notices."""
+"""Too few blocks: which requests are preempted, and that their tokens stay the same."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def crowded(policy: str, priorities: tuple[int, ...], *, steps_in_flight: int = 
     ("policy", "priorities", "victim"),
     [("fcfs", (0, 0, 0), 2), ("priority", (5, 0, 1), 0), ("priority", (1, 5, 5), 2)],
 )
-def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_step(
-    policy: str, priorities: tuple[int, ...], victim: int
-) -> None:
+def test_the_last_or_least_urgent_is_preempted(policy: str, priorities: tuple[int, ...], victim: int) -> None:
     engine = crowded(policy, priorities)
     engine.add(make_request(9, make_prompt(1)))
     (victims_slot,) = (r.slot for r in engine.scheduler.snapshot().running if r.number == victim)
@@ -102,7 +100,7 @@ def test_the_last_or_the_least_urgent_makes_room_and_nobody_is_admitted_in_that_
     engine.run()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted_though_there_is_room() -> None:
+def test_none_is_admitted_in_a_step_that_preempted() -> None:
     engine = Engine(make_scheduler(num_blocks=7, max_model_len=96), steps_in_flight=1)
     engine.add(make_request(0, make_prompt(31, seed=0), priority=0, max_tokens=9))
     engine.add(make_request(1, make_prompt(62, seed=1), priority=5, max_tokens=9))
@@ -139,7 +137,7 @@ def test_a_victim_refunds_its_tokens_to_those_who_stay() -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [2, 3])
-def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps_them(
+def test_a_preempted_request_waits_for_its_results(
     steps_in_flight: int,
 ) -> None:
     engine = Engine(
@@ -168,7 +166,7 @@ def test_a_preempted_request_is_not_eligible_before_its_results_are_in_and_keeps
     assert engine.tokens[0, 1] == outputs
 
 
-def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
+def test_a_preempted_request_may_end_by_a_late_token() -> None:
     engine = Engine(make_scheduler(num_blocks=5, max_model_len=64, policy="fcfs"), steps_in_flight=2)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=20))
     engine.add(make_request(1, make_prompt(30, seed=1), max_tokens=2))
@@ -185,7 +183,7 @@ def test_a_preempted_request_may_end_by_a_token_that_was_in_flight() -> None:
     assert [len(engine.tokens[0, number]) for number in (0, 1)] == [20, 2]
 
 
-def test_a_preempted_request_finds_its_prefix_again_and_reports_the_hits_of_its_first_admission() -> None:
+def test_a_preempted_request_reports_its_first_hits() -> None:
     scheduler = make_scheduler(num_blocks=8, max_model_len=112, policy="fcfs")
     engine = Engine(scheduler, steps_in_flight=1)
     engine.add(make_request(0, make_prompt(31, seed=0), max_tokens=18))
@@ -258,9 +256,7 @@ def test_the_waiting_never_make_the_running_give_way() -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_lost", [0, 3, 7])
-def test_every_prompt_token_is_reported_once_whatever_starts_over(
-    steps_in_flight: int, num_lost: int
-) -> None:
+def test_every_prompt_token_is_reported_once(steps_in_flight: int, num_lost: int) -> None:
     scheduler = make_scheduler(
         num_blocks=14,
         max_model_len=200,
@@ -284,7 +280,7 @@ def test_every_prompt_token_is_reported_once_whatever_starts_over(
     assert all(engine.prompt_logprobs[0, number] for number in (1, 2, 4, 5, 7, 8, 10, 11))
 
 
-def test_a_prompt_that_was_reported_is_found_in_the_cache_after_a_preemption() -> None:
+def test_a_reported_prompt_is_read_from_the_cache() -> None:
     engine = Engine(make_scheduler(num_blocks=7, max_model_len=96, policy="fcfs"), steps_in_flight=1)
     for number in range(3):
         engine.add(make_request(number, make_prompt(31, seed=number), prompt_logprobs=1, max_tokens=40))

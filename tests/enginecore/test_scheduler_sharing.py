@@ -62,7 +62,7 @@ def test_long_prompts_of_one_priority_follow_each_other() -> None:
     engine.run()
 
 
-def test_what_those_that_wait_leave_goes_to_the_long_prompt() -> None:
+def test_budget_that_is_left_goes_to_the_long_prompt() -> None:
     engine = make_engine(num_blocks=20, max_model_len=300)
     add(engine, 0, 270)
     steps(engine, 1)
@@ -87,7 +87,7 @@ def test_a_prompt_in_chunks_does_not_stop_those_that_decode() -> None:
     budget=st.integers(8, 60),
     policy=st.sampled_from(["fcfs", "priority"]),
 )
-def test_no_step_leaves_tokens_that_somebody_wants(arrivals, budget, policy) -> None:
+def test_no_step_leaves_tokens_that_a_request_wants(arrivals, budget, policy) -> None:
     engine = Engine(
         make_scheduler(max_num_batched_tokens=budget, policy=policy, max_num_seqs=8), steps_in_flight=1
     )

@@ -52,7 +52,7 @@ def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int
     running = scheduler.snapshot().running
     for request in running:
         request.__class__ = Untouchable
-    for _ in range(8):  # positions 19..26: no block ends, nobody stops
+    for _ in range(8):  # positions 19..26: no block ends, no request stops
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.num_tokens == 5
@@ -115,7 +115,7 @@ def test_nothing_to_compute_is_no_plan() -> None:
     assert not engine.scheduler.has_work
 
 
-def test_a_removed_row_is_told_by_the_next_plan_and_its_slot_may_be_taken_in_it() -> None:
+def test_the_next_plan_removes_a_row_and_may_reuse_its_slot() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1))
     engine.add(make_request(0, make_prompt(5), max_tokens=1))
     engine.plan()
@@ -148,7 +148,7 @@ def test_a_budget_below_the_number_of_rows_skips_the_last() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 48])
-def test_a_prompt_cached_whole_computes_its_last_token_alone_and_writes_nowhere(length: int) -> None:
+def test_a_prompt_cached_whole_computes_only_its_last_token(length: int) -> None:
     engine = Engine(make_scheduler(), steps_in_flight=1)
     prompt = make_prompt(length)
     engine.add(make_request(0, prompt, max_tokens=3))
@@ -197,7 +197,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
-def test_every_way_to_stop_ends_at_the_right_token_and_leaks_none_beyond(steps_in_flight: int) -> None:
+def test_every_stop_ends_at_the_right_token(steps_in_flight: int) -> None:
     engine = Engine(
         make_scheduler(eos_token_ids=(EOS, 11), max_model_len=90, max_num_seqs=7),
         steps_in_flight=steps_in_flight,
@@ -247,7 +247,7 @@ def test_an_end_of_text_that_is_not_the_tokenizers_own_is_named(eos_token_ids, s
     assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, stop_token_id)
 
 
-def test_outputs_name_the_stream_the_request_and_the_row_of_each_token() -> None:
+def test_outputs_name_session_request_and_row_of_each_token() -> None:
     engine = Engine(make_scheduler(), steps_in_flight=1)
     engine.add(make_request(5, make_prompt(3), session=2, max_tokens=1))
     engine.add(make_request(9, make_prompt(4), session=1, max_tokens=3))
@@ -282,9 +282,7 @@ def test_a_dropped_token_leaves_the_rows_of_the_others_in_place() -> None:
         (result(1), "result of step 1 has 0 tokens, 1 were planned"),
     ],
 )
-def test_a_result_that_answers_another_plan_is_refused_and_changes_nothing(
-    wrong: StepResult, why: str
-) -> None:
+def test_a_result_of_another_plan_changes_nothing(wrong: StepResult, why: str) -> None:
     engine = Engine(make_scheduler())
     engine.add(make_request(0, make_prompt(3), max_tokens=3))
     engine.plan()
@@ -301,7 +299,7 @@ def test_a_result_without_a_plan_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_emitted", [0, 1, 15, 39])
-def test_a_request_taken_over_with_emitted_tokens_continues_the_same(num_emitted: int) -> None:
+def test_a_request_with_emitted_tokens_continues_the_same(num_emitted: int) -> None:
     prompt, sampling = make_prompt(21), SamplingParams(max_tokens=40)
     outputs, _, _ = naive_generation(prompt, 5, sampling, (), 2048)
     engine = Engine(make_scheduler())
@@ -350,7 +348,7 @@ def test_block_sizes_other_than_powers_of_two_work() -> None:
         assert engine.tokens[0, number] == expected[0]
 
 
-def test_watched_tokens_are_those_of_the_living() -> None:
+def test_watched_tokens_are_those_of_running_requests() -> None:
     watched = WatchedTokens([EOS])
     probe = np.array([0, EOS, 5, 9, 0xFFFFFFFE], np.uint32)
     watched.add((5, 9))
@@ -372,7 +370,7 @@ def test_a_request_that_has_ended_leaves_no_stop_id_behind() -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
-def test_a_row_whose_last_token_is_planned_serves_the_next_request_at_once(steps_in_flight: int) -> None:
+def test_a_row_is_reused_once_its_last_token_is_planned(steps_in_flight: int) -> None:
     engine = Engine(make_scheduler(max_num_seqs=2), steps_in_flight=steps_in_flight)
     for number in range(6):
         engine.add(make_request(number, make_prompt(5, seed=number), max_tokens=5, ignore_eos=True))

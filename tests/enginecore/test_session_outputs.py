@@ -52,7 +52,7 @@ def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
     outputs.take(9)
 
 
-def test_one_session_gets_its_columns_with_places_of_its_own_batch() -> None:
+def test_one_session_gets_columns_of_its_own_batch() -> None:
     outputs = SessionOutputs()
     open_session(outputs, 1, 7, 8, 9)
     outputs.add_step(*step([1, 1, 1], [7, 8, 9], rows=[0, 1, 3]))  # row 2 was nobody's any more
@@ -85,7 +85,7 @@ def test_two_steps_join_into_one_batch() -> None:
     assert outputs.take(9) == {}
 
 
-def test_batches_are_numbered_and_a_closed_session_is_owed_nothing() -> None:
+def test_batches_are_numbered_and_end_with_the_session() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [4])
@@ -112,7 +112,7 @@ def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
     assert (batch.batch_id, batch.numbers.tolist()) == (2, [7] * MAX_STEPS_TOGETHER)
 
 
-def test_each_requests_tokens_of_several_steps_stand_together_in_their_order() -> None:
+def test_tokens_of_several_steps_are_grouped_by_request() -> None:
     outputs = SessionOutputs()
     open_session(outputs, 1, 7, 8)
     for rows in ([0, 3], [2, 0]):
@@ -170,7 +170,7 @@ def test_steps_of_one_token_join_steps_of_several(has_logprobs: bool) -> None:
         assert batch.numbers.tolist() == [7, 8]
 
 
-def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() -> None:
+def test_a_streaming_request_takes_other_tokens_along() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
@@ -184,7 +184,7 @@ def test_a_request_that_streams_takes_the_others_tokens_along_until_it_ends() ->
     assert outputs.take(9) == {}
 
 
-def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -> None:
+def test_prompt_logprobs_go_to_their_session_at_once() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
@@ -199,7 +199,7 @@ def test_parts_of_prompts_go_to_their_session_at_once_with_tokens_or_without() -
     assert outputs.take(9) == {}
 
 
-def test_a_session_that_was_told_of_a_full_queue_is_told_of_room_at_once() -> None:
+def test_room_after_a_full_queue_is_reported_at_once() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, [4])
@@ -209,7 +209,7 @@ def test_a_session_that_was_told_of_a_full_queue_is_told_of_room_at_once() -> No
     assert outputs.take(5) == {}
 
 
-def test_log_probabilities_of_many_steps_do_not_pile_up_in_one_batch() -> None:
+def test_logprobs_of_many_steps_do_not_pile_up() -> None:
     outputs = SessionOutputs()
     outputs.open(1)
     outputs.admit(1, list(range(1000)), whole_output=True)

@@ -32,7 +32,7 @@ def test_the_first_step_tells_how_many_hide_the_network(overhead_ms, size) -> No
     assert steps_in_flight.size == size
 
 
-def test_it_grows_while_the_worker_reports_gaps_up_to_what_was_granted() -> None:
+def test_it_grows_with_idle_gaps_up_to_the_grant() -> None:
     steps_in_flight = PipelineDepth(0)
     steps_in_flight.start(3)
     note(steps_in_flight, idle_ns=STEP_NS // 50)

@@ -1,4 +1,4 @@
-"""Which losses of a worker accuse the requests that were in flight."""
+"""Losses of a worker, and which of them count as crashes of the requests in flight."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Reco
     return asyncio.run(run())
 
 
-def test_another_worker_accuses() -> None:
+def test_another_worker_means_a_crash() -> None:
     assert recover(WorkerLost("gone"), welcome("b")).is_crash
     assert recover(WorkerLost("it says so", is_crash=True), welcome()).is_crash
 
 
-def test_a_worker_that_drained_accuses_nobody() -> None:
+def test_a_worker_that_drained_has_not_crashed() -> None:
     assert not recover(WorkerLost("it drains", is_orderly=True), welcome("b")).is_crash
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
-def test_a_worker_that_lives_accuses_nobody(is_resumed) -> None:
+def test_a_worker_that_lives_has_not_crashed(is_resumed) -> None:
     assert not recover(WorkerLost("cut"), welcome(is_resumed=is_resumed)).is_crash
 
 
-def test_a_network_that_flaps_accuses_nobody() -> None:
+def test_a_network_that_flaps_is_no_crash() -> None:
     resumed = [welcome(is_resumed=True)] * 3
     recovery = recover(WorkerLost("cut"), *resumed, welcome(), num_losses=4)
     assert not recovery.connected.is_resumed

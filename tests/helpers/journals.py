@@ -25,7 +25,7 @@ SESSION = 1
 
 
 class RecordedRun:
-    """A journaled engine core and a naive worker, five blocks of 16 tokens and a clock that moves when told."""
+    """A journaled engine core and a naive worker, five blocks of 16 tokens and a clock that the test sets."""
 
     def __init__(
         self,

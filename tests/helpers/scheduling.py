@@ -2,7 +2,7 @@
 
 The worker knows nothing of the scheduler. It keeps rows and KV cells as the plans tell it, and its KV cell of
 a position is a fingerprint of all tokens up to there: whoever attends to a cell that belongs to another
-prefix, or that nobody has written, is caught at once.
+prefix, or that was never written, is caught at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EOS = 7
 
 
 class Clock:
-    """Time that moves when told."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -87,7 +87,7 @@ def make_request(
     request_id: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request whose seed is its number unless told."""
+    """Return a request. Its seed is its number unless one is given."""
     submit = single_choice(
         number,
         request_id or f"{session}-{number}",
@@ -210,9 +210,9 @@ class NaiveWorker:
             row, span = self.rows[slot], spans[slot]
             row.num_computed += len(span)
             if slot in failing_slots and span:
-                errors[row.new.key] = RowError("told to fail")
+                errors[row.new.key] = RowError("made to fail")
             elif slot in refused_slots and span:
-                errors[row.new.key] = RowError.of_client("sampling: told to be refused")
+                errors[row.new.key] = RowError.of_client("sampling: made to be refused")
             if span and row.num_computed == len(row.tokens):
                 is_failing = slot in (*failing_slots, *refused_slots)
                 drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled)
@@ -262,12 +262,12 @@ class NaiveWorker:
         for new in plan.new_rows:
             assert new.slot not in self.rows, f"slot {new.slot} is taken"
             assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
-            assert 0 not in new.block_ids, "the null block belongs to nobody"
+            assert 0 not in new.block_ids, "the null block is never used"
             self.rows[new.slot] = WorkerRow(
                 new, new.token_ids.tolist(), new.num_computed_tokens, new.block_ids.tolist()
             )
         for slot, block in zip(plan.block_slots.tolist(), plan.block_ids.tolist(), strict=True):
-            assert block != 0, "the null block belongs to nobody"
+            assert block != 0, "the null block is never used"
             self.rows[slot].block_ids.append(block)
 
     def _counts(self, plan: StepPlan) -> dict[int, int]:
@@ -297,7 +297,7 @@ class NaiveWorker:
         return limits
 
     def _write(self, row: WorkerRow, span: range, *, is_garbage: bool) -> None:
-        assert span.stop <= len(row.tokens), "computes a token that nobody knows"
+        assert span.stop <= len(row.tokens), "computes a token that is not known"
         assert span.stop <= len(row.block_ids) * self.block_size, "computes beyond its blocks"
         fingerprints = prefix_fingerprints(row.tokens)
         for position in span:
