@@ -239,8 +239,7 @@ class RequestStates:
         """
         request.token_ids.extend(token_ids)
         request.num_in_flight -= num_expected
-        for _ in token_ids:
-            self.waiting.count_late_token(request)
+        self.waiting.count_late_tokens(request, len(token_ids))
         self.shares.charge(request, num_output_tokens=len(token_ids))
 
     def finish_draining(self, request: Request) -> None:

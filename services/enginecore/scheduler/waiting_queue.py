@@ -143,9 +143,9 @@ class WaitingQueue:
             else:
                 self.hold(request, WaitsFor.RESTRICTION)
 
-    def count_late_token(self, request: Request) -> None:
-        """Take in that a request that waits for results has got one more token."""
-        self._count_returning(request, 0, 1)
+    def count_late_tokens(self, request: Request, num_tokens: int) -> None:
+        """Take in that a request that waits for results has got so many more tokens."""
+        self._count_returning(request, 0, num_tokens)
 
     def begin_step(self, rows: RunningRows, slots: Slots) -> None:
         """Let the admission limits count the rows that run, before a step admits its first request."""
