@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Inside, `torch.empty` fills what it returns with NaN, whole numbers with their largest."""
+    """Let `torch.empty` return tensors of NaN, or of the largest integer, inside the context."""
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:

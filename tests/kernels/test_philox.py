@@ -35,7 +35,7 @@ def test_torch_gives_the_published_words_for_all_vectors_at_once() -> None:
     assert torch.equal(torch.stack(words, dim=1), expected)
 
 
-def test_torch_equals_the_reference_where_counter_and_key_broadcast() -> None:
+def test_torch_broadcasts_counter_and_key_like_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     position, key = (torch.randint(0, ONES, (5, 1, 2), generator=generator) for _ in range(2))
     quads = torch.randint(0, ONES, (1, 7), generator=generator)
@@ -54,7 +54,7 @@ def test_a_token_owns_one_lane_of_its_counter() -> None:
     assert [reference.token_word(seed, position, token_id) for token_id in (12, 13, 14, 15)] == list(words)
 
 
-def test_positions_past_32_bits_and_negative_seeds_use_all_their_bits() -> None:
+def test_positions_and_seeds_use_all_their_bits() -> None:
     words = {
         reference.token_word(seed, position, 0)
         for seed in (1, 1 + (1 << 32))

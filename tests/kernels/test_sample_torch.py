@@ -27,7 +27,7 @@ def test_kept_sets_are_those_of_the_naive_way(
     # steps of 0.37 make many equals, and no sum of probabilities that is a round number
     logits = torch.tensor([quantized], dtype=torch.float32) * 0.37
     top_p, min_p = (torch.tensor([value], dtype=torch.float32) for value in (top_p, min_p))
-    thresholds = torch_implementation._thresholds(
+    thresholds = torch_implementation.filter_thresholds(
         logits, logits.amax(-1), torch.tensor([top_k], dtype=torch.int32), top_p, min_p
     )
     kept = set((logits[0] >= thresholds[0]).nonzero().flatten().tolist())
@@ -41,10 +41,10 @@ def test_kept_sets_are_those_of_the_naive_way(
 
 
 @pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
-def test_top_p_of_a_flat_distribution_reaches_past_the_first_candidates(top_p: float) -> None:
+def test_top_p_reaches_past_the_first_candidates(top_p: float) -> None:
     logits = random_logits(2, 5000, spread=0.5)
     limits = torch.tensor([top_p, 0.01])
-    thresholds = torch_implementation._thresholds(
+    thresholds = torch_implementation.filter_thresholds(
         logits, logits.amax(-1), torch.zeros(2, dtype=torch.int32), limits, torch.zeros(2)
     )
     for row in range(2):
@@ -57,8 +57,8 @@ def test_both_ways_to_draw_agree() -> None:
     logits = random_logits(9, 1003)
     kept = logits > -1.0
     seeds, positions = torch.arange(9), torch.arange(9) * 1000
-    few = torch_implementation._draw_among_few(logits, kept, seeds, positions)
-    assert torch.equal(few, torch_implementation._draw_among_many(logits, kept, seeds, positions))
+    few = torch_implementation.draw_among_few(logits, kept, seeds, positions)
+    assert torch.equal(few, torch_implementation.draw_among_many(logits, kept, seeds, positions))
 
 
 def test_tiles_of_rows_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_noise_is_finite_and_exact_at_both_ends() -> None:
     words = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     expected = [-math.log(-math.log((word + 0.5) / 2**32)) for word in words.tolist()]
     torch.testing.assert_close(
-        torch_implementation._gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6
+        torch_implementation.gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6
     )
     assert expected[-1] - expected[0] < torch_implementation._GUMBEL_SPAN
 
@@ -80,7 +80,7 @@ def test_noise_is_finite_and_exact_at_both_ends() -> None:
 def test_noise_of_torch_is_that_of_the_reference() -> None:
     seed, position = -(2**63) + 17, 2**33 + 5
     quads = torch.arange(10)
-    words = torch_implementation._words(torch.tensor([seed]), torch.tensor([position]), quads)
-    noise = torch_implementation._gumbel(torch.stack(words, dim=-1).flatten())
+    words = torch_implementation.token_words(torch.tensor([seed]), torch.tensor([position]), quads)
+    noise = torch_implementation.gumbel(torch.stack(words, dim=-1).flatten())
     expected = torch.tensor([gumbel(seed, position, token_id) for token_id in range(40)])
     torch.testing.assert_close(noise, expected, rtol=1e-6, atol=1e-6)

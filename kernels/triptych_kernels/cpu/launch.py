@@ -101,12 +101,18 @@ def find_kernel(isa: str, name: str) -> Kernel:
     """Look up a kernel in the library for one instruction set.
 
     Raises:
-        AttributeError: The library has no such kernel.
+        RuntimeError: The library has no such kernel, since it is older than this file.
     """
     library = load(isa)
-    function = getattr(library, f"triptych_{name}")
+    try:
+        function = getattr(library, f"triptych_{name}")
+        list_fields = getattr(library, f"triptych_{name}_fields")
+    except AttributeError as error:
+        raise RuntimeError(
+            f"the native library for {isa} has no kernel {name!r} or is out of date; "
+            "`python -m triptych_kernels.cpu.build` builds it anew"
+        ) from error
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    list_fields = getattr(library, f"triptych_{name}_fields")
     list_fields.argtypes, list_fields.restype = [], ctypes.POINTER(_Field)
     fields: list[str] = []
     kinds = ""

@@ -65,7 +65,7 @@ def usable_isas() -> tuple[str, ...]:
     """Return the built instruction sets that processor and system let us use, widest first."""
     if platform.machine() != "x86_64" or not DIGEST.is_file():
         return ()
-    flags = _processor_flags()
+    flags = processor_flags()
     return tuple(
         isa
         for isa, needed in _NEEDED_FLAGS.items()
@@ -76,7 +76,7 @@ def usable_isas() -> tuple[str, ...]:
 @cache
 def amx_refusal() -> str:
     """Return why this process cannot use the processor's AMX; empty if it can, or if the processor has none."""
-    if not _processor_flags() >= _AMX:
+    if not processor_flags() >= _AMX:
         return ""
     return request_permission()
 
@@ -138,7 +138,7 @@ def raise_failure(failure: int, what: str) -> None:
     )
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
     """Return the instruction sets that the processor names; empty if the system does not list them."""
     if sys.platform == "darwin":
         return _flags_of_sysctl()

@@ -78,7 +78,9 @@ def paged_attention(
     num_kv_heads, block_size = kv_cache.shape[2:4]
     page_bytes = kv_cache[0].nbytes
     pages = _Pages(kv_cache, kv_scales, block_tables)
-    plan = _plan(query_lens_list, seq_lens_list, block_size, max(_TILE_BYTES // page_bytes, 1), query.device)
+    plan = plan_step(
+        query_lens_list, seq_lens_list, block_size, max(_TILE_BYTES // page_bytes, 1), query.device
+    )
     # the query heads that share a key head are neighbours
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(query)
@@ -166,7 +168,7 @@ def _attend_chunk(chunk: _Chunk, query: Tensor, pages: _Pages, scale: float, out
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pages:
-    """The cache, and where in it each row's keys and values stand."""
+    """The cache, and the blocks of each row."""
 
     kv_cache: Tensor
     kv_scales: Tensor | None
@@ -184,7 +186,7 @@ class _Pages:
         if self.kv_scales is None:
             return gathered.to(dtype)
         scales = _select_pages(self.kv_scales[..., None], pages, num_keys)
-        # scaled_dot_product_attention makes 0 of a row whose only score is NaN, but not of values that are
+        # scaled_dot_product_attention makes 0 of a row if its only score is NaN, but not of values that are
         scales[1] += 0.0 * scales[0]
         # in float32 first: neither a scale nor an element is to be rounded by itself
         return (gathered.float() * scales).to(dtype)
@@ -199,7 +201,7 @@ def _select_pages(cache: Tensor, pages: Tensor, num_keys: int) -> Tensor:
 
 
 @lru_cache(maxsize=2)  # every layer of a step asks the same
-def _plan(
+def plan_step(
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],
     block_size: int,

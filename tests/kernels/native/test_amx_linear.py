@@ -131,7 +131,7 @@ def test_sums_are_those_of_the_manual(emulated: None, num_rows: int, shape: tupl
     assert torch.equal(multiply(pack(weight), x, torch.float32), tile_products(x, weight))
 
 
-def test_denormal_inputs_count_as_zero_and_the_callers_mode_stays(emulated: None) -> None:
+def test_denormal_inputs_count_as_zero(emulated: None) -> None:
     x = torch.full((1, 32), 1e-39, dtype=torch.bfloat16)
     weight = torch.full((1, 32), 1e30, dtype=torch.bfloat16)
     assert float(x[0, 0]) > 0.0
@@ -154,7 +154,7 @@ def test_gated_products_are_those_of_the_reference(emulated: None, activation: s
                 torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-3)
 
 
-def test_a_row_is_the_same_in_every_batch_and_on_any_number_of_threads(emulated: None) -> None:
+def test_a_row_has_the_same_bits_on_any_number_of_threads(emulated: None) -> None:
     packed, x = pack(random(130, 582)), random(199, 582)
     whole = multiply(packed, x, torch.float32)
     for num_threads in (1, 2, 5):
@@ -184,7 +184,7 @@ def test_nothing_is_read_past_inputs_and_weights(emulated: None, shape: tuple[in
         assert torch.equal(multiply(packed, x, torch.float32), expected[:num_rows])
 
 
-def test_wide_products_of_quantized_weights_are_those_of_bfloat16(emulated: None) -> None:
+def test_wide_quantized_products_are_those_of_bfloat16(emulated: None) -> None:
     packed = QuantizedWeight(75, 96, torch.bfloat16, BLOCK_FORMATS["Q4_1"])
     packed.fill_rows(0, random(75, 96).float())
     packed.wide_rows = 1
@@ -225,7 +225,7 @@ def test_amx_comes_first_where_processor_and_system_have_it(machine: Callable[[s
     assert (isa(), amx_refusal()) == ("amx", "")
 
 
-def test_without_permission_the_next_one_serves_and_the_reason_is_told(
+def test_without_permission_the_next_isa_is_used(
     machine: Callable[[str, str], None],
 ) -> None:
     machine(f"{FLAGS} amx_bf16 amx_tile amx_int8", "Operation not permitted")

@@ -115,7 +115,7 @@ def test_nan_shows_wherever_it_is_seen(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("limits", [{}, {"window": 70}, {"window": 300}])
-def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
+def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
     dtype: torch.dtype, limits: dict[str, float]
 ) -> None:
     rows = [(600, 600), (1, 257), (70, 530), (1, 1400), (1, 5)]

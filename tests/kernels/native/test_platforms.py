@@ -67,4 +67,4 @@ def test_a_mac_with_an_intel_processor_says_what_it_can(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         library.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, printed)
     )
-    assert {"avx2", "fma", "f16c", "avx512f"} <= library._processor_flags()
+    assert {"avx2", "fma", "f16c", "avx512f"} <= library.processor_flags()

@@ -88,7 +88,7 @@ def test_every_output_stays_until_the_next_run() -> None:
         assert torch.equal(output, expected)
 
 
-def test_buffers_that_are_not_needed_at_the_same_time_share_their_memory() -> None:
+def test_buffers_with_disjoint_lifetimes_share_memory() -> None:
     def num_bytes(num_layers: int) -> int:
         network, token_ids = Network(num_layers), torch.zeros(MAX_ROWS, dtype=torch.int64)
 

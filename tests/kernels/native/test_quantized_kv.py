@@ -199,7 +199,7 @@ def test_vectors_of_very_different_size_share_a_step(native: None) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("limits", [{}, {"window": 300}])
-def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
+def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
     native: None, dtype: torch.dtype, limits: dict[str, float]
 ) -> None:
     rows = [(90, 600), (1, 257), (70, 530), (1, 900)]
@@ -229,7 +229,7 @@ def test_a_query_gives_the_same_bits_in_every_batch_chunk_and_number_of_threads(
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("flaw", [NAN, INF])
 @pytest.mark.parametrize("num_keys", [1, 37, 300])
-def test_a_flawed_key_or_value_shows_in_all_that_see_it_and_nowhere_else(
+def test_a_flawed_key_or_value_affects_only_those_that_see_it(
     implementation: Implementation, half: int, flaw: float, num_keys: int
 ) -> None:
     torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_a_recorded_step_writes_and_reads_its_scales(native: None) -> None:
     assert all(torch.equal(*tensors) for tensors in zip(*caches, strict=True))
 
 
-def test_scales_that_are_missing_superfluous_or_of_another_shape_are_named() -> None:
+def test_wrong_scales_are_named() -> None:
     key, slots = torch.ones(2, 1, 4), torch.tensor([4, 5])
     blocks, scales = empty_cache(3, 1, 4, 4, torch.int8)
     with pytest.raises(ValueError, match=r"kv_cache of torch\.int8 needs kv_scales"):

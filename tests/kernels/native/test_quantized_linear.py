@@ -188,7 +188,7 @@ def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
     assert torch.equal(every_row(packed).view(40, 4, 32), nearer)
 
 
-def test_inputs_without_size_and_outputs_past_the_last_are_harmless(isa: str) -> None:
+def test_empty_inputs_and_padded_outputs_are_harmless(isa: str) -> None:
     packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, is_affine=True))
     packed.fill_rows(0, random(5, 64))
     x = torch.zeros(2, 64)

@@ -142,7 +142,7 @@ def test_any_grouping_of_heads_and_any_block_size(num_heads: int, num_kv_heads: 
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
 
 
-def test_a_cache_of_another_precision_is_read_in_the_precision_of_the_query() -> None:
+def test_a_cache_of_another_dtype_is_read_in_that_of_the_query() -> None:
     step = build_step(MIXED, dtype=torch.float32, cache_dtype=torch.bfloat16)
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
 
@@ -162,14 +162,14 @@ def test_decodes_of_very_different_length_share_a_step(
     page_bytes = 2 * 2 * 4 * 8 * 4
     monkeypatch.setattr(torch_implementation, "_TILE_BYTES", tile_pages * page_bytes)
     monkeypatch.setattr(torch_implementation, "_SLACK_PAGES", 2)
-    torch_implementation._plan.cache_clear()
+    torch_implementation.plan_step.cache_clear()
     step = build_step([(1, 90), (1, 1), (1, 33), (1, 2), (1, 31), (1, 64), (1, 8)])
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
 
 
 def test_padding_of_a_tile_is_bounded() -> None:
     rows = [(1, length) for length in (1, 2, 3, 500, 510, 2000, 2001, 8000)]
-    plan = torch_implementation._plan(
+    plan = torch_implementation.plan_step(
         (1,) * len(rows), tuple(seq_len for _, seq_len in rows), 16, 1 << 20, torch.device("cpu")
     )
     lens_by_tile = [[rows[row][1] for row in tile.rows.tolist()] for tile in plan.decode_tiles]
@@ -188,7 +188,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: list[tuple[int, int]]) -> None
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
-def test_the_last_query_of_a_chunk_equals_the_same_query_as_a_decode() -> None:
+def test_the_last_query_of_a_chunk_equals_a_decode() -> None:
     step = build_step([(6, 11)])
     decode = Step(step.query[5:], step.kv_cache, step.block_tables, (1,), (11,))
     torch.testing.assert_close(step.attend()[5:], decode.attend(), rtol=1e-6, atol=1e-6)
@@ -238,7 +238,7 @@ def attend(step: Step, **changed: object) -> Tensor:
     return paged_attention(**(arguments | changed))  # type: ignore[arg-type]
 
 
-def test_lengths_that_the_host_does_not_know_are_read_from_the_tensors() -> None:
+def test_unknown_lengths_are_read_from_the_tensors() -> None:
     step = build_step([(2, 5), (1, 3)])
     assert torch.equal(attend(step), step.attend())
     with pytest.raises(ValueError, match="row 1 has 1 queries, 99 keys and blocks for 12"):

@@ -37,6 +37,6 @@ def _fail(*_: object) -> None:
 
 
 def believe_in_hopper() -> None:
-    """From now on kernels are compiled for it; launches fail."""
+    """Make Triton compile kernels for an H200 from now on; launches fail."""
     triton.runtime.driver.set_active(_Driver())
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=NUM_SMS)

@@ -68,7 +68,7 @@ def launches_of_steps(name: str) -> tuple[list[str], list[str]]:
 
 
 def store_tiles_of_few_rows(folder: Path) -> None:
-    """From now on the device has a file in which plain products of few rows have tiles, each bucket others."""
+    """Store a file for the device with tiles for plain products of few rows, other ones for each bucket."""
     shapes = {
         LINEAR: ((6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096)),
         GATED_LINEAR: ((28672, 4096),),
@@ -110,8 +110,12 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
 
 
 def compile_two() -> tuple[int, int, int]:
-    """How many compilations two kernels cost ahead, how many at their launch after that, and how many of them a launch
-    would have found before they were loaded."""
+    """Count compilations of two kernels.
+
+    Returns:
+        The numbers of compilations ahead, of those at their launch after that, and of those that a launch would have
+        found before they were loaded.
+    """
     x, table = torch.empty(4, 128, device=META), torch.empty(9, 64, device=META)
     calls: list[Callable[[], object]] = [
         partial(silu_and_mul, x, impl="triton"),

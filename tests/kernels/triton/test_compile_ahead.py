@@ -1,4 +1,4 @@
-"""Kernels are compiled once, ahead of their launch, and a few serve steps of all sizes."""
+"""Kernels are compiled once, before their launch, and a few of them are enough for steps of all sizes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -
 
 
 def test_no_launch_finds_a_kernel_that_is_still_being_loaded(found: dict[str, Any]) -> None:
-    """Triton would launch it, without a function to launch."""
+    """Triton would launch it without a function."""
     assert found["found_early"] == 0
 
 
-def test_a_start_compiles_what_steps_and_every_kind_of_sampling_launch(found: dict[str, Any]) -> None:
+def test_a_start_compiles_all_kernels_of_steps(found: dict[str, Any]) -> None:
     of_steps, _ = found["steps"]["plain"]
     assert {
         "_embedding",
@@ -57,14 +57,14 @@ def test_a_start_compiles_what_steps_and_every_kind_of_sampling_launch(found: di
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_step_compiles_what_a_start_has_not(found: dict[str, Any], model: str) -> None:
-    """Or the first request that makes a step of this size would wait for a compiler, and all others with it."""
+    """Otherwise the first request with a step of this size would wait for a compiler, and all others with it."""
     ahead, late = found["steps"][model]
     assert late == []
     assert len(ahead) < 50, "they are to be compiled while weights are read"
 
 
 def test_nor_where_products_of_few_rows_have_tiles(found: dict[str, Any]) -> None:
-    """Others for one row, for up to 4 and for up to 16."""
+    """There are other tiles for one row, for up to 4 and for up to 16."""
     ahead, late = found["few rows"]
     assert late == []
     assert ahead.count("_multiply_few_rows") >= 3 * 2, "plain and with an activation, each of three sizes"

@@ -1,4 +1,4 @@
-"""Products of few rows with plain weights against float64, and when they take the place of cuBLAS's."""
+"""Products of few rows with plain weights against float64, and the choice between them and cuBLAS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16: 2.
 
 @contextmanager
 def multiplied_with(tiles: Tiles | ByTorch, weight: Tensor) -> Iterator[None]:
-    """All products of few rows of such a weight."""
+    """Multiply few rows with such a weight by these tiles inside the context."""
     key = (*weight.shape, weight.dtype)
     one, four, sixteen = ((*key, rows) for rows in FEW_ROWS)
     with (
@@ -47,7 +47,7 @@ def drawn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In float64, and the sum of its terms' sizes, by which a sum in float32 may be off."""
+    """Return the product in float64, and the sum of its terms' magnitudes, which bounds the error of a float32 sum."""
     product = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
     return (product, size) if bias is None else (product + bias.double(), size + bias.double().abs())
@@ -131,14 +131,14 @@ def test_rows_may_be_views_that_lie_apart(device: torch.device) -> None:
 
 
 class Launched(Exception):
-    """The kernel was about to be."""
+    """An exception in place of the kernel's launch."""
 
 
 @pytest.mark.parametrize("multiply", [linear, gated_linear])
 def test_torch_multiplies_unless_tiles_are_chosen(
     multiply: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Many rows, weights that are views, and no rows are torch's whatever is chosen."""
+    """Many rows, weights that are views, and no rows are torch's for any choice."""
 
     class Kernel:
         def __getitem__(self, grid: object) -> object:
@@ -169,7 +169,7 @@ def test_torch_multiplies_unless_tiles_are_chosen(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("out_features", [4096, 6144, 28672, 128256])
 def test_candidates_bring_enough_bytes_and_programs(out_features: int, dtype: torch.dtype) -> None:
-    """Or they would wait for memory, 40 KiB for each of an H200's 132 multiprocessors."""
+    """Otherwise they would wait for memory, 40 KiB for each of an H200's 132 multiprocessors."""
     for tunable, is_gated in ((LINEAR, False), (GATED_LINEAR, True)):
         tried = []
         default, *candidates = tunable.candidates(out_features, 4096, dtype, 1)

@@ -40,7 +40,7 @@ def test_every_pair_has_a_row_in_a_tile_of_its_expert(num_tokens: int, device: t
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 5])
-def test_no_spread_of_pairs_needs_more_tiles_than_there_is_room_for(num_experts: int) -> None:
+def test_no_spread_of_pairs_needs_more_tiles(num_experts: int) -> None:
     def spreads(num_pairs: int, experts: int) -> list[tuple[int, ...]]:
         if experts == 1:
             return [(num_pairs,)]

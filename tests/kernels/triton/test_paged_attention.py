@@ -223,7 +223,7 @@ def test_a_scale_of_nan_is_seen_by_those_who_attend_to_it(
     assert not seen[21:].isnan().any()
 
 
-def test_a_cache_of_another_precision_is_read_in_that_of_the_query(device: torch.device) -> None:
+def test_a_cache_of_another_dtype_is_read_like_the_query(device: torch.device) -> None:
     step = build_step(MIXED, torch.float32, device, cache_dtype=torch.float16)
     step.assert_attends_like_the_reference()
 
@@ -242,7 +242,7 @@ def test_splits_leave_no_seam(
     step.assert_attends_like_the_reference(window=window)
 
 
-def test_long_rows_are_cut_into_no_more_splits_than_fill_the_device(
+def test_splits_of_long_rows_do_not_exceed_the_device(
     half_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_attention_decode, "num_sms", lambda device: 3)

@@ -87,7 +87,7 @@ def test_weights_in_4_bits_and_a_head_in_8_say_what_the_cpus_say(monkeypatch: py
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_a_layer_whose_inputs_are_rounded_too_is_loaded_and_multiplied(
+def test_a_layer_with_rounded_inputs_is_loaded_and_multiplied(
     monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
     monkeypatch.setattr(weights, "create_quantized_weight", create_for_triton)
@@ -119,7 +119,7 @@ def test_quantized_experts_say_what_the_cpus_say(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter says so
 @pytest.mark.parametrize(("quantization", "largest_error"), [("q8", 0.02), ("int8", 0.03), ("fp8", 0.3)])
-def test_the_ranks_shares_of_quantized_experts_sum_to_nearly_the_whole_mixture(
+def test_ranks_shares_of_quantized_experts_sum_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, quantization: str, largest_error: float
 ) -> None:
     hidden, inner = 32, 64

@@ -104,7 +104,7 @@ def test_attention_is_launched_with_what_is_stored(
     )
 
 
-def test_a_quantized_product_is_launched_with_what_is_stored_for_its_bucket_of_rows(
+def test_a_quantized_product_is_launched_with_stored_tiles(
     store: Store, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     key = {"out_features": 96, "in_features": 64, "bits": 4, "is_affine": True, "rows": 32}
@@ -120,7 +120,7 @@ def test_a_quantized_product_is_launched_with_what_is_stored_for_its_bucket_of_r
     assert launched == [(t.block_n, t.block_m, t.num_warps, t.num_stages) for t in (default, tiles)]
 
 
-def test_an_8_bit_product_is_launched_with_what_is_stored_and_says_the_same(
+def test_an_8_bit_product_is_launched_with_stored_tiles(
     store: Store, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     weight = ChannelQuantizedWeight(160, 96, torch.float16, torch.int8, device=device)
@@ -140,7 +140,7 @@ def test_an_8_bit_product_is_launched_with_what_is_stored_and_says_the_same(
 @pytest.mark.parametrize(
     ("multiply", "tunable"), [(linear, few_rows.LINEAR), (gated_linear, few_rows.GATED_LINEAR)]
 )
-def test_a_plain_product_is_torchs_but_for_the_few_rows_that_have_tiles(
+def test_plain_products_are_torchs_except_for_few_rows(
     multiply: Callable[..., Tensor],
     tunable: Tunable[Any],
     store: Store,
@@ -163,7 +163,7 @@ def test_a_plain_product_is_torchs_but_for_the_few_rows_that_have_tiles(
     assert launched == [(t.block_n, t.block_k, t.num_warps, t.num_stages) for t in (few, few, more, more)]
 
 
-def test_where_nothing_is_stored_the_default_serves_and_the_log_says_so_once(
+def test_without_a_file_the_default_is_used_and_logged_once(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=tuning.__name__)
@@ -186,9 +186,7 @@ def test_another_key_than_the_stored_one_has_its_default(store: Store) -> None:
         assert DECODE.chosen(cpu, *key) == DECODE.default(*key)
 
 
-def test_a_device_is_asked_for_its_name_and_the_file_is_read_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_devices_file_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store({"paged_attention_decode": [entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))]})
     cpu = torch.device("cpu")
     first = DECODE.chosen(cpu, 64, torch.float16, 16)
@@ -211,11 +209,11 @@ GOOD = entry(DECODE_KEY, DecodeTiles(64, 8, 3, 3))
             "the key must name head_dim, kv_dtype, block_m",
         ),
         ([entry(DECODE_KEY | {"kv_dtype": "float17"}, DecodeTiles(64, 8, 3, 3))], "'float17' is neither"),
-        ([GOOD, GOOD], "stands there twice"),
+        ([GOOD, GOOD], "the key occurs twice"),
         ([GOOD | {"speed": 1}], "entry 0"),
     ],
 )
-def test_an_entry_that_the_kernel_does_not_offer_is_refused_by_file_and_entry(
+def test_an_entry_that_is_not_offered_is_refused(
     store: Store, entries: list[dict[str, Any]], said: str
 ) -> None:
     path = store({"paged_attention_decode": entries})

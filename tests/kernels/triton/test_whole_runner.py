@@ -1,4 +1,4 @@
-"""A runner all of whose operations are Triton's says what the CPU's says: what a device would launch, interpreted."""
+"""A runner on Triton's kernels, interpreted, gives the results of the CPU's runner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STEPS = 6
 
 @pytest.fixture(autouse=True)
 def plain_weights() -> Iterator[None]:
-    """As on a device: none are packed for native kernels."""
+    """Pack no weights for native kernels, as on a device."""
     with forced_isa(""):
         yield
 
@@ -59,7 +59,7 @@ def tiny_runner(family: str, stream: DeferredStream | None) -> ModelRunner:
 def test_steps_in_flight_say_what_the_cpu_says(
     monkeypatch: pytest.MonkeyPatch, family: str, kinds: list[str], has_graphs: bool
 ) -> None:
-    """With graphs: decodes recorded whole, the other steps around attention."""
+    """Graphs record decodes whole, and the other steps around attention."""
     alone = tiny_runner(family, None)
     expected = [alone.execute(plan) for plan in plans(kinds, NUM_STEPS)]
     monkeypatch.setitem(registry.DEVICE_TO_IMPL, "cpu", "triton")

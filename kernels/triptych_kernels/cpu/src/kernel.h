@@ -1,4 +1,4 @@
-// What every kernel looks like from outside: a function of its arguments and of the number of rows.
+// The interface of every kernel: a function of its arguments and of the number of rows.
 //
 // The arguments are a struct of 8-byte fields (pointers, int64_t, double), which Python fills by the names that the
 // library gives for them; rows are what changes from step to step, so a recorded list of calls serves steps of any size.

@@ -22,8 +22,8 @@
 namespace triptych {
 namespace {
 
-// About 25 us. The loops of a step follow each other within a tenth of it; where nothing follows, the core is
-// wanted by somebody else.
+// About 25 us. The loops of a step follow each other within a tenth of it; if nothing follows, others
+// may need the core.
 constexpr int kSpins = 1000;
 
 // A word that one side changes and others wait for.
@@ -116,8 +116,8 @@ class Pool {
   }
 
  private:
-  // A ticket is (epoch | count | next), so that one atomic step both claims an index and tells whether it is one
-  // of the loop in hand: a thread that comes late reads nothing of the next loop by mistake.
+  // A ticket is (epoch | count | next), so that one atomic step both claims an index and shows whether it is one
+  // of the current loop: a thread that comes late reads nothing of the next loop by mistake.
   static constexpr int kBits = 20;
   static constexpr int64_t kMaxCount = (1 << kBits) - 1024;  // as many late threads cannot overflow `next`
   static constexpr uint64_t kMask = (1ull << kBits) - 1;
@@ -151,7 +151,7 @@ class Pool {
   }
 
   void serve(uint32_t seen) {
-    is_in_loop = true;  // whatever this thread runs is the body of one
+    is_in_loop = true;  // this thread runs only bodies of loops
     while (true) {
       begun_.wait_while(seen);
       seen = begun_.value();
@@ -194,7 +194,7 @@ class Pool {
 };
 
 // Never destroyed: at the end of the process its threads may be anywhere. In a forked child, which has none of the
-// threads and whose locks may be held by them, another pool takes its place.
+// threads while they may hold its locks, another pool takes its place.
 Pool* the_pool = nullptr;
 
 Pool& pool() {

@@ -10,8 +10,8 @@ using Body = void (*)(const void* context, int64_t index);
 // Threads that loops run on, the caller included.
 int num_threads();
 
-// body(context, 0..count - 1), each once, on whichever thread is free; returns when all are done. Indices are
-// claimed one by one, so a thread that the system takes off its core holds up its own index alone. One loop at a
+// body(context, 0..count - 1), each once, on any free thread; returns when all are done. Indices are
+// claimed one by one, so a thread that the system takes off its core delays only its own index. One loop at a
 // time: a second caller waits. Loops do not nest, which is asserted. An exception that a body throws is thrown here,
 // once all indices are done; of several exceptions, one.
 void parallel_for(int64_t count, Body body, const void* context);

@@ -92,7 +92,7 @@ def _attend_splits(
     lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     num_splits = _num_splits(lens, target_splits, WINDOW, MIN_TILES, BLOCK_N)
     counts = tl.where(next_tokens - first_tokens == 1, num_splits, 0)
-    # the key heads of a page stand beside each other in memory, so neighbouring programs take them
+    # the key heads of a page are neighbours in memory, so neighbouring programs take them
     for item in range(tl.program_id(0), tl.sum(counts, 0) * NUM_KV_HEADS, tl.num_programs(0)):
         row, split = locate(counts, item // NUM_KV_HEADS, ROWS)
         kv_head = item % NUM_KV_HEADS

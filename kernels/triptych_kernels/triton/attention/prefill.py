@@ -150,7 +150,7 @@ def _attend_part(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # three stretches of keys: where windows begin, what all queries see, where the queries themselves stand
+    # three ranges of keys: the begins of windows, those that all queries see, the queries' own positions
     if WINDOW > 0:
         acc, peak, total = attend_keys(
             acc, peak, total, query_tile, positions,

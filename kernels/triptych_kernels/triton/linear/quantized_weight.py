@@ -24,7 +24,7 @@ from triptych_kernels.triton.linear.quantized_rows import find_rows
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
 
-_FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes for each meanwhile
+_FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes of scratch for each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class GroupStorage:
 
 
 class GroupQuantizedWeight(BlockWeight):
-    """A weight of one or several projections, whose products sum in float32.
+    """A weight of one or several projections. Products sum in float32.
 
     Products round no weight, unless those of many rows are allowed to.
     """

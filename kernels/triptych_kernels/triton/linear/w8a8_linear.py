@@ -68,7 +68,7 @@ def multiply_bytes(
     out_features = len(elements)
     tiles = TILES.chosen(x.device, out_features, in_features, x.dtype, row_bucket(num_rows))
     num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
-    # whatever the tiles are: they may differ from one number of rows to another, splits may not
+    # for any tiles: they may differ from one number of rows to another, splits may not
     wanted = _PROGRAMS_PER_SM * num_sms(x.device) // triton.cdiv(out_features, _SPLIT_OUTPUTS)
     num_splits = max(min(wanted, in_features // _MIN_SPLIT_INPUTS), 1)
     split_inputs = triton.cdiv(triton.cdiv(in_features, num_splits), BLOCK_K) * BLOCK_K

@@ -49,10 +49,10 @@ def fused_moe(
     if top_k > 1:
         weighted = torch.empty(num_tokens * top_k, hidden_size, dtype=torch.float32, device=x.device)
     if isinstance(w13, Tensor):
-        assert isinstance(w2, Tensor), "both are stacked likewise"
+        assert isinstance(w2, Tensor), "both products have the same form of weights"
         _multiply_plain(x, router_logits, w13, w2, top_k, renormalize, weighted)
     else:
-        assert isinstance(w2, type(w13)), "both are stacked likewise"
+        assert isinstance(w2, type(w13)), "both products have the same form of weights"
         rows_per_expert = num_tokens * top_k / len(w13)
         routing = route(router_logits, top_k, renormalize, w13.block_m(rows_per_expert))
         w2.down(w13.gate_up(x, routing), routing, weighted)

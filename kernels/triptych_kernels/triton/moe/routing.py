@@ -176,7 +176,7 @@ def _place(
     if program == 0:
         for first in range(0, max_tiles, BLOCK_TILES):
             tiles = first + tl.arange(0, BLOCK_TILES)
-            # the experts whose tiles all come before; for a tile that is left over that is BLOCK_E, nobody's number
+            # experts with all tiles before this one; for an unused tile that is BLOCK_E, which is no expert's number
             expert = tl.sum((end_tile[None, :] <= tiles[:, None]).to(tl.int32), 1)
             left = total[None, :] - (tiles[:, None] - first_tile[None, :]) * BLOCK_M
             num_rows = tl.sum(tl.where(experts[None, :] == expert[:, None], left, 0), 1)

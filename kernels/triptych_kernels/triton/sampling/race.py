@@ -50,7 +50,7 @@ def race(logits, x, quads, threshold, temperature, seed, position):
     best = tl.where(tl.abs(best) < float("inf"), best, 0.0)
     rate = tl.where(x >= threshold, rates(x, best, temperature), 0.0)
     speed = rate / exponential(words_of_quads(seed, position, quads))
-    # of infinite logits, whose row gets no token, none is close
+    # a row with infinite logits gets no token, and none of them is close
     close = (speed > 0.0) & (speed < float("inf")) & (speed >= tl.max(speed) * _CLOSE)
     best_score = tl.full((), -float("inf"), tl.float64)
     best_id = tl.full((), NO_TOKEN, tl.int32)

@@ -133,7 +133,7 @@ class Tunable(Generic[Config]):
                 raise ValueError(f"{where}: the key must name {', '.join(self.key)}")
             key = tuple(_key_value(value, where) for value in entry.key.values())
             if key in choices:
-                raise ValueError(f"{where}: stands there twice")
+                raise ValueError(f"{where}: the key occurs twice")
             for config in self.candidates(*key):
                 if as_plain(config) == entry.config:
                     choices[key] = config

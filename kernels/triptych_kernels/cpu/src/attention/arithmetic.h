@@ -3,8 +3,8 @@
 //
 // A row is one query head of one token. Keys are cut into spans at fixed positions; in a span each score is one chain
 // of sums over the head, each weighted value one chain over the span's keys, and spans are merged in order. Keys that
-// a row does not see weigh exactly 0, which changes no sum. So a row's result depends on its query and its keys
-// alone: not on the rows beside it, the cut of its prompt into chunks, or the number of threads.
+// a row does not see weigh exactly 0, which changes no sum. So a row's result depends only on its query and its
+// keys: not on other rows, the cut of its prompt into chunks, or the number of threads.
 //
 // The type C that products are computed in is
 //

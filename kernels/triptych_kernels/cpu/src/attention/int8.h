@@ -1,10 +1,10 @@
-// What a cache of 8 bits needs: scales, and operands as 16-bit integers.
+// Attention over a cache of 8 bits: scales, and operands as 16-bit integers.
 //
 //   score  = factor * query_scale * key_scale * sum of query[i] * key[i]
 //   values = weight_scale * sum over the span's keys of weight * value[i], where weight * weight_scale is the
 //            softmax's weight times the value's scale
 //
-// The sums are of integers, so they are exact and their order is nobody's concern.
+// The sums are of integers, so they are exact in any order.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr float kLargestSum = 2147483000.0f;
 static_assert(kSpan * kLargestElement * kLargestShort < kLargestSum, "a span's sums fit 32 bits");
 constexpr float kVanishing = 1e-30f;  // what is smaller counts as 0, since its inverse might not be finite
 
-// Of one vector of `head_dim` elements. Those of int8 are paired 0 and 2, 1 and 3, 4 and 6 …
+// Packs one vector of `head_dim` elements. Those of int8 are paired 0 and 2, 1 and 3, 4 and 6 …
 template <typename C>
 int64_t num_units(int64_t head_dim) {
   return kIsInt<C> ? (head_dim + 3) / 4 * 2 : (head_dim + kPerUnit<C> - 1) / kPerUnit<C>;
@@ -90,8 +90,8 @@ inline void pair_up_last_bytes(const int8_t* low, const int8_t* high, int64_t fi
   pair_up_bytes(parts[0], parts[1], out);
 }
 
-// out[row][0 .. kPanel - 1] += weights[row] . values, as `mix` does, of one panel of keys where its values stand:
-// used once, they need not be packed. `first`: the part of the head.
+// out[row][0 .. kPanel - 1] += weights[row] . values, as `mix` does, of one panel of keys with its values in place:
+// they are used once and need not be packed. `first`: the part of the head.
 inline void mix_bytes(const float* weights, const int8_t* const* values, int64_t first, int64_t head_dim, int64_t rows,
                       float* out, int64_t stride) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {

@@ -1,4 +1,4 @@
-// What attention will read next, asked for in time.
+// Prefetching of what attention will read next.
 #pragma once
 
 #include "attention/pages.h"
@@ -79,7 +79,7 @@ class Lookahead {
     key_ += count;
     offset_ = 0;
     if (key_ < end_key_) return true;
-    // panels are filled up with zeros, which are read but stand nowhere in memory
+    // panels are filled up with zeros, which are read but have no addresses in the cache
     const int64_t first_panel = first_key_ / kPanel, end_panel = (end_key_ + kPanel - 1) / kPanel;
     const int64_t num_zeros = (end_panel - first_panel) * kPanel - (end_key_ - first_key_);
     left_ -= num_zeros * args_.head_dim * static_cast<int64_t>(sizeof(T));

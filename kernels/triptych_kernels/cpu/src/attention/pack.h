@@ -1,4 +1,4 @@
-// Queries, keys and values from where they stand to the order in which attention multiplies them.
+// Packing of queries, keys and values into the order in which attention multiplies them.
 #pragma once
 
 #include "attention/int8.h"

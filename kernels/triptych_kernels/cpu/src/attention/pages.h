@@ -1,4 +1,4 @@
-// Where the keys and values of a sequence stand, and the scales of those of 8 bits.
+// The addresses of a sequence's keys and values, and of the scales of those of 8 bits.
 #pragma once
 
 #include <algorithm>
@@ -39,18 +39,18 @@ template <typename T>
 Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
   return pages_of<T>(args, tile, kv_head, args.kv_cache, args.head_dim);
 }
-// A cache whose keys and values are one number each.
+// The pages of a cache with one number for each key and value.
 inline Pages<float> scales_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
   return pages_of<float>(args, tile, kv_head, args.kv_scales, 1);
 }
 
-// Addresses of the keys of a span and of their values; of those that nobody sees, of zeros.
+// Addresses of the keys of a span and of their values, or of zeros for keys that no row sees.
 template <typename T>
 struct SpanRows {
   const T* keys[kSpan];
   const T* values[kSpan];
 
-  // Keys [first, end) of the span at `begin` are somebody's; all of the panels they touch are filled in.
+  // Rows see keys [first, end) of the span at `begin`; all of the panels they touch are filled in.
   SpanRows(const Pages<T>& pages, int64_t begin, int64_t first, int64_t end, const T* zeros) {
     const auto fill = [&](int64_t from, int64_t to) {
       std::fill(keys + from, keys + to, zeros);

@@ -1,7 +1,7 @@
-// How a step of attention is shared out among threads.
+// The division of a step of attention among threads.
 //
 // A tile is some queries of one sequence, with all query heads that share a key head: keys and values are packed once
-// for all of them. A tile that alone would take long is cut into pieces, runs of spans that different threads take.
+// for all of them. A tile that would take long is cut into pieces, runs of spans that different threads take.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +50,7 @@ struct Tile {
   int32_t position;               // of the first query
   int32_t first_span, end_span;
   int32_t num_pieces;
-  int64_t partials;               // where results of its spans stand, if there are several pieces: floats
+  int64_t partials;               // offset of the results of its spans in floats, if there are several pieces
 };
 
 struct Piece {
@@ -112,7 +112,7 @@ class Plan {
       tile.partials = num_partials;
       num_partials += args.num_kv_heads * num_spans * tile.num_queries * args.group() * row_size(args);
     }
-    // pages of several heads stand side by side: where there is enough to share out, a thread takes all heads
+    // pages of several heads are neighbours: if there is work for all threads, each takes all heads
     heads_per_item = num_pieces >= pieces_wanted ? args.num_kv_heads : 1;
     items_per_piece = args.num_kv_heads / heads_per_item;
     if (num_partials == 0) return;
@@ -123,7 +123,7 @@ class Plan {
     }
   }
 
-  // What a thread takes at a time: some heads of a piece.
+  // The work that a thread takes at a time: some heads of a piece.
   int64_t num_items() const { return num_pieces * items_per_piece; }
   const Piece& piece(int64_t item) const { return pieces[item / items_per_piece]; }
   int64_t first_head(int64_t item) const { return item % items_per_piece * heads_per_item; }

@@ -13,7 +13,7 @@ struct RotaryEmbedding {
   const void* query;         // [rows, num_heads, head_dim], the last axis dense
   int64_t query_stride;      // elements from row to row
   int64_t query_head_stride;
-  const void* key;           // [rows, num_kv_heads, head_dim], likewise
+  const void* key;           // [rows, num_kv_heads, head_dim], the last axis dense
   int64_t key_stride;
   int64_t key_head_stride;
   const int64_t* positions;  // [rows]

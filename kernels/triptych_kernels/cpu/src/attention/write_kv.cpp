@@ -18,7 +18,7 @@ struct WriteKv {
   const void* key;        // [rows, num_kv_heads, head_dim], the last axis dense
   int64_t key_stride;     // elements from row to row
   int64_t key_head_stride;
-  const void* value;      // likewise
+  const void* value;      // [rows, num_kv_heads, head_dim], the last axis dense
   int64_t value_stride;
   int64_t value_head_stride;
   void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]

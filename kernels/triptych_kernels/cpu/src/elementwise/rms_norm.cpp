@@ -18,7 +18,7 @@ struct RmsNorm {
   const float* residual;    // [rows, vectors, size] or null
   float* sum;               // [rows, vectors, size], x + residual; null without a residual
   void* out;                // [rows, vectors, size]
-  int64_t vectors;          // of a row, each normalised alone: 1, or the heads of a token
+  int64_t vectors;          // number of vectors of a row, each normalised on its own: 1, or the heads of a token
   int64_t size;
   double eps;
 };

@@ -9,7 +9,7 @@
 // product. A panel is read where it lies: its rows of pairs are twice as long as a tile's. Fewer rows are smaller
 // tiles: nothing is read past them.
 //
-// Each output is one chain of sums over its inputs, 32 at a time in order, whatever the number of rows, so a row's
+// Each output is one chain of sums over its inputs, 32 at a time in order, for any number of rows, so a row's
 // result does not depend on its batch.
 #pragma once
 

@@ -27,7 +27,7 @@ struct Pack {
 
 template <typename T>
 void pack(const Pack& args, int64_t rows) {
-  constexpr int64_t kTogether = sizeof(T) == 2 ? 2 : 1;  // inputs that stand side by side
+  constexpr int64_t kTogether = sizeof(T) == 2 ? 2 : 1;  // neighbouring inputs
   constexpr int64_t kLine = 64 / sizeof(T) / kTogether;  // groups of them that a cache line of a row holds
   const int64_t groups = args.in_features / kTogether, lanes = args.half < 0 ? kPanel : kLanes;
   const int64_t first = args.first_row, end = first + rows;

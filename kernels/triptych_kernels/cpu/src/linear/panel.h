@@ -21,7 +21,7 @@ namespace triptych {
 
 constexpr int kPanel = 2 * kLanes;
 
-// What is done with a finished tile.
+// The operation on a finished tile.
 enum Epilogue : int64_t { kStore = 0, kSiluMul = 1, kGeluTanhMul = 2 };
 
 struct Linear {
@@ -40,7 +40,7 @@ struct Linear {
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
 
-// What one thread takes at a time.
+// The work that one thread takes at a time.
 struct Block {
   int64_t first_row, end_row, first_panel, end_panel;
 };
@@ -85,7 +85,7 @@ void for_row_tiles(int64_t begin, int64_t end, int64_t max_rows, const F& f) {
 }
 
 inline vec silu(vec x) {
-  // x / (1 + e^-x), by the half of it whose exponential cannot overflow
+  // x / (1 + e^-x), with an exponential that cannot overflow
   const vec power = exp_of_negative(zero() - abs(x));  // e^-|x|
   const vec one = splat(1.0f);
   return x * select_negative(x, power, one) / (one + power);

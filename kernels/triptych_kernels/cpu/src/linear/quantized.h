@@ -4,7 +4,7 @@
 //
 //   [panels][groups] of
 //     scales   [kPanel] float16           d
-//     minima   [kPanel] float16           m, in affine formats alone
+//     minima   [kPanel] float16           m, only in affine formats
 //     words    [words][kPanel] uint32     the integers of an output as its GGML block has them, 4 bytes per word
 //
 //   w = d * (q - zero)        zero = 8 for 4 bits, which are stored unsigned       Q4_0

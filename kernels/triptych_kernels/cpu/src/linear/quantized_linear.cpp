@@ -1,7 +1,7 @@
 // Products with packed 4- and 8-bit weights.
 //
 // Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16. The integers of a group
-// multiply exactly; then each output is one chain of float32 sums over its groups in order, whatever the number of
+// multiply exactly; then each output is one chain of float32 sums over its groups in order, for any number of
 // rows, so a row's result does not depend on its batch.
 //
 // Many rows may be multiplied in bfloat16 instead: each panel is unpacked once and used for all of them.

@@ -94,7 +94,7 @@ void store_block(const Block& block, char* group, int64_t lane) {
   store_words<F>(block, group + F::kWordsAt + lane * sizeof(uint32_t));
 }
 
-// f(row, group) -> Block, for every row and group, into the panels. One thread fills what stands side by side.
+// f(row, group) -> Block, for every row and group, into the panels. One thread fills neighbouring lanes.
 template <typename F, typename Args, typename Make>
 void fill_panels(const Args& args, int64_t rows, const Make& make) {
   const int64_t groups = args.in_features / kGroup;

@@ -1,6 +1,6 @@
 // Products of a tile of rows with one panel of float32 or bfloat16 weights.
 //
-// Each output is one chain of sums over its inputs in order, whatever the number of rows, so a row's result does
+// Each output is one chain of sums over its inputs in order, for any number of rows, so a row's result does
 // not depend on its batch.
 #pragma once
 

@@ -1,5 +1,5 @@
-// One row of logits as the sampling kernels read it: in blocks, whose maxima tell which of them matter, and in
-// segments, which threads share.
+// One row of logits as the sampling kernels read it: in blocks, of which those with
+// large maxima matter, and in segments, which threads share.
 #pragma once
 
 #include <algorithm>
@@ -72,7 +72,7 @@ inline Best scan_segment(const LogitsRow& row, int64_t segment, float* maxima) {
   return best;
 }
 
-// Of two, the first of which stands before the second in the row.
+// Returns the better of two, the first of which is before the second in the row.
 inline Best better(const Best& first, const Best& second) {
   Best best = second.logit > first.logit ? second : first;
   best.has_nan = first.has_nan || second.has_nan;

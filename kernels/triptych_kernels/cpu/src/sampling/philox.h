@@ -23,7 +23,7 @@ inline u64s multiply_low(u64s a, u64s b) { return _mm512_mul_epu32(a, b); }
 inline u64s high_half(u64s a) { return _mm512_srli_epi64(a, 32); }
 inline u64s exclusive_or(u64s a, u64s b, u64s c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 inline u64s larger_u32(u64s a, u64s b) { return _mm512_max_epu32(a, b); }
-// Bit 2 * i tells of lane i.
+// Bit 2 * i is for lane i.
 inline uint32_t low_at_least(u64s a, uint32_t bound) {
   return _mm512_mask_cmpge_epu32_mask(0x5555, a, _mm512_set1_epi32(static_cast<int>(bound)));
 }
@@ -63,7 +63,7 @@ class Noise {
     }
   }
 
-  // f(token, word) for those of the tokens 0..63 after `first` whose word reaches `bound`, in some order; `first`
+  // f(token, word) for those of the tokens 0..63 after `first` with a word of at least `bound`, in any order; `first`
   // is a multiple of 64.
   template <typename F>
   void for_words_at_least(uint32_t bound, int64_t first_token, const F& f) const {

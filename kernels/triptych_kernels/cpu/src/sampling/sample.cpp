@@ -76,7 +76,7 @@ struct Winner {
   }
 };
 
-// What a segment of a row leaves behind, whichever thread computes it.
+// The result of a segment of a row, computed by any thread.
 struct Segment {
   Best best;
   double mass;
@@ -168,7 +168,7 @@ float find_threshold(const RandomRow& random, Segment* segments, const Loop& loo
   return select(candidates, needed, weigh);
 }
 
-// What all segments of a row have to beat, told between the threads that draw: it spares work and decides nothing.
+// A score that all segments of a row have to beat, shared by the threads that draw: it saves work and decides nothing.
 class ScoreToBeat {
  public:
   explicit ScoreToBeat(double score) : score_(score) {}

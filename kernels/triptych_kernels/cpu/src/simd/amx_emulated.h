@@ -15,7 +15,7 @@
 
 namespace triptych::amx {
 
-// Of one thread: its configuration (palette 0: none) and its tiles.
+// The configuration of one thread (palette 0: none) and its tiles.
 struct State {
   Config config{.palette = 0};
   uint8_t tiles[kNumTiles][kTileRows][kTileRowBytes] = {};
@@ -31,7 +31,7 @@ inline void check(bool holds, const char* instruction) {
 inline bool is_configured(int tile) { return state.config.palette == 1 && state.config.rows[tile] > 0; }
 
 inline void configure(const Config& config) {
-  check(state.config.palette == 0, "ldtilecfg, on tiles that nobody released");  // which real ones allow
+  check(state.config.palette == 0, "ldtilecfg, on tiles that were not released");  // which real ones allow
   check(config.palette == 1 && config.start_row == 0, "ldtilecfg");
   for (int tile = 0; tile < 16; ++tile) {
     const int rows = config.rows[tile], row_bytes = config.row_bytes[tile];

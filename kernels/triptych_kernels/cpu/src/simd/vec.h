@@ -84,7 +84,7 @@ inline void store(bf16* to, vec a) {
 #endif
 }
 
-// Bit i tells of lane i; NaN is neither equal nor greater.
+// Bit i is for lane i; NaN is neither equal nor greater.
 inline uint32_t equal(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline uint32_t greater(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 inline uint32_t at_least(vec a, vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
