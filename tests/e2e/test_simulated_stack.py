@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import grpc.aio
@@ -42,7 +43,15 @@ FREE_PORTS = {
 
 @pytest.fixture(scope="module")
 def simulated() -> Iterator[LocalCluster]:
-    flags = {"simulation.enabled": "true", "simulation.base_ms": str(STEP_MS), **FREE_PORTS}
+    with started_cluster() as stack:
+        yield stack
+
+
+@contextmanager
+def started_cluster(**simulation: str) -> Iterator[LocalCluster]:
+    """A simulated stack that is ready, with these options of the simulation."""
+    options = {f"simulation.{name}": value for name, value in simulation.items()}
+    flags = {"simulation.enabled": "true", "simulation.base_ms": str(STEP_MS), **options, **FREE_PORTS}
     lines: list[str] = []
     with LocalCluster(load_config(env={}, flags=flags), on_log_line=lines.append) as stack:
         try:
@@ -92,6 +101,18 @@ async def test_an_answer_takes_at_least_the_time_of_its_steps(simulated: LocalCl
         started_s = time.monotonic()
         await asyncio.gather(*(stream(client, seed, max_tokens=50) for seed in range(8)))
         assert time.monotonic() - started_s >= 50 * STEP_MS / 1e3
+
+
+async def test_several_tokens_a_step_are_the_same_in_less_time(simulated: LocalCluster) -> None:
+    async def answers(cluster: LocalCluster) -> list[tuple[str, list[int]]]:
+        async with GenerationClient(cluster.address) as client:
+            return await asyncio.gather(*(stream(client, seed, max_tokens=50 + seed) for seed in range(6)))
+
+    one_by_one = await answers(simulated)
+    with started_cluster(tokens_per_step="8", base_ms="100") as several:
+        started_s = time.monotonic()
+        assert await answers(several) == one_by_one
+        assert time.monotonic() - started_s < 50 * 0.1, "50 tokens take fewer than 50 steps"
 
 
 @pytest.mark.parametrize("num_seen", [1, 7, 29])
