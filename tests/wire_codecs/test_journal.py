@@ -164,7 +164,7 @@ def test_rows_are_named_by_what_they_hold(tmp_path: Path) -> None:
                 names.note_submit(request)
             case Planned(plan) if plan is not None:
                 names.note_rows(plan.new_rows)
-    assert [names.in_slot(slot) for slot in range(3)] == ["1-1", "1-2", "nobody"]
+    assert [names.in_slot(slot) for slot in range(3)] == ["1-1", "1-2", "no request"]
 
 
 def test_a_damaged_table_is_refused() -> None:

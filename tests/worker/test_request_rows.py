@@ -233,7 +233,7 @@ ALIVE = [new_row(0, [1, 2, 3], [1])]  # slot 0 is live with three known tokens a
         ),
         (StepPlan(2, 1, block_slots=u32(0)), "block_slots has 1 entries, block_ids 0"),
         (StepPlan(2, 1, chunk_slots=u32(0)), "chunk_slots has 1 entries, chunk_lengths 0"),
-        (step_plan(2, new=[new_row(0, [1], [2])]), "slot 0 is live with generation 1"),
+        (step_plan(2, new=[new_row(0, [1], [2])]), "slot 0 is live with version 1"),
         (step_plan(2, new=[new_row(4, [1], [2])]), "slot 4 is not below max_num_seqs 4"),
         (step_plan(2, new=[new_row(1, [], [2])]), "slot 1 has 0 tokens"),
         (step_plan(2, new=[new_row(1, range(21), [2])]), "slot 1 has 21 tokens.*max_model_len is 20"),

@@ -34,8 +34,8 @@ class ModelFacts:
     max_model_len: int
     """Tokens of prompt and output together: min(the model's, what the blocks can hold)."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence. The first is the tokenizer's own: clients are told of it as the end, of the others by
-    their ids."""
+    """Tokens that end a sequence. The first is the tokenizer's own. Clients see it as the end, and the ids
+    of the others."""
     dtype: str
     kv_dtype: str
     quantization: str
@@ -43,7 +43,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """The worker's half of the handshake."""
+    """Facts of a worker: its half of the handshake."""
 
     boot_id: str
     """A uuid drawn at process start: another one means that every row and block is gone."""
@@ -74,7 +74,7 @@ class Phase:
 
 
 class PauseMode(Enum):
-    """How running requests fare when an engine pauses."""
+    """The treatment of running requests when an engine pauses."""
 
     WAIT = auto()
     """They finish; those that wait go on waiting."""
@@ -123,4 +123,4 @@ class EngineStatus:
     journal: str = "off"
     """off, recording, full, failed, closed."""
     asleep: bool = False
-    """The worker sleeps until somebody wakes it."""
+    """The worker sleeps until an operator wakes it."""

@@ -13,7 +13,7 @@ _BATCH_BYTES = 1024  # of an output batch without content, with its objects
 
 
 class FinishReason(IntEnum):
-    """Why a request ended well; an error is a status, never a finish reason."""
+    """The reason for which a request ended well. An error is a status, never a finish reason."""
 
     STOP = 1
     LENGTH = 2
@@ -52,7 +52,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """The good end of one request, as the engine tells it."""
+    """The good end of one request."""
 
     number: int
     reason: FinishReason
@@ -89,11 +89,11 @@ class OutputBatch:
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
     num_free_places: int | None = None
-    """Choices that the engine's queue had room for when this was made; None: not told."""
+    """Choices that the engine's queue had room for when this was made; None: not known."""
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory and in a message."""
+        """The approximate size in memory and in a message."""
         num_bytes = _BATCH_BYTES + 8 * len(self.token_ids) + 64 * len(self.finished) + 4 * len(self.admitted)
         if self.logprobs is not None:
             num_bytes += self.logprobs.nbytes
@@ -103,7 +103,7 @@ class OutputBatch:
 
     @property
     def owners(self) -> U32:
-        """[sum(token_counts)] whose each of `token_ids` is."""
+        """[sum(token_counts)] the number of the request of each token."""
         return np.repeat(self.numbers, self.token_counts) if len(self.token_counts) else self.numbers
 
 
@@ -117,7 +117,7 @@ class Logprob:
     rank: int = 0
     """1 = best; 0 = not known."""
     token_bytes: bytes | None = None
-    """The token's bytes where `text` does not tell them: a part of a character. None: those of `text`."""
+    """The token's bytes where `text` does not hold them: a part of a character. None: those of `text`."""
 
     @classmethod
     def of_bytes(cls, token_id: int, logprob: float, token_bytes: bytes, rank: int) -> Logprob:

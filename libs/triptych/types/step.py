@@ -252,7 +252,7 @@ class StepResult:
     """The worker's answer to one step.
 
     Tokens belong to the step's sampling rows by their order. Every other section is a table: a row's key, and what the
-    row reports there. A row may stand in any of them, or in none.
+    row reports there. A row may be in any of them, or in none.
     """
 
     step_id: int

@@ -30,7 +30,7 @@ class SubmitRequest:
     prompt_token_ids: U32
     """[num_prompt_tokens] shared by all choices."""
     emitted: tuple[U32, ...] = ()
-    """[num_choices] the tokens of each that another engine has emitted already; empty: none of any."""
+    """[num_choices] the tokens of each that another engine has emitted already; empty if none of any."""
     sampling: SamplingParams
     """`max_tokens` is never None here; it counts from the end of the prompt."""
     priority: int = 0
@@ -47,7 +47,7 @@ class SubmitRequest:
 
     @property
     def num_bytes(self) -> int:
-        """An upper bound of what it takes in a message, in bytes."""
+        """An upper bound of its size in a message, in bytes."""
         num_chars = len(self.request_id) + len(self.tenant) + len(self.cache_salt) + len(self.adapter)
         columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
@@ -87,7 +87,7 @@ def single_choice(
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine's scheduler takes; frontends refuse the rest before they send it."""
+    """Limits of an engine's scheduler. Frontends refuse other requests before they send them."""
 
     has_priorities: bool = True
     """Whether requests may have a priority other than 0."""

@@ -57,7 +57,7 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
 
 
 def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
-    """The inverse of `submit_to_proto`.
+    """Read a submission.
 
     Raises:
         ProtocolViolation: the columns of the choices differ in length, or there is no choice.
@@ -114,7 +114,11 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
 
 
 def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_core_pb2.OutputBatch:
-    """`messages_received`: number of the last submit or abort that has taken effect."""
+    """Return a batch as a message.
+
+    Args:
+        messages_received: Number of the last submit or abort that has taken effect.
+    """
     return engine_core_pb2.OutputBatch(
         batch_id=batch.batch_id,
         admitted=u32_to_bytes(batch.admitted),
@@ -145,7 +149,7 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
 
 
 def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
-    """Raises ProtocolViolation where columns of one table differ in length."""
+    """Read a batch. Raises ProtocolViolation if columns of one table differ in length."""
     batch = OutputBatch(
         batch_id=message.batch_id,
         admitted=u32_from_bytes(message.admitted),

@@ -51,10 +51,10 @@ _RESUME = journal_pb2.JournalResume()
 
 
 class JournalReader:
-    """One file: its header, then its events, once. `is_cut` is known when the last one has been read."""
+    """Reads one file: its header, then its events, once. `is_cut` is known when the last one has been read."""
 
     def __init__(self, path: Path) -> None:
-        """Opens a file, or the newest journal of a directory.
+        """Open a file, or the newest journal of a directory.
 
         Raises:
             ConfigError: there is no journal here, or not one of this version.
@@ -82,7 +82,7 @@ class JournalReader:
         self._file.close()
 
     def __iter__(self) -> Iterator[JournalEvent]:
-        """Raises ConfigError, naming the place, where the file is damaged; a cut end is no damage."""
+        """Iterate over the events. Raises ConfigError with the place of damage; a cut end is none."""
         while True:
             start = self._offset
             try:
@@ -115,7 +115,7 @@ class JournalReader:
         )
 
     def _read_record(self) -> bytes | None:
-        """The next one, without its length; None at the end. Raises ValueError for what is no length."""
+        """Return the next record without its length; None at the end. Raises ValueError for a length that is none."""
         length = shift = 0
         while True:
             byte = self._file.read(1)
@@ -137,13 +137,13 @@ class JournalReader:
 
 
 def read_journal(path: Path) -> Iterator[JournalEvent]:
-    """The events of a file, or of the newest journal of a directory; see `JournalReader` for what is raised."""
+    """Iterate over the events of a file, or of the newest journal of a directory. Raises as `JournalReader` does."""
     with JournalReader(path) as journal:
         yield from journal
 
 
 def framed(record: bytes) -> bytes:
-    """A record after its length."""
+    """Return a record with its length in front."""
     length, prefix = len(record), bytearray()
     while length > 0x7F:
         prefix.append(length & 0x7F | 0x80)
@@ -171,7 +171,7 @@ def event_to_bytes(event: JournalEvent) -> bytes:
 
 
 def event_from_bytes(record: bytes) -> JournalEvent:
-    """Raises ValueError or ProtocolViolation for what is no event."""
+    """Read an event. Raises ValueError or ProtocolViolation for bytes that are no event."""
     try:
         message = journal_pb2.JournalEvent.FromString(record)
     except DecodeError as error:
@@ -243,7 +243,7 @@ _DECODERS: dict[str, Callable[[Any], What]] = {
 
 
 def _newest(directory: Path) -> Path:
-    """By its engine's start, which ends the name: of several engines' journals, the one that started last."""
+    """Return the journal of the engine that started last, by the time that ends its name."""
     journals = [path for path in directory.glob(f"*{JOURNAL_SUFFIX}") if _epoch_of(path) is not None]
     if not journals:
         raise ConfigError(f"journal {directory}: no *{JOURNAL_SUFFIX} in this directory")

@@ -28,11 +28,11 @@ class RowsOfStep:
     query_lens: Ints
     """Tokens that each computes, >= 1."""
     seq_lens: Ints
-    """Tokens that each has then."""
+    """Tokens that each has after the step."""
     is_prefill: NDArray[np.bool_]
-    """It computes tokens that were known when it entered, not one sampled since."""
+    """Whether each computes tokens that were known when it entered, rather than tokens sampled since."""
     token_counts: Ints
-    """Tokens that each got."""
+    """Tokens that each got; 0 for a row that does not sample, and for one that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,11 @@ class SessionRows:
 
 
 class RowNames:
-    """Which requests the slots of a session stand for. A row names none, so it is found by what it holds:
-    requests of one prompt and one seed get the same tokens, and are named together."""
+    """Finds the requests that the slots of a session belong to.
+
+    A row does not name its request, so it is found by its content. Requests of one prompt and one seed get the same
+    tokens, and are named together.
+    """
 
     def __init__(self) -> None:
         self._content_to_ids: defaultdict[tuple[int, bytes], list[str]] = defaultdict(list)
@@ -116,11 +119,11 @@ class RowNames:
 
     def in_slot(self, slot: int) -> str:
         """Return the request that entered this slot last."""
-        return self._slot_to_name.get(slot, "nobody")
+        return self._slot_to_name.get(slot, "no request")
 
 
 def read_measured_steps(path: Path) -> Iterator[MeasuredStep]:
-    """Every step of a journal that was answered, in order; see `JournalReader` for what is raised."""
+    """Iterate over the steps of a journal that were answered, in order. Raises as `JournalReader` does."""
     rows, plans = SessionRows(), dict[int, StepPlan]()
     for event in read_journal(path):
         match event.what:

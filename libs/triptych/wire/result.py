@@ -1,4 +1,4 @@
-"""step.proto, the worker's half: results."""
+"""step.proto: results, the worker's half."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
 
 
 def result_from_proto(message: step_pb2.Result) -> StepResult:
-    """Raises ProtocolViolation for columns that do not fit each other, and for a row twice in one table."""
+    """Read a result. Raises ProtocolViolation for columns that do not fit together, and for a row twice in a table."""
     token_ids, token_counts = u32_from_bytes(message.token_ids), u32_from_bytes(message.token_counts)
     if len(token_counts) and int(token_counts.sum()) != len(token_ids):
         raise ProtocolViolation(
@@ -122,7 +122,7 @@ def prompt_logprobs_to_proto(entries: PromptLogprobs) -> step_pb2.PromptLogprobs
 
 
 def prompt_logprobs_from_proto(message: step_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Raises ProtocolViolation unless every position has as many candidates."""
+    """Read a part of a prompt. Raises ProtocolViolation unless every position has as many candidates."""
     token_ids, logprobs = u32_from_bytes(message.token_ids), f32_from_bytes(message.logprobs)
     ranks = u32_from_bytes(message.ranks)
     shape = len(ranks), message.num_candidates
@@ -141,7 +141,7 @@ def _key_to_proto(key: RowKey) -> step_pb2.RowKey:
 def _table_from_proto(
     name: str, entries: Iterable[_Entry], decode: Callable[[_Entry], _T]
 ) -> dict[RowKey, _T]:
-    """Return what each row reports. Raises ProtocolViolation for a row that stands in the table twice."""
+    """Return what each row reports. Raises ProtocolViolation for a row that is in the table twice."""
     table: dict[RowKey, _T] = {}
     for entry in entries:
         key = RowKey(entry.row.slot, entry.row.slot_version)

@@ -1,4 +1,4 @@
-"""step.proto, the engine's half: steps as they travel in a session."""
+"""step.proto: steps, the engine's half, as they travel in a session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_by
 from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 
 Step = step_pb2.Step
-"""One step of a session as it travels; what it means, `StepDecoder` says."""
+"""One step of a session as a message, which `StepDecoder` reads."""
 
 
 class StepEncoder:
@@ -21,7 +21,7 @@ class StepEncoder:
     def __init__(self) -> None:
         self._held = _HeldContents()
         self._key_to_id: dict[int, int] = {}
-        """id() of a content that the worker holds -> its name there."""
+        """id() of each content that the worker holds, to its name there."""
         self._next_id = 1
 
     def encode(self, plan: StepPlan) -> step_pb2.Step:
@@ -69,7 +69,7 @@ class StepDecoder:
         self._held = _HeldContents()
 
     def decode(self, message: step_pb2.Step) -> StepPlan:
-        """The plan of the next step.
+        """Return the plan of the next step.
 
         Raises:
             ProtocolViolation: columns of one table differ in length, or a row refers to a content that is not here;
@@ -115,7 +115,7 @@ class _HeldContents:
         self._unused: set[int] = set()
 
     def find(self, content_id: int) -> RowContent:
-        """Raises ProtocolViolation if it is not held."""
+        """Return a content. Raises ProtocolViolation if it is not held."""
         content = self._id_to_content.get(content_id)
         if content is None:
             raise ProtocolViolation(f"new_rows: content {content_id} was not sent, or has been forgotten")
@@ -149,12 +149,12 @@ class _HeldContents:
 
 
 def plan_to_proto(plan: StepPlan) -> step_pb2.Step:
-    """A plan that stands for itself, with the contents of all its rows: for journals, not for a session."""
+    """Return a plan as a message with the contents of all its rows: for journals, not for a session."""
     return StepEncoder().encode(plan)
 
 
 def plan_from_proto(message: step_pb2.Step) -> StepPlan:
-    """The inverse of `plan_to_proto`. Raises ProtocolViolation as `StepDecoder.decode` does."""
+    """Read a message of `plan_to_proto`. Raises as `StepDecoder.decode` does."""
     return StepDecoder().decode(message)
 
 

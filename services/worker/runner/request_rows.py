@@ -239,7 +239,7 @@ class RequestRows:
             raise ProtocolViolation(f"{name} is not below max_num_seqs {max_num_seqs}")
         if self.live[row.slot]:
             raise ProtocolViolation(
-                f"{name} is live with generation {self.slot_version[row.slot]}; remove it first"
+                f"{name} is live with version {self.slot_version[row.slot]}; remove it first"
             )
         num_known, computed, cached = token_ids.size, row.num_computed_tokens, row.num_cached_tokens
         if not 0 < row.num_prompt_tokens <= num_known <= max_model_len:

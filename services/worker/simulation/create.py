@@ -94,7 +94,7 @@ def _check_eos(simulation: SimulationConfig, architecture: ModelArchitecture) ->
 
 
 def _fingerprint(config: ResolvedConfig, word_ids: I64) -> str:
-    """Over all that decides the tokens. No real worker's begins like this, so an engine never mixes the two."""
+    """Return a hash of all that decides the tokens, with a prefix that no real worker's fingerprint has."""
     facts = {
         "architecture": asdict(config.architecture),
         "dtype": config.dtype,

@@ -1,4 +1,4 @@
-"""An accelerator that computes one step after the other and whose times are those of a model."""
+"""An accelerator that computes one step after the other, in the time that a model gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_OVERSLEPT_NS = 200_000  # a thread that wakes up later was held up by the 
 
 
 class SimulatedDevice:
-    """Owned by the runner; one call after the other, all on one thread."""
+    """Waits as long as steps take. Owned by the runner; one call after the other, all on one thread."""
 
     def __init__(
         self,

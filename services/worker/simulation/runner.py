@@ -32,7 +32,11 @@ class SimulatedRunner:
         word_ids: I64,
         eos_probability: float = 0.0,
     ) -> None:
-        """`word_ids`: [n] ascending, n >= 1, the tokens to draw from."""
+        """Create a runner without rows.
+
+        Args:
+            word_ids: [n] ascending, n >= 1, the tokens to draw from.
+        """
         self._facts = facts
         self._device = device
         self._clock = device.clock
@@ -53,7 +57,7 @@ class SimulatedRunner:
             eos_probability=eos_probability,
         )
         self._num_entered_with: I64 = np.zeros(facts.max_num_seqs, np.int64)
-        """Tokens that each slot's row knew when it entered; what it computes of them is prefill."""
+        """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
         self._last_step_id = 0
 
     @property
@@ -71,7 +75,7 @@ class SimulatedRunner:
         return 0
 
     def wake(self) -> None:
-        """Nothing is to be taken again."""
+        """Do nothing: there is no memory to allocate."""
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Carry out one step at once; see `execute`."""

@@ -1,4 +1,4 @@
-"""Which token ids make text that people can read, by a model's tokenizer.json."""
+"""Finds the token ids that make readable text, by a model's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def read_word_ids(directory: Path, vocab_size: int, eos_token_ids: Collection[in
 
 
 def hash_word_ids(word_ids: I64) -> str:
-    """sha256, in hex, of the ids: part of a fingerprint."""
+    """Return the sha256 of the ids in hex: part of a fingerprint."""
     return hashlib.sha256(word_ids.astype("<i8").tobytes()).hexdigest()
 
 
 def _token_to_id(vocab: object) -> dict[str, int]:
-    """BPE and WordPiece list pieces with ids; Unigram has [piece, score], the place being the id."""
+    """Return the id of each piece. BPE and WordPiece list ids; Unigram lists [piece, score], by id."""
     if isinstance(vocab, dict):
         return vocab
     if isinstance(vocab, list):
