@@ -169,12 +169,12 @@ class EngineCore:
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
             displaced = self._scheduler.add(*Request.choices_of(submit, session=session, deadline=deadline))
         except TriptychError as error:
-            self._refuse(session, submit.numbers.tolist(), error)
+            self.refuse(session, submit.numbers.tolist(), error)
         else:
             self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self._note_failed(displaced)
 
-    def _refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
+    def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that is not queued."""
         for number in numbers:
             self._outputs.fail(session, number, error)

@@ -138,6 +138,10 @@ class EngineLoop:
         """Queue a request. A refusal comes through the session's outbox."""
         self._post(_Call(self._engine.submit, (session, request), request.num_bytes))
 
+    def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
+        """Answer the choices of a request that the engine cannot even be given."""
+        self._post(_Call(self._engine.refuse, (session, numbers, error)))
+
     def abort(self, session: int, numbers: Sequence[int]) -> None:
         """End requests for their clients' sake."""
         self._post(_Call(self._abort, (session, numbers)))

@@ -31,7 +31,7 @@ from tests.helpers.stack import (
 )
 from triptych.config.loader import shared_config
 from triptych.errors import EngineFailure
-from triptych.internal.v1 import engine_core_pb2, worker_pb2_grpc
+from triptych.internal.v1 import engine_core_pb2, step_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.server import RpcServer
 from triptych.types.sampling import SamplingParams
@@ -317,6 +317,7 @@ async def test_worker_drains_under_load() -> None:
         ({"emitted_token_ids": [b"\xff\xff\xff\xff"]}, "INVALID_REQUEST"),
         ({"emitted_token_ids": [bytes(16)]}, "INVALID_REQUEST"),  # all that max_tokens allows
         ({"adapter": "lora"}, "FEATURE_DISABLED"),
+        ({"task": 0}, "FEATURE_DISABLED"),
         ({"deadline_remaining_ms": 0}, "DEADLINE_EXCEEDED"),
         ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seeds": b"\xff" * 8}, None),
     ],
@@ -329,6 +330,7 @@ async def test_a_malformed_submit_ends_alone(fields, code) -> None:
             "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
             "seeds": bytes(8),
             "sampling": {"max_tokens": 4},
+            "task": step_pb2.TASK_GENERATE,
         }
         submit = engine_core_pb2.Submit(**good | fields)
         await frontend.send(engine_core_pb2.ConnectRequest(submit={"requests": [submit]}))
@@ -342,7 +344,7 @@ async def test_a_malformed_submit_ends_alone(fields, code) -> None:
     "message",
     [
         engine_core_pb2.ConnectRequest(
-            submit={"requests": [engine_core_pb2.Submit(prompt_token_ids=b"\1\0\0")]}
+            submit={"requests": [{"prompt_token_ids": b"\1\0\0", "task": step_pb2.TASK_GENERATE}]}
         ),
         engine_core_pb2.ConnectRequest(abort=b"\1"),
         engine_core_pb2.ConnectRequest(hello={"frontend_id": "again"}),

@@ -106,7 +106,12 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
         match request.WhichOneof("message"):
             case "submit":
                 for message in request.submit.requests:
-                    self._loop.submit(session.number, submit_from_proto(message))
+                    try:
+                        submit = submit_from_proto(message)
+                    except FeatureDisabled as error:  # of this request; anything else is a broken stream
+                        self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
+                    else:
+                        self._loop.submit(session.number, submit)
                 session.messages_received += 1
             case "abort":
                 numbers = u32_from_bytes(request.abort).tolist()
