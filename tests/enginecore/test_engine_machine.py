@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_network(self) -> None:
-        """For longer than the session lives; no worker died."""
+        """Lose the stream for longer than the session lives; no worker died."""
         self.lose_worker(boot_id=self.facts.boot_id, is_crash=False)
 
     def lose_worker(self, *, boot_id: str, is_crash: bool) -> None:

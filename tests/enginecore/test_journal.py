@@ -133,7 +133,7 @@ def test_whatever_happened_happens_again(
 
 
 def crowded(directory: Path, **options: Any) -> RecordedRun:
-    """Two steps or three that go wrong in every way: preemptions, aborts, deadlines, a loss of the worker."""
+    """Run requests with preemptions, aborts, deadlines and a loss of the worker."""
     run = RecordedRun(directory, **options).start()
     for number in range(6):
         run.submit(make_prompt(20 + number, number), sampling={"max_tokens": 40, "ignore_eos": True})
@@ -230,7 +230,7 @@ def test_an_engine_that_waits_for_its_worker_writes_nothing(tmp_path: Path) -> N
 
 
 def test_time_stands_still_within_a_call(tmp_path: Path) -> None:
-    """Or a request could expire between two readings, and not when it is replayed."""
+    """A request could expire between two readings, and not when it is replayed."""
     run = RecordedRun(tmp_path).start()
     readings = []
 

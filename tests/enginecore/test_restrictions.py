@@ -146,7 +146,7 @@ def test_five_crashes_in_a_row_start_a_test() -> None:
 
 
 def test_a_crash_of_others_than_the_group_tests_those() -> None:
-    """As happens while an operator's pause keeps the group from running."""
+    """This happens while an operator's pause keeps the group from running."""
     (first, second), bisect = requests(2), CrashBisect()
     crash(bisect, [first, second])
     crash(bisect, [first, second])

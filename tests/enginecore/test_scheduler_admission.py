@@ -175,7 +175,7 @@ def test_a_hundred_cancels_leave_the_others_unchanged() -> None:
     assert engine.scheduler.snapshot().num_used_blocks == 0
 
 
-def test_what_expires_while_it_waits_is_never_computed() -> None:
+def test_a_request_that_expires_waiting_is_never_computed() -> None:
     clock = Clock()
     engine = Engine(make_scheduler(max_num_seqs=1, clock=clock))
     engine.add(make_request(0, make_prompt(5), max_tokens=3))

@@ -73,7 +73,7 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     assert (0, 1) in engine.outcomes
 
 
-def test_only_those_named_are_admitted_until_that_is_lifted() -> None:
+def test_a_restriction_admits_only_the_named_requests() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2))
     add(engine, 11, 12, 13, 14, max_tokens=2)
     requests = {request.number: request for request in engine.scheduler.snapshot().requests}
@@ -90,7 +90,7 @@ def test_only_those_named_are_admitted_until_that_is_lifted() -> None:
     assert len(engine.outcomes) == 5
 
 
-def test_holding_back_leaves_alone_what_runs() -> None:
+def test_a_restriction_leaves_running_requests_alone() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1))
     add(engine, 11, 12)
     engine.plan()
@@ -102,7 +102,7 @@ def test_holding_back_leaves_alone_what_runs() -> None:
     assert list(engine.outcomes) == [(0, 0), (0, 1)]
 
 
-def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
+def test_a_held_request_may_end_and_costs_no_share() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), steps_in_flight=1)
     for number in range(12):
         engine.add(make_request(number, make_prompt(10), tenant="ab"[number % 2], max_tokens=1))
@@ -120,7 +120,7 @@ def test_what_is_held_back_can_end_and_costs_its_tenant_no_share() -> None:
     assert [number for _, number in engine.outcomes] == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 11, 10]
 
 
-def test_a_new_worker_changes_nothing_about_who_is_held_back() -> None:
+def test_a_restriction_outlives_the_worker() -> None:
     engine = Engine(make_scheduler())
     add(engine, 11, 12, 13)
     only = next(request for request in engine.scheduler.snapshot().requests if request.number == 1)

@@ -89,7 +89,7 @@ def test_idling_saves_nothing_up() -> None:
     assert 3 <= sum(number >= 40 for number in first) <= 6, "they take turns; it catches nothing up"
 
 
-def test_what_a_tenant_has_had_is_remembered_while_it_idles() -> None:
+def test_a_counter_is_remembered_while_its_tenant_idles() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1, enable_prefix_caching=False), steps_in_flight=1)
     for number in range(30):
         add(engine, number, "many", 10, max_tokens=1)
@@ -248,7 +248,7 @@ def test_without_requests_a_level_forgets_everything() -> None:
     assert engine.scheduler.tenant_shares() == []
 
 
-def test_what_runs_is_charged_up_to_the_choice() -> None:
+def test_running_requests_are_charged_before_each_choice() -> None:
     engine = Engine(make_scheduler(max_num_seqs=3), steps_in_flight=1)
     for number, (tenant, length) in enumerate((("a", 10), ("a", 10), ("b", 40), ("a", 10), ("b", 10))):
         add(engine, number, tenant, length, max_tokens=500)

@@ -183,7 +183,7 @@ def test_an_idle_engine_tries_whatever_comes() -> None:
         engine.scheduler.add(request_of(engine, 1, 2000, in_s=0.001))
 
 
-def test_what_has_expired_on_its_way_ends_as_expired() -> None:
+def test_a_request_that_comes_expired_ends_as_expired() -> None:
     engine = make_engine(max_num_batched_tokens=512)
     warm_up(engine)
     engine.add(request_of(engine, 0, 2000))
@@ -227,7 +227,7 @@ def test_the_pace_of_steps_is_a_line_between_the_sizes_measured() -> None:
     assert pace.num_steps == 4
 
 
-def test_where_one_size_is_known_a_step_costs_what_it_costs() -> None:
+def test_with_one_size_measured_all_steps_cost_the_same() -> None:
     pace = StepPace()
     for _ in range(20):
         pace.note(64, 0.02)
@@ -265,7 +265,7 @@ def test_refused_clients_come_back_one_after_the_other() -> None:
     assert [pace.refuse(4) for _ in range(40)][-1] == 30.0, "the wait is bounded"
 
 
-def test_an_idle_hour_says_nothing_of_the_pace() -> None:
+def test_an_idle_hour_does_not_change_the_pace() -> None:
     clock = Clock()
     engine = TimedEngine(make_scheduler(max_num_seqs=1, max_num_waiting=0, clock=clock), clock=clock)
     for number in range(3):

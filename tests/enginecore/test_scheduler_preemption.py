@@ -334,9 +334,7 @@ PLANNER = "services.enginecore.scheduler.scheduler.StepPlanner"
     policy=st.sampled_from(["fcfs", "priority"]),
     is_caching=st.booleans(),
 )
-def test_victims_preempted_together_are_those_of_one_at_a_time(
-    prompts, num_blocks, budget, policy, is_caching
-) -> None:
+def test_victims_together_are_those_of_one_at_a_time(prompts, num_blocks, budget, policy, is_caching) -> None:
     schedulers = []
     for planner in (StepPlanner, OneAtATime):
         with pytest.MonkeyPatch.context() as patch:

@@ -221,7 +221,7 @@ def test_every_stop_ends_at_the_right_token(steps_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
-def test_a_stop_overruns_by_less_than_the_window(steps_in_flight: int) -> None:
+def test_a_stop_overruns_by_less_than_the_pipeline(steps_in_flight: int) -> None:
     engine = Engine(
         make_scheduler(eos_token_ids=(EOS,), enable_prefix_caching=False), steps_in_flight=steps_in_flight
     )

@@ -1,8 +1,8 @@
-"""Policies are objects: a new one is a class with a name, and reorders what waits and what is preempted."""
+"""Policies and limits are objects: new ones change what is admitted, and nothing else changes for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 
@@ -10,6 +10,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler import limits_of
 from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.policy import POLICIES
+from services.enginecore.scheduler.running_rows import RunningRows, Slots
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
 from triptych.config import SchedulerConfig
 from triptych.config.loader import iter_options
@@ -109,3 +110,64 @@ def test_a_member_may_return_with_a_lower_key() -> None:
     assert heap.peek() == "a"
     heap.discard("a")
     assert heap.peek() is None
+
+
+class OnePerTenant:
+    """Lets one request of each tenant run at a time."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+
+    def group_of(self, request: Request) -> Hashable | None:
+        return request.tenant or None
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        self.running = {rows.slot_to_request[slot].tenant for slot in slots.tolist()}
+
+    def has_room(self, group: Hashable) -> bool:
+        return group not in self.running
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        self.running.add(request.tenant)
+
+
+def test_a_new_limit_holds_back_only_what_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.enginecore.scheduler.scheduler.create_limits", lambda _: (OnePerTenant(),))
+    engine = Engine(make_scheduler())
+    for number, tenant in enumerate(["a", "a", "b", "", "", "b"]):
+        engine.add(make_request(number, make_prompt(9, number), tenant=tenant, max_tokens=3))
+    engine.plan()
+    running = [request.number for request in engine.scheduler.snapshot().running]
+    assert sorted(running) == [0, 2, 3, 4]
+    engine.run()
+    assert len(engine.outcomes) == 6
+
+
+def test_held_rows_keep_their_blocks_and_compute_nothing() -> None:
+    engine = Engine(make_scheduler(), steps_in_flight=1)
+    for number in range(3):
+        engine.add(make_request(number, make_prompt(20, number), max_tokens=8))
+    engine.plan()
+    engine.finish_step()
+    scheduler = engine.scheduler
+    before = scheduler.snapshot().num_used_blocks
+    scheduler.restrict((), may_compute=False)
+    engine.add(make_request(3, make_prompt(20, 3), max_tokens=8))
+    assert engine.plan() is None
+    assert scheduler.snapshot().num_used_blocks == before
+    assert all(scheduler.row_counts(request).wanted == 0 for request in scheduler.snapshot().running)
+    assert scheduler.abort(0, 0) is not None
+    scheduler.check_integrity()
+    scheduler.restrict(None)
+    engine.run_while_it_can()
+    assert [len(engine.tokens[0, number]) for number in (1, 2, 3)] == [8, 8, 8]
+
+
+def test_a_held_request_does_not_stop_those_behind_it() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
+    requests = [make_request(number, make_prompt(9, number), max_tokens=1) for number in range(3)]
+    engine.add(*requests)
+    engine.scheduler.restrict(requests[1:])
+    assert admission_order(engine) == [1, 2]
+    engine.scheduler.restrict(None)
+    assert admission_order(engine) == [0]

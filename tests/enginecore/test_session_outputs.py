@@ -45,7 +45,7 @@ def entries(columns: LogprobColumns) -> dict[int, list[int]]:
 
 
 def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
-    """With requests whose tokens are looked at as they come."""
+    """Open a session with requests that stream their tokens."""
     outputs.open(session)
     for number in numbers:
         outputs.admit(session, [number])
@@ -125,7 +125,7 @@ def test_tokens_of_several_steps_are_grouped_by_request() -> None:
 
 
 def several(sessions: list[int], numbers: list[int], counts: list[int]) -> tuple[StepOutput, StepResult]:
-    """As `step` has them, but several tokens for each request: the rows of the result in order."""
+    """Return a step like `step` with several tokens per request, in the order of the result's rows."""
     num_tokens = sum(counts)
     output, result = step([], [], rows=list(range(num_tokens)))
     output = replace(output, sessions=np.array(sessions), numbers=u32(*numbers), token_counts=u32(*counts))

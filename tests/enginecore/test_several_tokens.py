@@ -95,7 +95,7 @@ def test_streams_are_the_same_for_every_limit(
     assert scheduler.snapshot().num_used_blocks == 0
 
 
-def test_a_decode_may_bring_several_tokens_and_has_blocks_for_them() -> None:
+def test_a_decode_of_several_tokens_has_blocks_for_them() -> None:
     engine = engine_of(4, block_size=4)
     engine.worker.block_size = 4
     engine.add(make_request(0, make_prompt(7), max_tokens=40), make_request(1, make_prompt(4), max_tokens=40))
@@ -228,9 +228,7 @@ def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int])
         (([20],), "1 counts; 2 rows were planned"),
     ],
 )
-def test_counts_that_were_not_planned_are_refused_and_change_nothing(
-    rows: tuple[list[int], ...], named: str
-) -> None:
+def test_counts_that_were_not_planned_are_refused(rows: tuple[list[int], ...], named: str) -> None:
     engine = engine_of(3)
     engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
     engine.plan()
@@ -243,7 +241,7 @@ def test_counts_that_were_not_planned_are_refused_and_change_nothing(
     engine.run()
 
 
-def test_a_row_that_fails_has_no_tokens_and_its_neighbour_several() -> None:
+def test_a_row_fails_beside_one_with_several_tokens() -> None:
     engine = engine_of(3)
     engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
     engine.plan()

@@ -1,4 +1,4 @@
-"""Engine cores that keep a journal, and what a test does with one."""
+"""Engine cores that keep a journal, and ways to replay and change one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RecordedRun:
         return result
 
     def run(self, max_turns: int = 10_000) -> RecordedRun:
-        """As the loop does, until nothing is left."""
+        """Plan and apply as the loop does, until nothing is left."""
         for _ in range(max_turns):
             while len(self.plans) < 2 and self.plan():
                 pass

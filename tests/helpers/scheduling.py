@@ -1,4 +1,4 @@
-"""Builders for scheduler tests, and a worker that carries plans out the naive way.
+"""Builders for scheduler tests, and a worker that carries out plans the naive way.
 
 The worker knows nothing of the scheduler. It keeps rows and KV cells as the plans tell it, and its KV cell of
 a position is a fingerprint of all tokens up to there: whoever attends to a cell that belongs to another
@@ -56,7 +56,7 @@ def make_scheduler(
     max_samples_per_row: int = 1,
     **config: Any,
 ) -> Scheduler:
-    """1,000 blocks, no EOS, and whatever `SchedulerConfig` fields the test names."""
+    """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
     return Scheduler(
         config=SchedulerConfig(**config),
         num_blocks=num_blocks,
@@ -111,7 +111,7 @@ def owners_of(output: StepOutput) -> list[tuple[int, int]]:
 
 
 def prefix_fingerprints(token_ids: Sequence[int]) -> list[int]:
-    """One number per position, for that token and all before it."""
+    """Return one number per position, for that token and all before it."""
     fingerprints, parent = [], 0
     for token_id in token_ids:
         parent = hash((parent, int(token_id)))
@@ -120,7 +120,7 @@ def prefix_fingerprints(token_ids: Sequence[int]) -> list[int]:
 
 
 def sample(seed: int, position: int, fingerprint: int) -> int:
-    """The token at `position`, after the prefix of `fingerprint`: as keyed sampling has it."""
+    """Return the token at `position` after the prefix of `fingerprint`, as keyed sampling does."""
     return hash((seed, position, fingerprint)) % VOCAB_SIZE
 
 
@@ -305,7 +305,7 @@ class NaiveWorker:
                 self.cells[self._cell(row, position)] = -1 if is_garbage else fingerprints[position]
 
     def _spread_garbage(self, spans: dict[int, range]) -> set[int]:
-        """The slots that attend to something else than their own prefix; what they write is garbage too."""
+        """Return the slots that attend to anything but their own prefix. They write garbage too."""
         misled: set[int] = set()
         while True:
             more = {
@@ -329,7 +329,7 @@ class NaiveWorker:
 
 @dataclass
 class Engine:
-    """A scheduler and a worker in one room, with up to `steps_in_flight` plans in flight."""
+    """A scheduler with a worker beside it, and up to `steps_in_flight` plans in flight."""
 
     scheduler: Scheduler
     worker: NaiveWorker = field(default_factory=NaiveWorker)
@@ -343,12 +343,12 @@ class Engine:
     """Position and token of each entry reported."""
 
     def add(self, *requests: Request) -> None:
-        """Add each alone; what leaves a full queue for it is noted."""
+        """Add each by itself, and note what leaves a full queue for it."""
         for request in requests:
             self.add_choices(request)
 
     def add_choices(self, *choices: Request) -> tuple[Failed, ...]:
-        """Add the choices of one request; returns what left a full queue for them."""
+        """Add the choices of one request, and return what left a full queue for them."""
         displaced = self.scheduler.add(*choices)
         for request in choices:
             self.tokens[request.session, request.number] = []
@@ -383,7 +383,7 @@ class Engine:
         return output
 
     def check_prompt_logprobs(self, request: Request) -> None:
-        """By its end every token of the prompt but the first has been reported, once, if that was asked for."""
+        """Check that every token of the prompt but the first was reported once, if that was asked for."""
         asks = request.sampling.prompt_logprobs is not None
         expected = list(enumerate(request.token_ids[: request.num_prompt_tokens]))[1:] if asks else []
         assert self.prompt_logprobs[request.session, request.number] == expected
@@ -394,7 +394,7 @@ class Engine:
         self.outcomes[key] = outcome
 
     def end_of(self, number: int, session: int = 0) -> tuple[list[int], FinishReason, int | None]:
-        """Tokens, reason and stop id of a request that ended well: as `naive_generation` gives them."""
+        """Return tokens, reason and stop id of a request that ended well, as `naive_generation` does."""
         outcome = self.outcomes[session, number]
         assert isinstance(outcome, Finished), f"request {number} failed"
         return self.tokens[session, number], outcome.reason, outcome.stop_token_id
@@ -406,12 +406,12 @@ class Engine:
         self.scheduler.check_integrity()
 
     def run(self, max_steps: int = 100_000) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         self.run_while_it_can(max_steps)
         assert not self.scheduler.has_work, "requests are left, and nothing will ever run"
 
     def run_while_it_can(self, max_steps: int = 100_000) -> None:
-        """Until there is nothing to compute, though requests may wait."""
+        """Run until there is nothing to compute, though requests may wait."""
         for _ in range(max_steps):
             while len(self.plans) < self.steps_in_flight and self.plan() is not None:
                 pass

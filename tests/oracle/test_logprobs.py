@@ -102,7 +102,7 @@ def test_beside_requests_that_do_not_ask_and_after_their_prefixes(
 ) -> None:
     engine = InProcessEngine(runner)
     plain = engine.generate(prompts, replace(SCORING, prompt_logprobs=None), first_number=100)
-    assert engine.scheduler.num_cached_blocks
+    assert engine.scheduler.snapshot().num_cached_blocks
     assert check(engine, prompts, expected) == plain
 
 
