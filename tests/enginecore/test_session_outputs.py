@@ -132,7 +132,7 @@ def several(sessions: list[int], numbers: list[int], counts: list[int]) -> tuple
     return output, result
 
 
-def test_several_tokens_of_a_request_stand_together() -> None:
+def test_several_tokens_of_a_request_stay_together() -> None:
     outputs = SessionOutputs()
     open_session(outputs, 1, 7, 8)
     outputs.add_step(*several([1, 1], [8, 7], counts=[3, 1]))

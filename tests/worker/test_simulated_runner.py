@@ -245,7 +245,7 @@ def test_several_tokens_in_a_step_are_those_of_several_steps(limit):
     assert len(together[0]) > num_steps > len(together[1]) / limit
 
 
-def test_rows_that_fail_beside_rows_with_several_tokens_have_none():
+def test_a_failed_row_has_none_of_several_tokens():
     refused = SamplingParams(min_tokens=2, allowed_token_ids=(EOS,))
     rows = [
         new_row(0, [5], [1, 2], sampling=SamplingParams(logprobs=0)),
