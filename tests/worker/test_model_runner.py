@@ -121,6 +121,17 @@ def test_a_row_whose_logits_are_nan_fails_alone():
     assert result.token_ids.tolist() == [first[1], third[1]]
 
 
+def test_logprobs_beside_a_failed_row_name_their_tokens():
+    runner = echo_runner(poisoned_tokens=[50])
+    asking = SamplingParams(temperature=0, logprobs=1)
+    rows = [new_row(slot, [token], [1 + slot], sampling=asking) for slot, token in enumerate((50, 4, 50, 7))]
+    result = runner.execute(step_plan(1, new=rows))
+    assert result.token_counts.tolist() == [0, 1, 0, 1]
+    assert result.logprobs.rows.tolist() == [0, 1]
+    chosen = result.logprobs.token_ids[result.logprobs.offsets[:-1]]
+    assert chosen.tolist() == result.token_ids.tolist() == [next_token([token], VOCAB) for token in (4, 7)]
+
+
 def test_a_failed_row_can_go_on_until_it_is_removed():
     runner = echo_runner(poisoned_tokens=[50])
     runner.execute(step_plan(1, new=[new_row(0, [50], [1])]))

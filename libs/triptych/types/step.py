@@ -259,7 +259,7 @@ class StepResult:
     token_ids: U32
     """[sum(token_counts)] the tokens of each sampling row, in ascending slot order."""
     token_counts: U32 = field(default_factory=empty_u32)
-    """[num_sampling] tokens of each sampling row; empty means one each. A row that failed has none."""
+    """[num_sampling] tokens of each sampling row; empty means one each. 0 only if the row failed."""
     logprobs: LogprobColumns | None = None
     """Rows are indices into `token_ids`; only for the rows that asked."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
