@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt between the engine and the client: what has come, what is missing, with token bytes."""
+"""Log-probabilities with the text of their tokens: those of a batch, and those of a prompt on their way to the client."""
 
 from __future__ import annotations
 
