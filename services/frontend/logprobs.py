@@ -1,4 +1,4 @@
-"""Log-probabilities with the text of their tokens: those of a batch, and those of a prompt on their way to the client."""
+"""Log-probabilities with the text of their tokens: those of a batch, and those of a prompt for the client."""
 
 from __future__ import annotations
 
