@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Sequence
 
 import pytest
@@ -171,3 +172,26 @@ def test_a_held_request_does_not_stop_those_behind_it() -> None:
     assert admission_order(engine) == [1, 2]
     engine.scheduler.restrict(None)
     assert admission_order(engine) == [0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_new_policy_keeps_its_order_whatever_happens(shortest_first: str, seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        policy=shortest_first, max_num_seqs=4, num_blocks=30, max_model_len=64, max_num_batched_tokens=64
+    )
+    engine = Engine(scheduler)  # it checks the scheduler's integrity after each step
+    for number in range(150):
+        engine.add(
+            make_request(number, make_prompt(rng.randint(1, 40)), tenant=rng.choice("ab"), max_tokens=6)
+        )
+        if rng.random() < 0.2:
+            waiting = scheduler.snapshot().waiting
+            scheduler.restrict(rng.sample(waiting, len(waiting) // 2) if rng.random() < 0.5 else None)
+        if rng.random() < 0.6 and len(engine.plans) < 2:
+            engine.plan()
+        if rng.random() < 0.6 and engine.plans:
+            engine.finish_step()
+    scheduler.restrict(None)
+    engine.run()
+    assert len(engine.outcomes) == 150

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum, auto
+from operator import attrgetter
 from typing import Any
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
@@ -256,6 +257,8 @@ class SamplingParams:
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
         num_bytes = _NUMBER_BYTES * len(SAMPLING_FIELDS)
+        if not any(_get_lists(self)):
+            return num_bytes
         for name, entry_bytes in _LISTS:
             num_bytes += entry_bytes * len(getattr(self, name))
         for name in _STRING_LISTS:
@@ -275,3 +278,4 @@ def fields_of(*kinds: FieldKind) -> tuple[str, ...]:
 _ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.TOKEN_IDS: 5, FieldKind.BIASES: 16}
 _LISTS = tuple((name, _ENTRY_BYTES[SAMPLING_FIELDS[name].kind]) for name in fields_of(*_ENTRY_BYTES))
 _STRING_LISTS = fields_of(FieldKind.STRINGS)
+_get_lists = attrgetter(*(name for name, _ in _LISTS))

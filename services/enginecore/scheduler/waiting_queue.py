@@ -47,7 +47,7 @@ class WaitingQueue:
         """Tenant index -> its requests that have never run, here or elsewhere, by arrival. No entry is empty."""
         self._allowed: frozenset[Request] | None = None
         self._queues: dict[tuple[Hashable | None, ...], _OrderedQueue] = {}
-        """Group of each limit -> its requests that are not held. No queue is empty."""
+        """Group of each limit -> its requests that are not held. Only the queue of no group may be empty."""
 
     def __len__(self) -> int:
         """Return the number of all requests, the held ones included."""
@@ -173,7 +173,7 @@ class WaitingQueue:
         """
         first: Request | None = None
         for groups, queue in self._queues.items():
-            if groups and not self._has_room(groups):
+            if queue.is_empty or (groups and not self._has_room(groups)):
                 continue
             request = queue.peek()
             if first is None or self.key_of(request) < self.key_of(first):
@@ -206,7 +206,9 @@ class WaitingQueue:
         lined_up: set[Request] = set()
         for groups, queue in self._queues.items():
             members = set(queue)
-            assert members, "a queue is empty"
+            if not members:
+                assert not groups, "a queue of a group is empty"
+                continue
             assert all(self._groups_of(request) == groups for request in members), "in the wrong queue"
             assert queue.peek() is min(members, key=self.key_of), "the first is not at the head"
             lined_up |= members
@@ -245,7 +247,7 @@ class WaitingQueue:
         groups = self._groups_of(request)
         queue = self._queues[groups]
         queue.remove(request)
-        if queue.is_empty:
+        if queue.is_empty and groups:
             del self._queues[groups]
 
 
