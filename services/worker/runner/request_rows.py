@@ -122,11 +122,17 @@ class RequestRows:
         known = self.num_known[slots]
         samples = ends == known
         is_unknown = ends > known
+        num_tokens = int(query_lens.sum())
         sample_limits = None
         if plan.sample_slots.size or plan.sample_limits.size:
             sample_limits = self._read_sample_limits(plan, slots[samples])
             ends[samples] += sample_limits - 1
-        self._check_reach(slots, starts, ends, known, samples, is_unknown)
+            num_tokens += int(sample_limits.sum()) - sample_limits.size
+        self._check_reach(slots, ends, known, samples, is_unknown)
+        if num_tokens > self.max_num_batched_tokens:
+            raise ProtocolViolation(
+                f"the step has {num_tokens} tokens; max_num_batched_tokens is {self.max_num_batched_tokens}"
+            )
         return StepRows(slots, query_lens, starts, samples, sample_limits, errors)
 
     def advance(self, step: StepRows, token_counts: I64 | None = None) -> None:
@@ -323,9 +329,7 @@ class RequestRows:
         slot_to_limit[slots] = limits
         return slot_to_limit[sampling_slots]
 
-    def _check_reach(
-        self, slots: I64, starts: I64, ends: I64, known: I64, samples: Flags, is_unknown: Flags
-    ) -> None:
+    def _check_reach(self, slots: I64, ends: I64, known: I64, samples: Flags, is_unknown: Flags) -> None:
         """Raise ProtocolViolation for a row that computes a token that is not known, without a block, or past the end
         of its context.
 
@@ -346,10 +350,6 @@ class RequestRows:
                     f"slot {slots[first]} would compute {why}: to position {ends[first]}, with {known[first]} known "
                     f"and blocks for {capacity[first]}"
                 )
-        if (num_tokens := int((ends - starts).sum())) > self.max_num_batched_tokens:
-            raise ProtocolViolation(
-                f"the step has {num_tokens} tokens; max_num_batched_tokens is {self.max_num_batched_tokens}"
-            )
 
     def _require_live(self, slots: NDArray[np.integer], name: str, *, distinct: bool = True) -> None:
         if slots.size and int(slots.max()) >= self.live.size:
