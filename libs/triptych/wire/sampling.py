@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from triptych.internal.v1 import sampling_pb2
 from triptych.types.sampling import FieldKind, SamplingParams, fields_of
 
-_DEFAULTS = SamplingParams()
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
 _MAPS = fields_of(FieldKind.BIASES)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
-_WITH_PRESENCE = tuple(
-    name for name in _SCALARS if sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
-)
-_WITHOUT_PRESENCE = tuple(name for name in _SCALARS if name not in _WITH_PRESENCE)
+_NAMES = (*_SCALARS, *_LISTS, *_MAPS)
+_get_values = attrgetter(*_NAMES)
+_DEFAULTS = _get_values(replace(SamplingParams(), max_tokens=None))
+_EMPTY = sampling_pb2.SamplingParams()
+_ABSENT: dict[str, Any] = {
+    "max_tokens": None,
+    **{
+        name: getattr(_EMPTY, name)
+        for name in _SCALARS
+        if not sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
+    },
+    **dict.fromkeys((*_LISTS, *_MAPS), ()),
+}
+"""Name of a field -> its value where a message does not have it. The default, if the name is missing here."""
 
 
 def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     """Return what differs from the defaults, without `output_kind`, which stays in the frontend."""
-    message = sampling_pb2.SamplingParams()
-    for name in _SCALARS:
-        value = getattr(sampling, name)
-        if value is not None and (value != getattr(_DEFAULTS, name) or name == "max_tokens"):
-            setattr(message, name, value)
-    for name in _LISTS:
-        getattr(message, name).extend(getattr(sampling, name))
+    values: dict[str, Any] = {
+        name: value
+        for name, value, default in zip(_NAMES, _get_values(sampling), _DEFAULTS, strict=True)
+        if value != default and value is not None
+    }
     for name in _MAPS:
-        getattr(message, name).update(getattr(sampling, name))
-    return message
+        if name in values:
+            values[name] = dict(values[name])
+    return sampling_pb2.SamplingParams(**values)
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
@@ -36,11 +46,12 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
 
     An absent `max_tokens` means None, the rest of the context.
     """
-    values: dict[str, Any] = {
-        name: getattr(message, name) for name in _WITH_PRESENCE if message.HasField(name)
-    }
-    values.setdefault("max_tokens", None)
-    values.update({name: getattr(message, name) for name in _WITHOUT_PRESENCE})
-    values.update({name: tuple(getattr(message, name)) for name in _LISTS})
-    values.update({name: tuple(sorted(getattr(message, name).items())) for name in _MAPS})
+    values = dict(_ABSENT)
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if name in _LISTS:
+            value = tuple(value)
+        elif name in _MAPS:
+            value = tuple(sorted(value.items()))
+        values[name] = value
     return SamplingParams(**values)
