@@ -56,7 +56,14 @@ class WorkerSleep:
         *,
         in_loop: Callable[[Callable[..., Sleep], SleepLevel, PauseMode], Awaitable[Sleep]],
     ) -> None:
-        """`in_loop` has the engine loop call a function between two steps, and waits for the outcome."""
+        """Create the sleeps of a worker that is awake.
+
+        Args:
+            engine: The engine core.
+            executor: The calls to the worker.
+            connection: The session with the worker.
+            in_loop: Has the engine loop call a function between two steps, and waits for the outcome.
+        """
         self._engine = engine
         self._executor = executor
         self._connection = connection
