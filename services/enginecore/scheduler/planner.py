@@ -64,8 +64,10 @@ class StepBuilder:
     """[r] computed count of each after the step, without guesses."""
     guesses: Ints | None
     """[r] tokens that each may get beyond the first; None: no row may."""
+    max_tokens: int
+    """Tokens that the step may compute."""
     budget: int
-    """Tokens left."""
+    """Tokens of them that are left."""
     num_preempted: int
     """Requests that were preempted."""
     num_reserved: int
@@ -86,8 +88,9 @@ class StepBuilder:
     """id() of each content that is counted in `num_new_bytes`."""
 
     @property
-    def is_empty(self) -> bool:
-        return not self.new_rows and not self.counts.any()
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes, guesses included."""
+        return self.max_tokens - self.budget
 
     def add_row(self, request: Request, row: NewRow, count: int) -> None:
         """Add a request that enters and computes `count` tokens."""
@@ -120,12 +123,10 @@ class StepBuilder:
             chunk_lengths = _column(self.counts[is_chunk])
             skipped_slots = _column(self.slots[is_skipped])
         sample_slots = sample_limits = empty_u32()
-        num_tokens = int(self.counts.sum())
         if self.guesses is not None:
             is_guessing = self.guesses > 0
             sample_slots = _column(self.slots[is_guessing])
             sample_limits = _column(1 + self.guesses[is_guessing])
-            num_tokens += int(self.guesses.sum())
         return StepPlan(
             step_id=step_id,
             last_result_seen=last_result_seen,
@@ -138,7 +139,7 @@ class StepBuilder:
             block_ids=_column(self.block_ids),
             sample_slots=sample_slots,
             sample_limits=sample_limits,
-            num_tokens=num_tokens,
+            num_tokens=self.num_tokens,
         )
 
 
@@ -216,7 +217,15 @@ class StepPlanner:
                 self._states.preempt(victim)
             num_preempted += len(victims)
         build = StepBuilder(
-            slots, wanted, counts, ends, None, budget - int(counts.sum()), num_preempted, num_reserved
+            slots=slots,
+            wanted=wanted,
+            counts=counts,
+            ends=ends,
+            guesses=None,
+            max_tokens=budget,
+            budget=budget - int(counts.sum()),
+            num_preempted=num_preempted,
+            num_reserved=num_reserved,
         )
         if self._max_guesses and not num_preempted:
             self._add_guesses(build)

@@ -275,7 +275,7 @@ class Scheduler:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
         build = self._planner.build()
         self.counters.num_preemptions += build.num_preempted
-        return None if build.is_empty else self._commit(build)
+        return self._commit(build) if build.num_tokens else None
 
     def _commit(self, build: StepBuilder) -> StepPlan:
         """Count a step as computed from here on."""
