@@ -87,17 +87,12 @@ def all_rows(device: torch.device, sizes: Sizes, checkpoint: Path | None) -> Ite
     from benchmarks.gpu import kernels, model_rows, start
     from benchmarks.gpu.timing import Bench
 
-    bench, runners = Bench(device, sizes), model_rows.RunnerCache()
+    bench, loaded = Bench(device, sizes), model_rows.LoadedModel()
     yield from kernels.limit_rows(bench)
     yield from kernels.sampling_rows(bench)
-    yield from kernels.decode_rows(bench, ["bf16"])
-    yield from kernels.prefill_rows(bench)
-    yield from model_rows.model_rows(bench, runners)
-    yield from start.start_rows(bench, runners, checkpoint)
-    yield from model_rows.other_mode_rows(bench, runners)
-    yield from kernels.elementwise_rows(bench)
-    # no kernel for CPUs reads fp8
-    yield from kernels.decode_rows(bench, ["int8", *(["fp8"] if device.type == "cuda" else [])])
+    yield from kernels.attention_rows(bench)
+    yield from model_rows.model_rows(bench, loaded)
+    yield from start.start_rows(bench, loaded, checkpoint)
 
 
 def answer_rows(arguments: argparse.Namespace) -> None:
@@ -126,52 +121,36 @@ def answer_rows(arguments: argparse.Namespace) -> None:
 
 def outcome(row: Row, device: torch.device) -> dict[str, Any]:
     """Return the figure of a row, or its error, and whether the device is usable after it."""
-    try:
-        figure = replace(row.measure(), name=row.title)
-    except Exception as error:  # whatever it is, it is this row's result
-        figure = Figure(row.title, error=_describe(error))
-    return {**figure.as_json(), "is_usable": _is_usable(device)}
-
-
-def _is_usable(device: torch.device) -> bool:
-    """Return whether the device's context and its allocator work; an illegal memory access ends them for good."""
     import torch
 
     from benchmarks.gpu.timing import release_memory
 
     try:
+        figure = replace(row.measure(), name=row.title)
+    except Exception as error:  # whatever it is, it is this row's result
+        message = " ".join(str(error).split())[:600]  # tracebacks of compilers are pages long
+        figure = Figure(row.title, error=f"{type(error).__name__}: {message}")
+    try:
         release_memory()
         torch.zeros(1, device=device).add_(1).item()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _describe(error: Exception) -> str:
-    """Return type and message on one line, shortened: tracebacks of compilers are pages long."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}"[:600]
+        is_usable = True
+    except RuntimeError:  # after an illegal memory access, for as long as the process lives
+        is_usable = False
+    return {**figure.as_json(), "is_usable": is_usable}
 
 
 if __name__ == "__main__":
     parser = create_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing, to see that it runs")
     parser.add_argument(
-        "--tiny", action="store_true", help="sizes that say nothing, to see that all of it runs"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="PART",
+        "--only", nargs="+", default=[], metavar="PART",
         help="figures whose title holds one of these; default: all",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
+        "--checkpoint", type=Path, metavar="DIR",
         help="of benchmarks.gpu.checkpoint, for the time to first token",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, metavar="S",
         help="seconds after which no further figure is measured (default: %(default)g)",

@@ -22,6 +22,7 @@ class DecodingStreams:
     """
 
     def __init__(self, runner: Runner, context: int) -> None:
+        self.runner = runner
         self._session = RunnerSession(runner)
         self._context = context
         self._blocks_each = (runner.facts.kv.num_blocks - 1) // runner.facts.max_num_seqs

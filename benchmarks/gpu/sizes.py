@@ -24,10 +24,6 @@ class Sizes:
     batches: tuple[int, ...] = (1, 8, 64, 256)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     prefills: tuple[int, ...] = (4096, 16384)
-    token_counts: tuple[int, ...] = (256, 8192)
-    """Tokens of the steps that elementwise kernels compute."""
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
     sampling_rows: int = 256
     vocab_size: int = 128256
     streams: int = 256
@@ -52,9 +48,6 @@ TINY = Sizes(
     batches=(1, 3),
     contexts=(33,),
     prefills=(40,),
-    token_counts=(5,),
-    hidden_size=64,
-    intermediate_size=96,
     sampling_rows=3,
     vocab_size=513,
     streams=3,

@@ -7,48 +7,41 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.02
 
 
-class Process(NamedTuple):
-    """Identity of one process: the kernel reuses its number, but not with the same start."""
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as /proc/PID/stat showed it, see proc(5)."""
 
     pid: int
     started_ticks: int
-
-
-class _Stat(NamedTuple):
-    """Fields of /proc/PID/stat, see proc(5)."""
-
-    state: str
-    parent: int
-    session: int
-    cpu_ticks: int
-    started_ticks: int
+    """Together with `pid` its identity: the kernel reuses numbers, but not with the same start."""
+    state: str = field(compare=False)
+    parent: int = field(compare=False)
+    session: int = field(compare=False)
+    cpu_ticks: int = field(compare=False)
 
 
 def descendants(roots: Iterable[int]) -> list[Process]:
     """Return the processes of `roots` and all below them that have not ended."""
-    stats = _all_stats()
-    children: dict[int, list[int]] = {}
-    for pid, stat in stats.items():
-        children.setdefault(stat.parent, []).append(pid)
-    found: dict[int, Process] = {}
-    waiting = [pid for pid in roots if pid in stats]
-    while waiting:
-        pid = waiting.pop()
-        found[pid] = Process(pid, stats[pid].started_ticks)
-        waiting += children.get(pid, ())
+    processes = _all_processes()
+    known = {process.pid: process for process in processes}
+    found = {pid: known[pid] for pid in roots if pid in known}
+    num_before = -1
+    while len(found) > num_before:
+        num_before = len(found)
+        found |= {process.pid: process for process in processes if process.parent in found}
     return list(found.values())
 
 
 def session_members(session: int) -> list[Process]:
     """Return the processes of a session; they are found even if their parents have ended."""
-    return [Process(pid, stat.started_ticks) for pid, stat in _all_stats().items() if stat.session == session]
+    return [process for process in _all_processes() if process.session == session]
 
 
 def peak_resident_bytes(processes: Iterable[Process]) -> int:
@@ -63,7 +56,7 @@ def peak_resident_bytes(processes: Iterable[Process]) -> int:
 
 def cpu_seconds(processes: Iterable[Process]) -> float:
     """Return the user and system time that the processes have taken so far."""
-    return sum(stat.cpu_ticks for process in processes if (stat := _stat(process.pid))) * _TICK_S
+    return sum(now.cpu_ticks for process in processes if (now := _process(process.pid))) * _TICK_S
 
 
 def kill_all(processes: Iterable[Process], timeout_s: float) -> list[Process]:
@@ -83,21 +76,21 @@ def kill_all(processes: Iterable[Process], timeout_s: float) -> list[Process]:
 
 def runs(process: Process) -> bool:
     """Return whether the process is there and no zombie."""
-    stat = _stat(process.pid)
-    return stat is not None and stat.started_ticks == process.started_ticks and stat.state != "Z"
+    now = _process(process.pid)
+    return now is not None and now == process and now.state != "Z"
 
 
-def _all_stats() -> dict[int, _Stat]:
+def _all_processes() -> list[Process]:
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return {pid: stat for pid in pids if (stat := _stat(pid))}
+    return [process for pid in pids if (process := _process(pid))]
 
 
-def _stat(pid: int) -> _Stat | None:
+def _process(pid: int) -> Process | None:
     """Return None if there is no such process."""
     try:
         # The name is in parentheses and may hold spaces and parentheses itself; fields start at the state.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    state, parent, _, session, *rest = fields
-    return _Stat(state, int(parent), int(session), int(rest[7]) + int(rest[8]), int(rest[15]))
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    return Process(pid, int(fields[19]), fields[0], int(fields[1]), int(fields[3]), cpu_ticks)

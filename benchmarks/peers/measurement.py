@@ -153,7 +153,8 @@ def _measure(
             raise ChildError(
                 f"{workload}: new tokens per prompt are {answer['num_tokens']} instead of {workload.output_len}"
             )
-        engine_pids[:] = answer["pids"]
+        engine_pids[:] = answer["pids"]  # llama.cpp's server is a new one for each number of streams
+        peaks_bytes.append(peak_resident_bytes(descendants(engine_pids)))
         wall_s: float = answer["wall_s"]
         return wall_s
 
@@ -166,6 +167,7 @@ def _measure(
             "options": dict(engine.options()),
         }
         engine_pids: list[int] = adapter.ask({"load": load}, LOAD_TIMEOUT_S)["pids"]
+        peaks_bytes = [peak_resident_bytes(descendants(engine_pids))]
         if START in rows:
             batch_s(START, FIRST_TOKEN, 0)
             yield START.figure(engine, time.monotonic() - adapter.started_s)
@@ -177,12 +179,11 @@ def _measure(
                     yield row.figure(engine, row.workload.tokens_per_s(wall_s))
         if IDLE in rows:
             yield IDLE.figure(engine, _idle_percent(engine_pids))
-        peak_bytes = peak_resident_bytes(descendants(engine_pids))
-        adapter.end_input()
-        peak_bytes = max(peak_bytes, adapter.receive(CLOSE_TIMEOUT_S)["peak_ended_bytes"])
-        adapter.wait(CLOSE_TIMEOUT_S)
         if MEMORY in rows:
-            yield MEMORY.figure(engine, peak_bytes / 1e9)
+            yield MEMORY.figure(engine, max(peaks_bytes) / 1e9)
+        adapter.end_input()
+        adapter.receive(CLOSE_TIMEOUT_S)
+        adapter.wait(CLOSE_TIMEOUT_S)
 
 
 def _environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:

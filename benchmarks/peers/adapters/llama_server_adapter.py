@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import time
@@ -29,7 +28,6 @@ class LlamaServerEngine(LoadedEngine):
         self._server: subprocess.Popen[bytes] | None = None
         self._geometry = (0, 0)
         self._port = 0
-        self._peak_ended_bytes = 0
         self._fit(1, CONTEXT_STEP)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
@@ -43,16 +41,11 @@ class LlamaServerEngine(LoadedEngine):
     def pids(self) -> list[int]:
         return [self._server.pid] if self._server else []
 
-    def peak_ended_bytes(self) -> int:
-        return self._peak_ended_bytes
-
     def close(self) -> None:
         if self._server is not None:
             self._server.terminate()
-            _, _, usage = os.wait4(self._server.pid, 0)
-            self._server.returncode = 0  # reaped here, for its resource usage
+            self._server.wait()
             self._server = None
-            self._peak_ended_bytes = max(self._peak_ended_bytes, usage.ru_maxrss * 1024)
 
     def _fit(self, num_slots: int, num_tokens: int) -> None:
         """Have a server with that many slots, for at least that many tokens each."""

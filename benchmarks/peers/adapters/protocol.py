@@ -2,7 +2,7 @@
 
     {"load": {"model": …, "num_threads": …, …}}             -> {"pids": […]}
     {"run": {"prompts": [[1, 2], …], "max_tokens": 128}}    -> {"pids": […], "wall_s": …, "num_tokens": […]}
-    end of stdin                                            -> {"peak_ended_bytes": …}, and the process ends
+    end of stdin                                            -> {}, and the process ends
     anything that fails                                     -> {"error": "…"}, and the process ends with status 1
 
 Only the standard library, for the oldest Python that a peer may bring: this file runs in every peer's environment.
@@ -55,10 +55,6 @@ class LoadedEngine(ABC):
         """Roots of the process trees that are the engine, and not its client."""
         return [os.getpid()]
 
-    def peak_ended_bytes(self) -> int:
-        """Largest resident set of those of its processes that have ended."""
-        return 0
-
     @abstractmethod
     def close(self) -> None:
         """Let go of everything; its processes end."""
@@ -87,7 +83,7 @@ def serve(load: Callable[[Load], LoadedEngine]) -> None:
         if engine is not None:
             closing, engine = engine, None
             closing.close()
-            answer(peak_ended_bytes=closing.peak_ended_bytes())
+            answer()
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}")

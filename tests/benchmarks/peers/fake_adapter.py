@@ -29,9 +29,6 @@ class FakeEngine(LoadedEngine):
         length = max_tokens - 1 if self._does == "stop early" and max_tokens > 1 else max_tokens
         return Ran(self._wall_s, [length] * len(prompts))
 
-    def peak_ended_bytes(self) -> int:
-        return 7_000_000_000_000
-
     def close(self) -> None:
         if self._does == "die at the end":
             os._exit(3)

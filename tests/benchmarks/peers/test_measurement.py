@@ -58,11 +58,11 @@ def test_engines_take_turns_and_every_batch_is_a_sample():
     ]
 
 
-def test_start_counts_the_process_and_memory_those_that_ended():
+def test_start_and_memory_count_the_whole_process():
     start, memory = figures_of(engine(wall_s="0"), rows=(START, MEMORY))
     assert (start.name, memory.name) == ("fake: start to first token", "fake: peak memory")
     assert 0.01 < start.median < 30  # a Python interpreter has started; the claimed wall time plays no part
-    assert memory.median == 7_000
+    assert 0.005 < memory.median < 1
 
 
 def test_idle_engine_takes_no_cpu(monkeypatch):
