@@ -18,11 +18,11 @@ from pathlib import Path
 
 from benchmarks.harness.command import ROOT, module_command
 from benchmarks.harness.figures import Figure, number
-from benchmarks.harness.report import table
+from benchmarks.harness.report import Report, table
 
 
-def run_once(checkout: Path, benchmark: str, options: list[str]) -> dict[str, Figure]:
-    """Run the benchmark of a checkout and return its figures by name.
+def run_once(checkout: Path, benchmark: str, options: list[str]) -> list[Figure]:
+    """Run the benchmark of a checkout and return its figures.
 
     Raises:
         subprocess.CalledProcessError: It failed.
@@ -33,8 +33,7 @@ def run_once(checkout: Path, benchmark: str, options: list[str]) -> dict[str, Fi
     done = subprocess.run(
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, check=True, text=True
     )
-    figures = map(Figure.from_json, json.loads(done.stdout)["figures"])
-    return {figure.name: figure for figure in figures}
+    return [Figure.from_json(values) for values in json.loads(done.stdout)["figures"]]
 
 
 def comparison(base: Mapping[str, Figure], here: Mapping[str, Figure]) -> str:
@@ -61,14 +60,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, metavar="N", help="of both (default: 3)")
     parser.add_argument("benchmark", help="as engine.core_step")
     arguments, options = parser.parse_known_args()
-    base: dict[str, Figure] = {}
-    here: dict[str, Figure] = {}
+    base, here = Report("", {}, {}), Report("", {}, {})
     for turn in range(arguments.turns):
-        for checkout, figures in ((arguments.base.resolve(), base), (ROOT, here)):
+        for checkout, report in ((arguments.base.resolve(), base), (ROOT, here)):
             print(f"turn {turn + 1}: {checkout}", file=sys.stderr)
-            for name, figure in run_once(checkout, arguments.benchmark, options).items():
-                figures[name] = figures[name].joined(figure) if name in figures else figure
-    print(comparison(base, here))
+            for figure in run_once(checkout, arguments.benchmark, options):
+                report.add(figure)
+    print(comparison(base.name_to_figure, here.name_to_figure))
 
 
 if __name__ == "__main__":

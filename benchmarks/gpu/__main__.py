@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from benchmarks.gpu.sizes import Sizes
     from benchmarks.gpu.timing import Row
 
-BUDGET_S = 480.0
+BUDGET_S = 480.0  # after which no further figure is measured
 START_TIMEOUT_S = 120.0  # imports, and a CUDA context
-ROW_TIMEOUT_S = 150.0  # a model of 47 GB is drawn and its kernels compiled within a fraction of that
+ROW_TIMEOUT_S = 150.0  # a model of 16 GB is drawn and its kernels compiled within a fraction of that
 GRACE_S = 60.0  # that a row may run past the budget
 
 
@@ -45,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     options = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
     options += ["--checkpoint", str(arguments.checkpoint.resolve())] if arguments.checkpoint else []
     options += ["--only", *arguments.only] if arguments.only else []
-    yield from supervise(module_command("benchmarks.gpu", "--child", *options), arguments.budget_s)
+    yield from supervise(module_command("benchmarks.gpu", "--child", *options), BUDGET_S)
 
 
 def supervise(
@@ -150,10 +150,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
         help="of benchmarks.gpu.checkpoint, for the time to first token",
-    )  # fmt: skip
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, metavar="S",
-        help="seconds after which no further figure is measured (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(json=Path("build/gpu-figures.json"))

@@ -44,7 +44,7 @@ def measure_sampling(bench: Bench, name: str) -> Figure:
         raise ValueError("a row of finite logits found no token")
     timing = bench.time(calls)
     read_s = logits_bytes / bench.bandwidth
-    samples = tuple(sample_s / read_s for sample_s in timing.seconds)
+    samples = tuple(sample_s / read_s for sample_s in timing.samples)
     return Figure("", "reads of the logits", samples, 1.0, less_is_better=True, note=timing.note)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.engine.requests import create_scheduler, submit_of
 from benchmarks.worker.session import RunnerSession, checked
@@ -18,37 +18,25 @@ _STEPS_IN_FLIGHT = 2  # steps that are launched before the result of the oldest 
 class DecodingStreams:
     """Streams that decode side by side, each with a full context behind it.
 
-    Prompts are computed once per runner: later sessions find keys and values where those left them.
+    Prompts are computed once: later sessions find keys and values where the first one left them.
     """
 
     def __init__(self, runner: Runner, context: int) -> None:
         self.runner = runner
         self._session = RunnerSession(runner)
-        self._context = context
-        self._blocks_each = (runner.facts.kv.num_blocks - 1) // runner.facts.max_num_seqs
-        self._prompts_per_step = runner.facts.max_num_batched_tokens // context
-        self._num_filled = 0
-        if not self._prompts_per_step:
-            raise ValueError(
-                f"max_num_batched_tokens: {runner.facts.max_num_batched_tokens} is below {context}"
-            )
+        num_streams = runner.facts.max_num_seqs
+        num_blocks = (runner.facts.kv.num_blocks - 1) // num_streams
+        rows = [self._session.row(slot, context, num_blocks=num_blocks) for slot in range(num_streams)]
+        self._session.restart()
+        self._session.prefill(rows)
+        self._computed_rows = [
+            replace(row, num_computed_tokens=context - 1, num_cached_tokens=context - 1) for row in rows
+        ]
 
     def start(self, num_streams: int) -> None:
-        """Begin a session of streams at the last token of their context, none of them computed again."""
-        while self._num_filled < num_streams:
-            slots = range(self._num_filled, min(self._num_filled + self._prompts_per_step, num_streams))
-            self._session.restart()
-            self._session.prefill(
-                [self._session.row(slot, self._context, num_blocks=self._blocks_each) for slot in slots]
-            )
-            self._num_filled = slots.stop
+        """Begin a session of streams at the last token of their context."""
         self._session.restart()
-        rows = tuple(
-            self._session.row(
-                slot, self._context, num_blocks=self._blocks_each, num_computed=self._context - 1
-            )
-            for slot in range(num_streams)
-        )
+        rows = tuple(self._computed_rows[:num_streams])
         checked(self._session.launch(new_rows=rows).wait())
 
     def advance(self, num_steps: int) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,23 +31,10 @@ class Row:
     """Returns the figure; the row names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one call, a sample per round."""
-
-    seconds: tuple[float, ...]
-    note: str = ""
-    """Says how it was timed, if not as intended."""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-
 def time_calls(
     calls: Sequence[Call], device: torch.device, *, round_s: float, warm_up_s: float = _WARM_UP_S
-) -> Timing:
-    """Return how long one of these calls takes, launched one after the other and averaged in each round.
+) -> Figure:
+    """Return the seconds that one of these calls takes, launched one after the other and averaged in each round.
 
     On a CUDA device they are recorded as one graph, so that neither Python nor launches are measured, and the L2 is
     overwritten before each round. What cannot be recorded is launched from Python, and the note says so.
@@ -66,7 +52,8 @@ def time_calls(
             call()
 
     if device.type == "cpu":
-        return _averaged(rounds_within(round_s, lambda: wall_s(launch_all)), calls)
+        rounds_s = rounds_within(round_s, lambda: wall_s(launch_all))
+        return Figure("", "s", tuple(one_s / len(calls) for one_s in rounds_s))
     torch.cuda.synchronize()
     graph, note = _record(launch_all)
     replay = launch_all if graph is None else graph.replay
@@ -84,7 +71,8 @@ def time_calls(
     started_s = time.perf_counter()
     while time.perf_counter() - started_s < warm_up_s:
         round_of_all()
-    return _averaged(rounds_within(round_s, round_of_all), calls, note)
+    rounds_s = rounds_within(round_s, round_of_all)
+    return Figure("", "s", tuple(one_s / len(calls) for one_s in rounds_s), note=note)
 
 
 def release_memory() -> None:
@@ -109,7 +97,7 @@ class Bench:
         source = self.normal(self.sizes.copy_bytes // 2)
         target = torch.empty_like(source)
         timing = self.time([lambda: target.copy_(source)])
-        return rate("", "GB/s", 2 * self.sizes.copy_bytes / 1e9, timing.seconds, note=timing.note)
+        return rate("", "GB/s", 2 * self.sizes.copy_bytes / 1e9, timing.samples, note=timing.note)
 
     @cached_property
     def multiplied(self) -> Figure:
@@ -117,7 +105,7 @@ class Bench:
         size = self.sizes.matrix
         left, right = self.normal(size, size), self.normal(size, size)
         timing = self.time([lambda: left @ right])
-        return rate("", "TFLOP/s", 2 * size**3 / 1e12, timing.seconds, note=timing.note)
+        return rate("", "TFLOP/s", 2 * size**3 / 1e12, timing.samples, note=timing.note)
 
     @property
     def bandwidth(self) -> float:
@@ -137,16 +125,16 @@ class Bench:
         """Return how many operands of this size no cache holds together."""
         return min(max(-(-self.sizes.uncached_bytes // max(operand_bytes, 1)), 1), _MAX_COPIES)
 
-    def time(self, calls: Sequence[Call]) -> Timing:
+    def time(self, calls: Sequence[Call]) -> Figure:
         return time_calls(calls, self.device, round_s=self.sizes.round_s)
 
-    def as_bandwidth(self, timing: Timing, num_bytes: int) -> Figure:
+    def as_bandwidth(self, timing: Figure, num_bytes: int) -> Figure:
         """Return the bytes per second beside those of a copy."""
-        return rate("", "GB/s", num_bytes / 1e9, timing.seconds, self.copied.median, timing.note)
+        return rate("", "GB/s", num_bytes / 1e9, timing.samples, self.copied.median, timing.note)
 
-    def as_matrix_rate(self, timing: Timing, num_operations: float) -> Figure:
+    def as_matrix_rate(self, timing: Figure, num_operations: float) -> Figure:
         """Return the operations per second beside those of a large product."""
-        return rate("", "TFLOP/s", num_operations / 1e12, timing.seconds, self.multiplied.median, timing.note)
+        return rate("", "TFLOP/s", num_operations / 1e12, timing.samples, self.multiplied.median, timing.note)
 
 
 def _record(work: Call) -> tuple[torch.cuda.CUDAGraph | None, str]:
@@ -160,7 +148,3 @@ def _record(work: Call) -> tuple[torch.cuda.CUDAGraph | None, str]:
         first_line = str(error).partition("\n")[0]
         return None, f"no graph, launches included: {type(error).__name__}: {first_line}"
     return graph, ""
-
-
-def _averaged(rounds_s: Sequence[float], calls: Sequence[Call], note: str = "") -> Timing:
-    return Timing(tuple(round_s / len(calls) for round_s in rounds_s), note)

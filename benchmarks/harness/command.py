@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,10 +86,8 @@ def module_command(module: str, *arguments: object) -> list[str]:
 
 
 def _module_name(measure: Measure) -> str:
-    path = inspect.getsourcefile(measure)
-    return (
-        os.path.relpath(path, ROOT).removesuffix(".py").replace(os.sep, ".") if path else measure.__module__
-    )
+    main = sys.modules["__main__"].__spec__
+    return main.name if main and measure.__module__ == "__main__" else measure.__module__
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Collection
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": _torch_version(),
+        "torch": version("torch"),
         "load_average": round(os.getloadavg()[0], 2),
     }
     if shutil.which(_NVIDIA_SMI[0]):
@@ -51,10 +51,3 @@ def compute_cpus(root: Path = Path("/"), allowed: Collection[int] | None = None)
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         core_to_cpu.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
     return tuple(core_to_cpu.values())[: usable_cores(root, allowed)]
-
-
-def _torch_version() -> str | None:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None

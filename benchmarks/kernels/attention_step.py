@@ -52,9 +52,13 @@ class AttentionStep:
 
     @property
     def operations(self) -> float:
-        """Operations of one layer."""
+        """Operations of one layer: a multiplication and an addition for each score and each weighted value."""
         _, num_heads, head_dim = self.query.shape
-        return self.num_rows * attention_operations(num_heads * head_dim, self.query_len, self.num_keys)
+        # each query sees all keys before it
+        num_seen = (
+            self.query_len * (self.num_keys - self.query_len) + self.query_len * (self.query_len + 1) / 2
+        )
+        return self.num_rows * 4.0 * num_heads * head_dim * num_seen
 
     def attend(self, layer: int, impl: str | None = None) -> Tensor:
         """Compute one layer; [num_rows * query_len, num_heads, head_dim]."""
@@ -71,17 +75,6 @@ class AttentionStep:
             seq_lens_list=(self.num_keys,) * self.num_rows,
             impl=impl,
         )
-
-
-def attention_operations(width: int, query_len: int, num_keys: int) -> float:
-    """Return the operations of one row: a multiplication and an addition for each score and each weighted value.
-
-    Args:
-        width: num_heads * head_dim.
-        query_len: Tokens computed; each sees all before it.
-    """
-    num_seen = query_len * (num_keys - query_len) + query_len * (query_len + 1) / 2
-    return 4.0 * width * num_seen
 
 
 def build_step(

@@ -1,4 +1,4 @@
-"""Measures attention on this CPU, native beside plain torch, and the fraction of what the machine can do.
+"""Measures native attention on this CPU, and the fraction of what the machine can do.
 
 Every case runs over as many layers as no cache holds, so keys and values come from memory, as they do in a model. Steps
 of single queries are to be compared with the limit of memory, prompts with that of arithmetic; of an int8 cache, which
@@ -8,7 +8,6 @@ bfloat16 queries read, with that of bfloat16.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,13 +21,11 @@ from benchmarks.harness.timing import samples_s
 from benchmarks.kernels.attention_step import AttentionStep, Heads, build_step
 from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits, prepare
 from triptych_kernels.cpu.program import Recording, record
-from triptych_kernels.ops import paged_attention
 
 HEADS = Heads(num_heads=9, num_kv_heads=3, head_dim=64)
 CASES = ((1, 1, 200), (1, 1, 8000), (8, 1, 300), (64, 1, 200), (64, 1, 1000), (1, 1024, 1024), (1, 512, 4096))
 """Rows, and queries and keys of each."""
 MAX_LAYERS = 1000
-TORCH_LAYERS = 20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 """Element types of the cache."""
 
@@ -46,51 +43,36 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
                 uncached_bytes=UNCACHED_BYTES,
                 max_layers=MAX_LAYERS,
             )
-            step = replace(step, query=step.query.contiguous())
             rows, queries, keys = case
             title = f"{name}, {rows} rows of {queries} queries and {keys} keys"
-            native_s, torch_s = native_layer_s(step, arguments.rounds), torch_layer_s(step, arguments.rounds)
             yield from limits.rates(
                 title,
-                native_s,
+                layer_s(step, arguments.rounds),
                 num_bytes=step.kv_bytes,
                 operations=step.operations,
                 dtype=torch.float32 if name == "float32" else torch.bfloat16,
             )
-            ratio = statistics.median(torch_s) / statistics.median(native_s)
-            yield Figure(f"{title}, plain torch / native", "", (ratio,))
 
 
-def native_layer_s(step: AttentionStep, num_rounds: int) -> list[float]:
+def layer_s(step: AttentionStep, num_rounds: int) -> list[float]:
     """Return the seconds of one layer; all of them are one recorded program, so no Python is measured."""
 
+    packed_query = step.query.contiguous()
+
     def attend_all(recording: Recording) -> list[Tensor]:
-        query = recording.input(step.query, count="tokens")
-        block_tables, query_starts, seq_lens = (
-            recording.input(tensor, count="rows")
-            for tensor in (step.block_tables, step.query_starts, step.seq_lens)
+        recorded = replace(
+            step,
+            query=recording.input(packed_query, count="tokens"),
+            block_tables=recording.input(step.block_tables, count="rows"),
+            query_starts=recording.input(step.query_starts, count="rows"),
+            seq_lens=recording.input(step.seq_lens, count="rows"),
         )
-        scale = HEADS.head_dim**-0.5
-        return [
-            paged_attention(query, cache, block_tables, query_starts, seq_lens, scale, kv_scales=scales)
-            for cache, scales in step.kv_caches
-        ][-1:]
+        return [recorded.attend(layer) for layer in range(len(step.kv_caches))][-1:]
 
     program = record(attend_all)
     counts = {"tokens": len(step.query), "rows": len(step.seq_lens)}
     all_s = samples_s(lambda: program.run(counts), num_rounds)
     return [sample_s / len(step.kv_caches) for sample_s in all_s]
-
-
-def torch_layer_s(step: AttentionStep, num_rounds: int) -> list[float]:
-    """Return the seconds of one layer in plain torch."""
-    num_layers = min(TORCH_LAYERS, len(step.kv_caches))
-
-    def attend_all() -> None:
-        for layer in range(num_layers):
-            step.attend(layer, impl="torch")
-
-    return [sample_s / num_layers for sample_s in samples_s(attend_all, num_rounds)]
 
 
 if __name__ == "__main__":

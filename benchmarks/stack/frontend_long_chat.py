@@ -31,7 +31,7 @@ STEP_MS = 10.0
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    path, body = long_request(arguments)
+    body = long_chat(arguments.messages, arguments.chars)
     config = config_from_overrides({"simulation.enabled": True, "simulation.base_ms": STEP_MS})
     with running(config) as cluster:
         asyncio.run(gap_s(cluster.address))  # warm up
@@ -39,7 +39,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
             alone_s = asyncio.run(gap_s(cluster.address))
             pipe, child_end = multiprocessing.Pipe()
             sender = multiprocessing.Process(
-                target=send_long_requests, args=(cluster.http_address, path, body, child_end)
+                target=send_long_requests, args=(cluster.http_address, body, child_end)
             )
             sender.start()
             child_end.close()
@@ -68,17 +68,12 @@ async def gap_s(address: str) -> float:
     return float(np.percentile(np.concatenate(gaps_s), 99))
 
 
-def long_request(arguments: argparse.Namespace) -> tuple[str, bytes]:
-    """Return the path and the body of a chat, or of a completion of token ids."""
-    request: dict[str, object] = {"max_tokens": 1, "truncate_prompt_tokens": 16}
-    if arguments.ids:
-        prompt = [token_id % 40_000 for token_id in range(arguments.ids)]
-        return "/v1/completions", json.dumps({**request, "prompt": prompt}).encode()
-    messages = [{"role": "user", "content": "x" * arguments.chars}] * arguments.messages
-    return "/v1/chat/completions", json.dumps({**request, "messages": messages}).encode()
+def long_chat(num_messages: int, num_chars: int) -> bytes:
+    messages = [{"role": "user", "content": "x" * num_chars}] * num_messages
+    return json.dumps({"max_tokens": 1, "truncate_prompt_tokens": 16, "messages": messages}).encode()
 
 
-def send_long_requests(http_address: str, path: str, body: bytes, pipe: Connection) -> None:
+def send_long_requests(http_address: str, body: bytes, pipe: Connection) -> None:
     """Send one after another until `pipe` says stop, then answer with the mean seconds of one.
 
     Runs in a process of its own, so that it slows the readers only by what the server does.
@@ -86,7 +81,7 @@ def send_long_requests(http_address: str, path: str, body: bytes, pipe: Connecti
     connection = http.client.HTTPConnection(http_address)
     num_sent, started_s = 0, time.perf_counter()
     while not num_sent or not pipe.poll():
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read()
         if response.status != 200:
@@ -99,5 +94,4 @@ if __name__ == "__main__":
     parser = create_parser(__doc__, rounds=5)
     parser.add_argument("--messages", type=int, default=16384)
     parser.add_argument("--chars", type=int, default=8, help="of each message")
-    parser.add_argument("--ids", type=int, default=0, help="send so many token ids instead of a chat")
     sys.exit(run(parser, measure))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 
 from benchmarks.harness.command import create_parser, run
@@ -60,15 +59,11 @@ def measure_batch(
 def enter(
     runner: Runner, session: RunnerSession, num_streams: int, input_len: int, output_len: int, seed: int
 ) -> float:
-    """Compute the prompts of a new session, whole ones in each step, and return the seconds that it takes."""
+    """Compute the prompts of a new session and return the seconds that it takes."""
     num_blocks = -(-(input_len + output_len) // runner.facts.kv.block_size)
     rows = [session.row(slot, input_len, num_blocks=num_blocks, seed=seed) for slot in range(num_streams)]
-    per_step = max(runner.facts.max_num_batched_tokens // input_len, 1)
     session.restart()
-    started_s = time.perf_counter()
-    for first in range(0, num_streams, per_step):
-        session.prefill(rows[first : first + per_step])
-    return time.perf_counter() - started_s
+    return wall_s(lambda: session.prefill(rows))
 
 
 if __name__ == "__main__":

@@ -32,26 +32,22 @@ class RunnerSession:
         plan = StepPlan(step_id=self._step_id, last_result_seen=self._step_id - 1, **columns)
         return self._runner.launch(plan)
 
-    def prefill(self, rows: Sequence[NewRow]) -> StepResult:
-        """Compute the whole prompts of new rows in one step, in which the rows before them compute nothing."""
-        num_live = rows[0].slot if self._step_id else 0
-        return checked(
-            self.launch(
-                new_rows=tuple(rows),
-                chunk_slots=np.array([row.slot for row in rows], np.uint32),
-                chunk_lengths=np.array([len(row.content.prompt_token_ids) for row in rows], np.uint32),
-                skipped_slots=np.arange(num_live, dtype=np.uint32),
-            ).wait()
-        )
+    def prefill(self, rows: Sequence[NewRow]) -> None:
+        """Compute the prompts of new rows of one length, whole ones, as many in a step as its tokens allow."""
+        prompt_len = len(rows[0].content.prompt_token_ids)
+        per_step = max(self._runner.facts.max_num_batched_tokens // prompt_len, 1)
+        for first in range(0, len(rows), per_step):
+            entering = rows[first : first + per_step]
+            step = self.launch(
+                new_rows=tuple(entering),
+                chunk_slots=np.array([row.slot for row in entering], np.uint32),
+                chunk_lengths=np.full(len(entering), prompt_len, np.uint32),
+                skipped_slots=np.arange(first, dtype=np.uint32),  # those before compute nothing
+            )
+            checked(step.wait())
 
-    def row(
-        self, slot: int, prompt_len: int, *, num_blocks: int, num_computed: int = 0, seed: int = 0
-    ) -> NewRow:
-        """Return a row with a random prompt and `num_blocks` blocks of its own.
-
-        Args:
-            num_computed: Tokens whose keys and values an earlier session has left in these blocks.
-        """
+    def row(self, slot: int, prompt_len: int, *, num_blocks: int, seed: int = 0) -> NewRow:
+        """Return a row with a random prompt and `num_blocks` blocks of its own."""
         rng = np.random.default_rng((seed, slot))
         vocab_size = self._runner.facts.model.vocab_size
         first_block = 1 + slot * num_blocks
@@ -60,8 +56,8 @@ class RunnerSession:
             slot_version=0,
             content=RowContent(rng.integers(0, vocab_size, prompt_len, dtype=np.uint32), _GREEDY),
             emitted_token_ids=empty_u32(),
-            num_computed_tokens=num_computed,
-            num_cached_tokens=num_computed,
+            num_computed_tokens=0,
+            num_cached_tokens=0,
             block_ids=np.arange(first_block, first_block + num_blocks, dtype=np.uint32),
             seed=0,
         )
