@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu.models import LLAMA_8B
-from services.worker.loader import open_checkpoint
+from services.worker.loader.load import open_checkpoint
 from services.worker.loader.safetensors import SINGLE_FILE
 from triptych.checkpoint.config_json import CONFIG_FILE
 

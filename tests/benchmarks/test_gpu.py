@@ -18,7 +18,7 @@ from benchmarks.gpu.sizes import REAL, TINY
 from benchmarks.gpu.start import evict, read, read_from_storage
 from benchmarks.gpu.timing import Row
 from benchmarks.harness.figures import Figure
-from services.worker.loader import open_checkpoint
+from services.worker.loader.load import open_checkpoint
 from tests.imports.test_imports import GRPC, HTTP, import_without
 
 ROOT = Path(__file__).parents[2]

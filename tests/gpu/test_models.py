@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from services.worker.context.device import resolve_config
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from services.worker.context.device import resolve_config
-from services.worker.loader import load_model, open_checkpoint
+from services.worker.loader.load import load_model, open_checkpoint
 from services.worker.models.base import CausalLM
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from services.worker.runner.startup.create import create_runner
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture

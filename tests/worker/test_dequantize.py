@@ -9,7 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as oracle
 from gguf.quants import quantize
 
-from services.worker.loader.ggml_blocks import dequantize, stored_size, supported_types
+from services.worker.loader.gguf import dequantize, stored_size, supported_types
 
 QUANTIZED = [name for name in supported_types() if name not in ("F32", "F16", "BF16")]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.context import host
-from services.worker.runner.sleep.host_copy import HostCopy, weight_storages
+from services.worker.runner.sleepable_runner import HostCopy, weight_storages
 from triptych.errors import MemoryShort
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight

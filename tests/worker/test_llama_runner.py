@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.context.device import resolve_config
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from services.worker.runner.startup.create import create_runner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan

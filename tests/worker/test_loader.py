@@ -15,7 +15,8 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
+from services.worker.loader.base import Checkpoint, fingerprint
+from services.worker.loader.load import load_model, open_checkpoint
 from services.worker.loader.random import RandomCheckpoint
 from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config

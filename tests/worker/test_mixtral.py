@@ -17,7 +17,7 @@ from services.worker.context.model_context import ModelContext
 from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.moe import PackedExpert, PackedExperts, Router
 from services.worker.layers.weights import find_weight_targets
-from services.worker.loader import open_checkpoint
+from services.worker.loader.load import open_checkpoint
 from services.worker.models.registry import create_model
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.checkpoints import (

@@ -16,7 +16,7 @@ from services.worker.context.model_context import ModelContext
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.quantization import choose_format
 from services.worker.layers.weights import linear_weights
-from services.worker.loader import load_model, open_checkpoint
+from services.worker.loader.load import load_model, open_checkpoint
 from services.worker.runner.startup.create import create_runner
 from tests.checkpoint.gguf_files import write_gguf
 from tests.helpers.in_process import InProcessEngine

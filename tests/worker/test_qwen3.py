@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.worker.loader import open_checkpoint
+from services.worker.loader.load import open_checkpoint
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.checkpoints import (
     SIZES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.service.startup import load_runner
-from services.worker.simulation.create import create_simulated_runner
+from services.worker.simulation.runner import create_simulated_runner
 from services.worker.simulation.vocabulary import read_word_ids
 from tests.worker.simulated import EOS, VOCAB_SIZE, write_model
 from tests.worker.tiny import new_row, step_plan

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.context.device import resolve_config
 from services.worker.layers import weights
-from services.worker.runner.cpu import create as create_cpu
-from services.worker.runner.sleep import sleepable_runner
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner import cpu_backend as create_cpu
+from services.worker.runner import sleepable_runner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from services.worker.runner.startup import create
 from services.worker.runner.startup.create import create_runner
 from tests.worker.checkpoints import SIZES, save_checkpoint

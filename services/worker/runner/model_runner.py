@@ -20,8 +20,7 @@ from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepLauncher
 from services.worker.runner.base import CompletedStep, PendingStep, StepRunner
-from services.worker.runner.cpu.create import create_cpu_backend
-from services.worker.runner.cpu.immediate_steps import ImmediateSteps
+from services.worker.runner.cpu_backend import ImmediateSteps, create_cpu_backend
 from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
 from services.worker.runner.cuda.forward import LastTokens
 from services.worker.runner.cuda.steps_in_flight import DeviceSteps

@@ -26,7 +26,7 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
     boot_id = str(uuid.uuid4())
     # Each kind imports its own: a simulation is ready before torch would be.
     if config.simulation.enabled:
-        from services.worker.simulation.create import create_simulated_runner
+        from services.worker.simulation.runner import create_simulated_runner
 
         return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
     from triptych_kernels.cpu.build import DIGEST

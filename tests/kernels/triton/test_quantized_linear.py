@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.loader.ggml_blocks import dequantize
+from services.worker.loader.gguf import dequantize
 from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.ops import embedding, gated_linear, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear

@@ -16,7 +16,7 @@ from services.worker.layers.linear import GatedLinear
 from services.worker.layers.moe import ExpertNames, SparseMoE
 from services.worker.layers.quantization import WeightFormat, choose_format
 from services.worker.layers.weights import load_weights
-from services.worker.loader import load_model
+from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config

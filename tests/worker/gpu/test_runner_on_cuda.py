@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from services.worker.attention.paged import PagedAttention
 from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, Cut
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.runner.sleep.sleepable_runner import SleepableRunner
+from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.gpu.test_models import SHAPES, generate, make_runner
 from triptych.errors import MemoryShort
 from triptych.types.facts import SleepLevel

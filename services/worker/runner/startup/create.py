@@ -26,15 +26,15 @@ from services.worker.context.device import (
 from services.worker.context.rank_group import RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.weights import weight_bytes
-from services.worker.loader import Checkpoint, fingerprint, load_model, open_checkpoint
-from services.worker.loader.load import DuringLoad
+from services.worker.loader.base import Checkpoint, fingerprint
+from services.worker.loader.load import DuringLoad, load_model, open_checkpoint
 from services.worker.models.base import CausalLM
-from services.worker.parallel.create import check_agreement, create_rank_group
+from services.worker.parallel.process_group import check_agreement, create_rank_group
 from services.worker.runner.base import PhaseChange
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.sleep.sleepable_runner import MemoryNeeds, SleepableRunner
+from services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
 from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_cache import allocate_kv_cache

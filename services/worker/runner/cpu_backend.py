@@ -1,0 +1,151 @@
+"""The forward pass as a recorded program of native kernels: a step is one call, without Python in its middle."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from services.worker.attention.base import AttentionBatch, KvCache
+from services.worker.layers.step_context import StepContext
+from services.worker.models.base import CausalLM
+from services.worker.runner.backend import ForwardBackend, StepOutput
+from services.worker.runner.base import CompletedStep
+from services.worker.runner.input_batch import InputBuffers, StepSizes
+from services.worker.runner.prompt_logprobs import PromptScorer
+from services.worker.runner.publish import publish
+from services.worker.runner.request_rows import RequestRows, StepRows
+from services.worker.sampling.sampler import Sampler
+from triptych.types.step import StepTimings
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.program import NotRecordable, Program, Recording, record
+from triptych_kernels.ops import gather_rows
+
+
+class RecordedBackend:
+    """Records the model at construction."""
+
+    computes_with_torch = False
+
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
+        """Record `model` for steps of any size that fits `inputs`.
+
+        Raises:
+            NotRecordable: the model computes something that no native kernel does; names it.
+        """
+        self._program = _record(model, kv_caches, inputs)
+        self.description = f"{isa()} recorded"
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
+        logits, token_ids, hidden = self._program.outputs
+        return StepOutput(
+            logits[: sizes.num_sampling], token_ids[: sizes.num_sampling], hidden=hidden[: sizes.num_tokens]
+        )
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()
+
+
+def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:
+    def forward(recording: Recording) -> tuple[Tensor, ...]:
+        attention = AttentionBatch(
+            slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),
+            block_tables=recording.input(inputs.block_tables, count="rows"),
+            query_starts=recording.input(inputs.query_starts, count="rows"),
+            seq_lens=recording.input(inputs.seq_lens, count="rows"),
+            backend=inputs.attention,
+        )
+        hidden = model(
+            recording.input(inputs.token_ids, count="tokens"),
+            recording.input(inputs.positions, count="tokens"),
+            StepContext(attention, kv_caches),
+        )
+        sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
+        logits = model.compute_logits(gather_rows(hidden, sampling_tokens))
+        sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
+        return logits, sampling.choose(logits), hidden
+
+    return record(forward)
+
+
+class EagerBackend:
+    """A `ForwardBackend` that calls the model, operation by operation."""
+
+    computes_with_torch = True
+
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._inputs = inputs
+        self._device = kv_caches[0].device
+        native = self._device.type == "cpu" and isa()
+        self.description = f"{isa()} eager" if native else "torch"
+
+    def forward(self, sizes: StepSizes) -> StepOutput:
+        batch = self._inputs.batch(sizes, self._device)
+        context = StepContext(batch.attention, self._kv_caches)
+        hidden = self._model(batch.token_ids, batch.positions, context)
+        # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
+        logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
+        return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
+
+    def graph_captures(self) -> Sequence[Callable[[], None]]:
+        return ()
+
+
+class ImmediateSteps:
+    """A `StepLauncher`. Owned by the `ModelRunner`; uses its rows and its sampler."""
+
+    def __init__(
+        self, *, backend: ForwardBackend, sampler: Sampler, scorer: PromptScorer, rows: RequestRows
+    ) -> None:
+        self._backend = backend
+        self._sampler = sampler
+        self._scorer = scorer
+        self._rows = rows
+
+    def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> CompletedStep:
+        """Compute a step. `forward_ns` includes the first choice of tokens; `sample_ns` is the time of what some
+        requests need beyond it."""
+        prepared = time.perf_counter_ns()
+        output = self._backend.forward(sizes)
+        forwarded = time.perf_counter_ns()
+        sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
+        targets = self._scorer.take_targets(step)
+        scored = None if targets is None else self._scorer.finish(output, targets)
+        self._rows.advance(step)
+        self._rows.record(step, sampled.token_ids)
+        timings = StepTimings(
+            prepare_ns=prepared - started_ns,
+            forward_ns=forwarded - prepared,
+            sample_ns=time.perf_counter_ns() - forwarded,
+        )
+        return CompletedStep(publish(step_id, step, self._rows.slot_version, sampled, timings, scored))
+
+    def settle(self) -> None:
+        """Do nothing, since no step is in flight."""
+
+
+log = logging.getLogger(__name__)
+
+
+def create_cpu_backend(
+    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
+) -> ForwardBackend:
+    """Create the backend for a device whose steps are complete when they have been launched.
+
+    Args:
+        inputs: Buffers in which every step is gathered.
+        enforce_eager: Whether the model's operations are called one by one, even if they can be recorded.
+    """
+    if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
+        try:
+            return RecordedBackend(model, kv_caches, inputs)
+        except NotRecordable as reason:
+            log.warning(
+                "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
+            )
+    return EagerBackend(model, kv_caches, inputs)
