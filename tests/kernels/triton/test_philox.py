@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from triptych_kernels.reference.sampling import token_word
-from triptych_kernels.triton.sampling import philox
+from triptych_kernels.triton.sampling import race as philox
 
 
 @triton.jit

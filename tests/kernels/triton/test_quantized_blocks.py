@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels.triton.linear.quantized_blocks import Groups, quantize_rows_to_groups, read_blocks
+from triptych_kernels.triton.linear.quantized_weight import Groups, quantize_rows_to_groups, read_blocks
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 
 gguf = pytest.importorskip("gguf", reason="machines that only run kernels may lack it")

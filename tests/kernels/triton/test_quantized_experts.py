@@ -15,7 +15,7 @@ from triptych_kernels.ops import fused_moe
 from triptych_kernels.reference.moe import fused_moe as reference
 from triptych_kernels.torch.moe import choose_experts
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows
-from triptych_kernels.triton.linear.quantized_blocks import quantize_rows_to_groups
+from triptych_kernels.triton.linear.quantized_weight import quantize_rows_to_groups
 from triptych_kernels.triton.moe import quantized_experts, w8a8_experts
 from triptych_kernels.triton.moe.quantized_experts import BY_INTEGERS, BY_WEIGHTS, GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts

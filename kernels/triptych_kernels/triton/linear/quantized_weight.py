@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from triptych_kernels.triton.linear.quantized_blocks import Groups, quantize_rows_to_groups, read_blocks
 from triptych_kernels.triton.linear.quantized_linear import multiply_groups
-from triptych_kernels.triton.linear.quantized_rows import find_rows
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
 
@@ -174,3 +174,151 @@ def _pair_up(integers: Tensor) -> Tensor:
     )  # the halves of the first group, then of the second
     shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=integers.device)
     return (nibbles << shifts[:, None]).sum(2).to(torch.int16).view(torch.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Groups of weights, each `scale * integer + minimum`."""
+
+    integers: Tensor
+    """[rows, groups, GROUP_SIZE] int16: 0 to 15 for 4 bits, -128 to 127 for 8."""
+    scales: Tensor
+    """[rows, groups] float16."""
+    minimums: Tensor
+    """[rows, groups] float16."""
+
+
+def read_blocks(type: str, data: Tensor) -> Groups:
+    """Convert GGUF blocks to groups; a Q4_0's integers stay as stored, so its minimum is -8 scales.
+
+    Args:
+        type: Q4_0, Q4_1 or Q8_0.
+        data: [rows, bytes of a row] uint8.
+    Source: the block structures of ggml-common.h in llama.cpp.
+    """
+    block_bytes = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[type]
+    blocks = data.reshape(len(data), -1, block_bytes)
+    scales = _half(blocks[..., :2])
+    if type == "Q8_0":
+        return Groups(blocks[..., 2:].contiguous().view(torch.int8).short(), scales, torch.zeros_like(scales))
+    minimums = _half(blocks[..., 2:4]) if type == "Q4_1" else scales * -8
+    nibbles = blocks[..., -GROUP_SIZE // 2 :].short()
+    return Groups(torch.cat([nibbles & 15, nibbles >> 4], dim=-1), scales, minimums)
+
+
+def quantize_rows_to_groups(rows: Tensor, format: QuantizedFormat) -> Groups:
+    """Round rows [n, in_features] as GGML's reference quantizers do (quantize_row_*_ref in ggml-quants.c).
+
+    In the affine 4-bit format each group becomes a Q4_0 or a Q4_1, whichever is nearer to it.
+    """
+    x = rows.float().unflatten(1, (-1, GROUP_SIZE))
+    if format.bits == 8:
+        return _quantize_q8_0(x)
+    symmetric = _quantize_q4_0(x)
+    if not format.is_affine:
+        return symmetric
+    affine = _quantize_q4_1(x)
+    is_nearer = _squared_error(affine, x) < _squared_error(symmetric, x)
+    return Groups(
+        torch.where(is_nearer[..., None], affine.integers, symmetric.integers),
+        torch.where(is_nearer, affine.scales, symmetric.scales),
+        torch.where(is_nearer, affine.minimums, symmetric.minimums),
+    )
+
+
+def _half(pair: Tensor) -> Tensor:
+    return pair.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _quantize_q4_0(x: Tensor) -> Groups:
+    scales = _extreme(x) / -8
+    half_scales = scales.half()
+    return Groups(_to_nibbles(x, scales, 8.5), half_scales, half_scales * -8)
+
+
+def _quantize_q4_1(x: Tensor) -> Groups:
+    low = x.amin(-1)
+    scales = _quotient(x.amax(-1) - low, 15.0)
+    return Groups(_to_nibbles(x - low[..., None], scales, 0.5), scales.half(), low.half())
+
+
+def _quantize_q8_0(x: Tensor) -> Groups:
+    scales = _quotient(x.abs().amax(-1), 127.0)
+    values = x * _inverse(scales)[..., None]
+    # just below one half, so that what is just below it does not become a whole in the sum
+    integers = (values + torch.full_like(values, 0.49999997).copysign(values)).trunc()
+    return Groups(integers.short(), scales.half(), torch.zeros_like(scales.half()))
+
+
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    """Divide, rounded once: on GPUs torch would multiply with the reciprocal of a plain number."""
+    return x / torch.full((), divisor, device=x.device)
+
+
+def _extreme(x: Tensor) -> Tensor:
+    """Return the first element of the largest magnitude in each group, with its sign."""
+    sizes = x.abs()
+    places = torch.arange(GROUP_SIZE, device=x.device)
+    first = torch.where(sizes == sizes.amax(-1, keepdim=True), places, GROUP_SIZE - 1).amin(-1, keepdim=True)
+    return x.gather(-1, first).squeeze(-1)
+
+
+def _to_nibbles(x: Tensor, scales: Tensor, bias: float) -> Tensor:
+    # GGML's compilers contract this to a fused multiply-add, rounded once
+    values = (x.double() * _inverse(scales)[..., None].double() + bias).float()
+    return values.clamp(0, 15).short()
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _squared_error(groups: Groups, x: Tensor) -> Tensor:
+    scales, minimums = groups.scales.float()[..., None], groups.minimums.float()[..., None]
+    return (groups.integers * scales + minimums - x).square().sum(-1)
+
+
+_GROUPS = 32  # of one program: 1,024 elements
+
+
+def find_rows(
+    token_ids: Tensor, integers: Tensor, scales: Tensor, minimums: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Compute `ops.embedding` of a weight stored as `quantized_weight` describes; each element is rounded once."""
+    num_groups, out_features = scales.shape
+    out = torch.empty((len(token_ids), num_groups * GROUP_SIZE), dtype=out_dtype, device=token_ids.device)
+    if out.numel():
+        _find_rows[(len(token_ids), triton.cdiv(num_groups, _GROUPS))](
+            token_ids, integers, scales, minimums, out, num_groups, out_features,
+            BITS=4 if integers.dtype == torch.int32 else 8, GROUPS=_GROUPS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _find_rows(
+    token_ids, integers, scales, minimums, out, num_groups, out_features, BITS: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    is_group = group < num_groups
+    token = tl.load(token_ids + row).to(tl.int64)
+    column = tl.arange(0, 32)[None, :]
+    inside = is_group[:, None]
+    if BITS == 4:
+        places = ((group // 2).to(tl.int64) * out_features + token) * 8
+        words = tl.load(integers + places[:, None] + column % 16 // 2, mask=inside, other=0)
+        shifts = column % 2 * 16 + (group % 2 * 8)[:, None] + column // 16 * 4
+        bits = (words >> shifts) & 15
+        numbers = bits.to(tl.float32)
+        if minimums is None:
+            numbers -= 8.0
+    else:
+        places = (group.to(tl.int64) * out_features + token) * 32
+        numbers = tl.load(integers + places[:, None] + column, mask=inside, other=0).to(tl.float32)
+    place = group.to(tl.int64) * out_features + token
+    values = numbers * tl.load(scales + place, mask=is_group, other=0.0).to(tl.float32)[:, None]
+    if minimums is not None:
+        values += tl.load(minimums + place, mask=is_group, other=0.0).to(tl.float32)[:, None]
+    address = out + row * num_groups * 32 + group[:, None] * 32 + column
+    tl.store(address, values.to(out.dtype.element_ty), mask=inside)
