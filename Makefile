@@ -100,16 +100,20 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 ci: verify test ## Everything that must hold before a merge
 
 .PHONY: verify
-verify: verify-lint verify-sizes verify-imports verify-config verify-types verify-protos ## All checks but the tests
+verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos ## All checks but the tests
 
 .PHONY: verify-lint
 verify-lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
+.PHONY: verify-docstrings
+verify-docstrings: $(DEV) ## Docstrings begin with a sentence, not with a fragment ("Of …", "What …")
+	$(BIN)/python tools/verify_docstrings.py
+
 .PHONY: verify-types
 verify-types: $(DEV) ## mypy, strict
-	$(BIN)/mypy libs services kernels tools
+	$(BIN)/mypy libs services kernels tools benchmarks
 
 .PHONY: verify-imports
 verify-imports: $(DEV) ## import-linter: who may import whom

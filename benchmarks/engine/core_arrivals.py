@@ -18,7 +18,8 @@ from benchmarks.engine.requests import BLOCK_SIZE, submit_of, worker_facts
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from services.enginecore.engine import EngineCore
-from services.enginecore.kv import BlockManager, BlockTable
+from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv.manager import BlockManager
 from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.sampling import SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import Scheduler
+from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.config import SchedulerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.sampling import SamplingParams

@@ -83,7 +83,7 @@ class FeatureDisabled(TriptychError):
 
 
 class WrongState(TriptychError):
-    """What is asked for is served, but not in the state that the engine is in now."""
+    """The call is supported, but not in the present state of the engine."""
 
     code = "WRONG_STATE"
 

@@ -16,7 +16,9 @@ from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.journal.listener import CallClock, EngineListener
 from services.enginecore.request import Request
 from services.enginecore.restrictions import Pause, Restrictions
-from services.enginecore.scheduler import Failed, Finished, Scheduler, check_config
+from services.enginecore.scheduler.admission import check_config
+from services.enginecore.scheduler.scheduler import Scheduler
+from services.enginecore.scheduler.step_results import Failed, Finished
 from triptych.config import EngineConfig
 from triptych.errors import (
     EngineFailure,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from services.enginecore.journal.recorder import create_engine
-from services.enginecore.scheduler import limits_of
+from services.enginecore.scheduler.admission import limits_of
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.connection import WorkerConnection

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.enginecore.kv import PLAIN_ROOT_HASH, BlockTable, root_hash
+from services.enginecore.kv.block_table import PLAIN_ROOT_HASH, BlockTable, root_hash
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowContent

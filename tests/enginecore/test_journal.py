@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal import file as journal_file
+from services.enginecore.journal import recorder as journal_file
 from services.enginecore.journal.recorder import create_engine
-from services.enginecore.scheduler import Scheduler
+from services.enginecore.scheduler.scheduler import Scheduler
 from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
 from tests.helpers.scheduling import Clock, make_prompt
 from tests.helpers.stack import make_config

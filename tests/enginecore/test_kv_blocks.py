@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from services.enginecore.kv import BlockManager, BlockTable, root_hash
+from services.enginecore.kv.block_table import BlockTable, root_hash
+from services.enginecore.kv.manager import BlockManager
 from services.enginecore.kv.pool import BlockPool, FreeQueue
 
 SIZE = 4

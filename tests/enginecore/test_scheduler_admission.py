@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.enginecore.scheduler import Finished
+from services.enginecore.scheduler.step_results import Finished
 from tests.helpers.scheduling import (
     Clock,
     Engine,

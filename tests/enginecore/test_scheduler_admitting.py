@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.kv import BlockManager
+from services.enginecore.kv.manager import BlockManager
 from tests.helpers.scheduling import Engine, counts_by_number, make_prompt, make_request, make_scheduler
 from triptych.types.step import StepResult
 

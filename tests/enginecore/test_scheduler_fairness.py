@@ -7,8 +7,8 @@ import random
 import pytest
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import Scheduler
 from services.enginecore.scheduler.fairness import OUTPUT_WEIGHT
+from services.enginecore.scheduler.scheduler import Scheduler
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import StepOutput
 from services.enginecore.scheduler.forecast import EndingPace, StepPace
+from services.enginecore.scheduler.step_results import StepOutput
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DeadlineUnreachable, QueueFull
 

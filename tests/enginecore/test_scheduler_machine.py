@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler import Failed, Finished, Scheduler
+from services.enginecore.scheduler.scheduler import Scheduler
+from services.enginecore.scheduler.step_results import Failed, Finished
 from tests.helpers.scheduling import (
     EOS,
     Clock,

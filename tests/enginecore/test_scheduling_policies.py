@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import pytest
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import limits_of
+from services.enginecore.scheduler.admission import limits_of
 from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.policy import POLICIES
 from services.enginecore.scheduler.running_rows import RunningRows, Slots

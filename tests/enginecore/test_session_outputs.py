@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
-from services.enginecore.scheduler import StepOutput
+from services.enginecore.scheduler.step_results import StepOutput
 from tests.helpers.scheduling import make_request
 from triptych.errors import QueueFull
 from triptych.types.step import LogprobColumns, PromptLogprobs, StepResult

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import Scheduler
+from services.enginecore.scheduler.scheduler import Scheduler
 from services.worker.runner.base import PendingStep, Runner
 from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from services.enginecore.request import Request
-from services.enginecore.scheduler import Failed, Finished, Scheduler, StepOutput
+from services.enginecore.scheduler.scheduler import Scheduler
+from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams

@@ -53,7 +53,7 @@ class _Option:
     """A field of a request, as an option."""
 
     arguments: dict[str, Any]
-    """Of `add_argument`."""
+    """Arguments of `add_argument`."""
     to_proto: Callable[[Any], Any]
     """Turns what the user gave into the field's value."""
 

@@ -109,9 +109,9 @@ class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 SERVER_INTERCEPTORS: tuple[grpc.aio.ServerInterceptor, ...] = (CallInterceptor(),)
-"""Of every server, outermost first. Authentication and tracing belong in front."""
+"""Interceptors of every server, outermost first. Authentication and tracing belong in front."""
 CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdInterceptor(),)
-"""Of every asyncio channel. gRPC applies each to one kind of call; none is for the two long-lived streams."""
+"""Interceptors of every asyncio channel. gRPC applies each to one kind of call; none is for the two long-lived streams."""
 
 
 def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:

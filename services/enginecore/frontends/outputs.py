@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.enginecore.scheduler import Finished, StepOutput
+from services.enginecore.scheduler.step_results import Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure, RequestPromptLogprobs
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32

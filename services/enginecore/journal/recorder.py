@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
+from io import BufferedWriter, FileIO
 from pathlib import Path
+from urllib.parse import quote
 
 from services.enginecore.engine import EngineCore
-from services.enginecore.journal.file import JournalFile
 from services.enginecore.journal.listener import EngineListener
 from triptych.config import EngineConfig
 from triptych.config.loader import iter_options
-from triptych.types.journal import JournalEvent, JournalHeader, Planned
+from triptych.types.journal import Closed, JournalEvent, JournalHeader, Planned
+from triptych.wire.journal import JOURNAL_SUFFIX, event_to_bytes, framed, header_to_bytes
 
 _READERS = {"enginecore", "worker"}
 
@@ -71,3 +77,137 @@ def recorded_config(config: EngineConfig) -> dict[str, str]:
         for option in iter_options()
         if _READERS.intersection(option.limits.read_by) and option.leaf != "journal"
     }
+
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 256 << 10
+_FLUSH_S = 1.0
+_CLOSING_BYTES = 256  # kept free for the record that says why a recording ends
+
+
+class JournalFile:
+    """The journal of one run. The engine's listener owns it.
+
+    Recording never hurts serving: an error ends the recording with one line in the log.
+
+    A replay has to begin where an engine begins, without requests, so no part of a run can be dropped. To stay within
+    the limit, the journals of this engine's earlier runs are deleted, oldest first; then the recording ends.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, header: JournalHeader) -> None:
+        """Prepare a journal. The first event creates its file, so an engine that cannot start leaves none.
+
+        Args:
+            directory: Directory of this engine's journals; others may use it too.
+            max_bytes: Most bytes of all of this engine's journals together.
+            header: Begins the file.
+        """
+        self.state = "recording"
+        """One of recording, full, failed and closed."""
+        self._directory = directory
+        self._stem = quote(header.engine_id, safe="")
+        self._path = directory / f"{self._stem}-{header.epoch}{JOURNAL_SUFFIX}"
+        self._max_bytes = max_bytes
+        self._header = header
+        self._file: BufferedWriter[FileIO] | None = None
+        self._earlier: deque[tuple[Path, int]] = deque()
+        """Journals of earlier runs and their sizes, oldest first."""
+        self._num_bytes = 0
+        """Bytes of this journal and of all earlier ones."""
+        self._flushed_at_s = 0.0
+
+    @property
+    def is_recording(self) -> bool:
+        return self.state == "recording"
+
+    def write(self, event: JournalEvent) -> None:
+        """Append one event, unless the recording has ended."""
+        if not self.is_recording:
+            return
+        try:
+            if self._file is None:
+                self._file = self._create()
+            data = framed(event_to_bytes(event))
+            if not self._has_space(len(data) + _CLOSING_BYTES):
+                self._end("full", _closing(event.at_s, "journal.max_bytes is reached"))
+                log.warning(
+                    "journal %s: journal.max_bytes of %d is reached; this run is recorded no further",
+                    self._path,
+                    self._max_bytes,
+                )
+                return
+            self._file.write(data)
+            self._num_bytes += len(data)
+            if event.at_s - self._flushed_at_s > _FLUSH_S:
+                self._file.flush()
+                self._flushed_at_s = event.at_s
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system. Called when nothing else is to be done."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def close(self, at_s: float) -> None:
+        """End the recording, because the run is over."""
+        try:
+            if self._file is not None:
+                self._end("closed", _closing(at_s, "the engine stopped"))
+        except OSError as error:
+            self._fail(error)
+
+    def _create(self) -> BufferedWriter[FileIO]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._find_earlier()
+        file = BufferedWriter(FileIO(self._path, "x", opener=_open_private), _BUFFER_BYTES)
+        data = framed(header_to_bytes(self._header))
+        file.write(data)
+        self._num_bytes += len(data)
+        log.info("recording steps into %s", self._path)
+        return file
+
+    def _find_earlier(self) -> None:
+        """Find this engine's earlier journals. Other engines may share the directory."""
+        epochs = []
+        for path in self._directory.glob(f"*{JOURNAL_SUFFIX}"):
+            stem, _, epoch = path.stem.rpartition("-")
+            if stem == self._stem and epoch.isdecimal():
+                epochs.append((int(epoch), path))
+        for _, path in sorted(epochs):
+            self._earlier.append((path, size := path.stat().st_size))
+            self._num_bytes += size
+
+    def _has_space(self, num_bytes: int) -> bool:
+        while self._num_bytes + num_bytes > self._max_bytes and self._earlier:
+            path, size = self._earlier.popleft()
+            path.unlink(missing_ok=True)
+            self._num_bytes -= size
+        return self._num_bytes + num_bytes <= self._max_bytes
+
+    def _end(self, state: str, last_record: bytes) -> None:
+        assert self._file is not None
+        self._file.write(last_record)
+        self._file.close()
+        self._file, self.state = None, state
+
+    def _fail(self, error: OSError) -> None:
+        self.state = "failed"
+        if self._file is not None:
+            with suppress(OSError):  # one is enough to know
+                self._file.raw.close()  # not the buffered one: that would write again what could not be written
+            self._file = None
+        log.warning("journal %s: %s; this run is recorded no further", self._path, error.strerror or error)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only this user may read: it holds prompts and answers."""
+    return os.open(path, flags, 0o600)
+
+
+def _closing(at_s: float, reason: str) -> bytes:
+    return framed(event_to_bytes(JournalEvent(at_s, Closed(reason))))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from services.enginecore.kv import BlockManager
+from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.heap import Key, LazyHeap

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.enginecore.kv import BlockManager
+from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.admission import Admission, check_facts
 from services.enginecore.scheduler.fairness import TenantShare

@@ -45,7 +45,7 @@ class Outbox:
         self.sent: ReplayBuffer[_Message] = ReplayBuffer()
         """The messages that the engine has not confirmed."""
         self._load = _Load()
-        """What is unsent or not confirmed."""
+        """Load of the messages that are unsent or not confirmed."""
         self._batch_to_acknowledge = 0
         self._is_leaving = False
         self._changed = asyncio.Event()

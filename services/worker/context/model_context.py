@@ -1,4 +1,4 @@
-"""What one process builds a model from, as the operator, the checkpoint and the other ranks provide it."""
+"""Everything that a process builds a model from, as the operator, the checkpoint and the other ranks provide it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step hands to every layer of a model, besides token ids and positions."""
+"""Inputs of a step for every layer of a model, besides token ids and positions."""
 
 from __future__ import annotations
 

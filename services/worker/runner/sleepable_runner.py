@@ -65,11 +65,11 @@ class SleepableRunner(Runner):
         self._load = load
         self._start = start
         self._model: CausalLM | None = model
-        """None while the weights are dropped."""
+        """The model, or None while the weights are dropped."""
         self._host_copy: HostCopy | None = None
         """Weights in the host's memory; None while they are on the device or dropped."""
         self._runner: ModelRunner | None = start(model)
-        """None while asleep."""
+        """The runner, or None while asleep."""
         self._facts = self._runner.facts
 
     @property

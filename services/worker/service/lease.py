@@ -50,7 +50,7 @@ class WorkerLease:
         self._resume_ttl_s = resume_ttl_s
         self._keep_s = resume_ttl_s + _GRACE_S
         self._session: Session | None = None
-        """Of the engine that holds the worker, or None."""
+        """Session of the engine that holds the worker, or None."""
         self._fence: EngineHello | None = None
         """The engine of the highest epoch that has held the worker. Engines of lower epochs are stale."""
 

@@ -151,7 +151,7 @@ class RunnerThread:
             self._post(_settle, asked.answer, asked.answer.set_result, outcome)
 
     def _next_item(self, steps: _StepsInFlight) -> tuple[_Opened | _Planned | _Asked | None, int]:
-        """What comes next, and for how long there was nothing to do; results are delivered meanwhile."""
+        """Return the next item and the idle time before it. Results are delivered while waiting."""
         while steps.are_any:
             try:
                 return self._inbox.get(timeout=_POLL_S), 0

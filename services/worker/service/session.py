@@ -29,7 +29,7 @@ class EngineHello:
     epoch: int
     """Unix milliseconds at the engine's start."""
     fingerprint: str
-    """Of the model that the engine expects. Empty: any."""
+    """Fingerprint of the model that the engine expects. Empty: any."""
     shared_config: Mapping[str, str]
     max_steps_in_flight: int
     resume_session: str = ""
@@ -60,7 +60,7 @@ class Grant:
     stream: int
     """Its number among the session's streams."""
     outcomes: AsyncIterator[Outcome]
-    """What is to be sent on it. Raises what ends the stream, if that is an error."""
+    """Outcomes to be sent on the stream. Raises the error that ends it."""
     terms: SessionTerms
 
     def submit(self, step: Step) -> None:

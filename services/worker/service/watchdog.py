@@ -29,11 +29,11 @@ class StepClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.serial = 0
-        """Of the step in hand, counted over all sessions; 0: none."""
+        """Number of the current step, counted over all sessions; 0 if there is none."""
         self.step_id = 0
-        """Of that step in its session."""
+        """Id of that step in its session."""
         self.num_tokens = 0
-        """Of that step."""
+        """Tokens of that step."""
         self.allowed_s = 0.0
         """Seconds that a step of so many tokens may take, by those measured."""
         self._num_started = 0

@@ -15,7 +15,7 @@ MAX_FUTILE_STREAMS = 3
 
 
 class Welcomed(Protocol):
-    """What a server's welcome says of its session."""
+    """The part of a server's welcome that concerns the session."""
 
     @property
     def is_resumed(self) -> bool:

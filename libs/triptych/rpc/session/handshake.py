@@ -29,7 +29,7 @@ WELCOME_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What a server grants a client's stream."""
+    """Terms of a session that a server grants to a client's stream."""
 
     name: str
     """Name of the session, to resume it by."""

@@ -1,4 +1,4 @@
-"""What a server sends in one session, over all the session's streams."""
+"""Messages of a server to its client in one session, over all the session's streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outbox(Generic[MessageT, NoticeT]):
         self._repeats: list[int] = []
         """Numbers of messages to be sent again."""
         self._error: Exception | None = None
-        """What the outbox was closed with, or None."""
+        """Error that closed the outbox, or None."""
         self._changed = asyncio.Event()
         self.is_closed = False
         self.is_overrun = False
@@ -138,4 +138,4 @@ class _Reader:
     def __init__(self) -> None:
         self.is_stopped = False
         self.error: Exception | None = None
-        """What it was stopped with."""
+        """Error that stopped it, or None."""
