@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAGMENT = re.compile(r"(Of|What|Whatever|Whom|Who|Whoever|Whose|Where|None|Nobody)\b")

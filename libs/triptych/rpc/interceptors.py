@@ -111,7 +111,7 @@ class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
 SERVER_INTERCEPTORS: tuple[grpc.aio.ServerInterceptor, ...] = (CallInterceptor(),)
 """Interceptors of every server, outermost first. Authentication and tracing belong in front."""
 CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdInterceptor(),)
-"""Interceptors of every asyncio channel. gRPC applies each to one kind of call; none is for the two long-lived streams."""
+"""Interceptors of every asyncio channel. gRPC applies each to one kind of call, none to the long-lived streams."""
 
 
 def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
