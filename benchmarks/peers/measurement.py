@@ -152,7 +152,7 @@ def _measure(
         wall_s: float = answer["wall_s"]
         return wall_s
 
-    with Child(engine.command, env=_environment(engine, cpus), log=log_file(engine.name)) as adapter:
+    with Child(engine.command, env=environment(engine, cpus), log=log_file(engine.name)) as adapter:
         load = {
             "model": str(model),
             "num_threads": len(cpus),
@@ -180,7 +180,7 @@ def _measure(
         adapter.wait(CLOSE_TIMEOUT_S)
 
 
-def _environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:
+def environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:
     """Return ours without variables that would set an engine's threads: its adapter sets them."""
     inherited: dict[str, Any] = {
         name: text for name, text in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))

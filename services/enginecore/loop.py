@@ -37,14 +37,14 @@ _POLL_S = 0.01  # of operators' calls that wait for the loop
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
 # Frontends that send faster than turns come are read no further.
 _MAX_INBOX = 4096
-_MAX_INBOX_BYTES = 64 << 20
+MAX_INBOX_BYTES = 64 << 20
 # A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
 # requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
 MAX_PENDING = 16384
 MAX_PENDING_BYTES = (
     256 << 20
 )  # log-probabilities of 1,024 requests with 20 alternatives each are 0.2 MB a step
-_INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
+INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
 
 _T = TypeVar("_T")
 FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
@@ -130,7 +130,7 @@ class EngineLoop:
 
     async def wait_until_below_limit(self) -> None:
         """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
-        while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= _MAX_INBOX_BYTES:
+        while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= MAX_INBOX_BYTES:
             self._has_space.clear()
             await self._has_space.wait()
 
@@ -339,7 +339,7 @@ class EngineLoop:
 
     def _drain_inbox(self) -> None:
         """Make the posted calls, for as long as a turn may take. Those that are left wake the next turn."""
-        ends_at = time.perf_counter() + _INBOX_S
+        ends_at = time.perf_counter() + INBOX_S
         while self._inbox:
             call = self._inbox.popleft()
             self._num_inbox_bytes -= call.num_bytes

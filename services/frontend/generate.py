@@ -125,7 +125,7 @@ class Generator:
         outputs = RequestOutputs(request_id)
         with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(outputs):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
-            request = await self._prepare(raw, request_id, record)
+            request = await self.prepare(raw, request_id, record)
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
@@ -239,7 +239,7 @@ class Generator:
             pass
         return self.num_active
 
-    async def _prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
+    async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
         text = self._require_text()
         engine = self._router.find(raw.model, raw.path("model"))
         assert engine.model is not None, "a ready engine has reported its model"

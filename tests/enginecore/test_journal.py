@@ -412,7 +412,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal_file, "FileIO", FullDisk)
-    monkeypatch.setattr(journal_file, "_BUFFER_BYTES", 512)
+    monkeypatch.setattr(journal_file, "BUFFER_BYTES", 512)
     caplog.set_level(logging.WARNING)
     run = crowded(tmp_path)
     run.engine.close()

@@ -173,14 +173,14 @@ async def test_a_batch_answers_each_item_under_its_tag() -> None:
 
 async def test_a_bug_ends_one_item_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:
-        plain = api.core.generator._prepare
+        plain = api.core.generator.prepare
 
         async def prepare(raw: Any, *rest: Any) -> Any:
             if raw.request_id == "buggy":
                 raise ZeroDivisionError
             return await plain(raw, *rest)
 
-        monkeypatch.setattr(api.core.generator, "_prepare", prepare)
+        monkeypatch.setattr(api.core.generator, "prepare", prepare)
         call = api.generation.BatchGenerate(items((1, ask("buggy", text="x")), (2, ask(text="x"))))
         messages = await read_all(call)
         (failed,) = [m for m in messages if m.tag == 1]

@@ -75,7 +75,7 @@ async def test_an_unnamed_request_that_fails_by_a_bug_learns_its_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
-        monkeypatch.setattr(servicer.core.generator, "_prepare", lambda *_: 1 // 0)
+        monkeypatch.setattr(servicer.core.generator, "prepare", lambda *_: 1 // 0)
         error = await error_of(servicer.generation.StreamGenerate(ask(text="x")))
     assert error.code == "INTERNAL"
     found = re.search(r"\(request ([0-9a-f-]{36})\)", error.message)

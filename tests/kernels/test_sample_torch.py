@@ -64,7 +64,7 @@ def test_both_ways_to_draw_agree() -> None:
 def test_tiles_of_rows_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, asked = random_logits(11, 400, spread=0.5), columns(11, [{}])
     whole = torch_implementation.sample(logits, **asked)
-    monkeypatch.setattr(torch_implementation, "_TILE_COUNTERS", 300)  # three rows of 100 counters
+    monkeypatch.setattr(torch_implementation, "TILE_COUNTERS", 300)  # three rows of 100 counters
     assert torch.equal(torch_implementation.sample(logits, **asked), whole)
 
 
@@ -74,7 +74,7 @@ def test_noise_is_finite_and_exact_at_both_ends() -> None:
     torch.testing.assert_close(
         torch_implementation.gumbel(words), torch.tensor(expected), rtol=1e-6, atol=1e-6
     )
-    assert expected[-1] - expected[0] < torch_implementation._GUMBEL_SPAN
+    assert expected[-1] - expected[0] < torch_implementation.GUMBEL_SPAN
 
 
 def test_noise_of_torch_is_that_of_the_reference() -> None:

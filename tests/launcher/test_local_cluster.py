@@ -170,7 +170,7 @@ def test_without_a_signal_of_the_system_a_child_ends_itself_when_its_parent_is_g
     parents, sent = iter([7, 7, 1]), []
     monkeypatch.setattr(child.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(child.os, "kill", lambda pid, signal_number: sent.append((pid, signal_number)))
-    monkeypatch.setattr(child, "_POLL_S", 0.0)
+    monkeypatch.setattr(child, "POLL_S", 0.0)
     child.end_with_parent(7)
     assert sent == [(os.getpid(), signal.SIGTERM)]
 

@@ -153,8 +153,8 @@ def test_candidates_are_refused_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("PassManager::run failed\nat great length")
         return 200 << 10 if index else 64
 
-    monkeypatch.setattr(compiling, "_compile_numbered", compile)
-    monkeypatch.setattr(AheadCompiler, "_create_pool", lambda self: ThreadPoolExecutor(1))
+    monkeypatch.setattr(compiling, "compile_numbered", compile)
+    monkeypatch.setattr(AheadCompiler, "create_pool", lambda self: ThreadPoolExecutor(1))
     cases = [case_of(dict.fromkeys((1, 2, 3), EXACT)) for _ in range(20)]
     with AheadCompiler(GPUTarget("cuda", 89, 32), 128) as compiler:
         compiled = list(compiler.compiled(cases))
@@ -252,8 +252,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_device", lambda: fake)
     monkeypatch.setattr(command, "all_cases", lambda _: [replace(case, build=build) for case in cases])
     monkeypatch.setattr(command.GraphClock, "__call__", clock)
-    monkeypatch.setattr(compiling, "_compile_numbered", lambda name, key, index: 300_000 if index == 1 else 0)
-    monkeypatch.setattr(AheadCompiler, "_create_pool", lambda self: ThreadPoolExecutor(1))
+    monkeypatch.setattr(compiling, "compile_numbered", lambda name, key, index: 300_000 if index == 1 else 0)
+    monkeypatch.setattr(AheadCompiler, "create_pool", lambda self: ThreadPoolExecutor(1))
 
 
 @pytest.mark.usefixtures("device")

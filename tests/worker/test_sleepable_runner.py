@@ -70,7 +70,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_on_a_device(runner: SleepableRunner) -> SleepableRunner:
-    runner._device = torch.device("meta")  # anything but a CPU, where weights would stay
+    runner.device = torch.device("meta")  # anything but a CPU, where weights would stay
     return runner
 
 

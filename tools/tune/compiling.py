@@ -67,7 +67,7 @@ class AheadCompiler(AbstractContextManager["AheadCompiler"]):
         self._num_processes = max((os.cpu_count() or 2) - 1, 1)
         self._shared_bytes = CAPABILITY_TO_SHARED_BYTES.get(divmod(target.arch, 10))
         self._target, self._num_sms = target, num_sms
-        self._pool = self._create_pool()
+        self._pool = self.create_pool()
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -88,12 +88,12 @@ class AheadCompiler(AbstractContextManager["AheadCompiler"]):
 
     def _submit(self, case: Case, index: int) -> Future[int]:
         try:
-            return self._pool.submit(_compile_numbered, case.tunable.name, case.key, index)
+            return self._pool.submit(compile_numbered, case.tunable.name, case.key, index)
         except BrokenProcessPool:  # a compiler crashed; what was under way with it is refused
-            self._pool = self._create_pool()
-            return self._pool.submit(_compile_numbered, case.tunable.name, case.key, index)
+            self._pool = self.create_pool()
+            return self._pool.submit(compile_numbered, case.tunable.name, case.key, index)
 
-    def _create_pool(self) -> ProcessPoolExecutor:
+    def create_pool(self) -> ProcessPoolExecutor:
         target = self._target
         return ProcessPoolExecutor(
             self._num_processes,
@@ -114,7 +114,7 @@ class AheadCompiler(AbstractContextManager["AheadCompiler"]):
         return None
 
 
-def _compile_numbered(name: str, key: tuple[KeyValue, ...], index: int) -> int:
+def compile_numbered(name: str, key: tuple[KeyValue, ...], index: int) -> int:
     """Compile in a process of the pool, to which only names and numbers can be sent."""
     case = create_case(name, key)
     return compile_candidate(case, case.candidates[index])

@@ -25,7 +25,7 @@ DECODES = (1, 8192), (16, 8192), (256, 1024)
 PROMPTS = (1, 4096), (8, 512)
 """Prompts and tokens of each."""
 _DTYPE = torch.bfloat16
-_FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB
+FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB
 _UNCACHED_BYTES = 256 << 20  # four times the L2 of an H200
 _MAX_COPIES = 16
 _MAX_LAYERS = 64
@@ -247,6 +247,6 @@ def _fill_channels(elements: Tensor, scales: Tensor) -> None:
         elements.random_(-127, 128)
         scales.uniform_(0.0002, 0.0004)
         return
-    for part in elements.view(-1).split(_FILLED_AT_ONCE):
+    for part in elements.view(-1).split(FILLED_AT_ONCE):
         part.copy_(torch.randn(part.shape, device=part.device))
     scales.uniform_(0.01, 0.02)

@@ -16,7 +16,7 @@ import torch
 
 from triptych_kernels.cpu.build import DIGEST, library_path
 
-_CPUINFO = Path("/proc/cpuinfo")
+CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 10.0
 _NO_MEMORY = 1  # `Failure` in kernel.h
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
@@ -142,9 +142,9 @@ def processor_flags() -> set[str]:
     """Return the instruction sets that the processor names; empty if the system does not list them."""
     if sys.platform == "darwin":
         return _flags_of_sysctl()
-    if not _CPUINFO.is_file():
+    if not CPUINFO.is_file():
         return set()
-    for line in _CPUINFO.read_text().splitlines():
+    for line in CPUINFO.read_text().splitlines():
         if line.startswith("flags"):
             return set(line.partition(":")[2].split())
     return set()

@@ -17,15 +17,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 
-_TILE_BYTES = 4 << 20
+TILE_BYTES = 4 << 20
 """Bytes of keys and values gathered at a time. They are read back at once, so they should stay in the cache, and
 buffers past 32 MB come from the system as untouched pages: 64 rows of 1,024 keys took 33 ms in one piece and 7 ms in
 pieces of 1.5 to 6 MB."""
 
-_SLACK_PAGES = 16
+SLACK_PAGES = 16
 """Pages of padding that a tile may hold beyond a quarter of its own: less work than another tile's fixed cost."""
 
-_MAX_CHUNK_QUERIES = 256
+MAX_CHUNK_QUERIES = 256
 """Queries of a chunk at a time, if the mask must be explicit; no query scores keys that far ahead of it."""
 
 
@@ -79,7 +79,7 @@ def paged_attention(
     page_bytes = kv_cache[0].nbytes
     pages = _Pages(kv_cache, kv_scales, block_tables)
     plan = plan_step(
-        query_lens_list, seq_lens_list, block_size, max(_TILE_BYTES // page_bytes, 1), query.device
+        query_lens_list, seq_lens_list, block_size, max(TILE_BYTES // page_bytes, 1), query.device
     )
     # the query heads that share a key head are neighbours
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -128,8 +128,8 @@ def _attend_window(
     keys, values = pages.gather(rows, chunk.seq_len, torch.float32).transpose(1, 2)
     positions = torch.arange(chunk.seq_len, device=query.device)
     num_earlier = chunk.seq_len - chunk.query_len
-    for start in range(0, chunk.query_len, _MAX_CHUNK_QUERIES):
-        end = min(start + _MAX_CHUNK_QUERIES, chunk.query_len)
+    for start in range(0, chunk.query_len, MAX_CHUNK_QUERIES):
+        end = min(start + MAX_CHUNK_QUERIES, chunk.query_len)
         tokens = slice(chunk.first_token + start, chunk.first_token + end)
         first_seen = max(num_earlier + start - window + 1, 0)
         some = slice(first_seen, num_earlier + end)  # keys that one of these queries sees
@@ -146,7 +146,7 @@ def _attend_chunk(chunk: _Chunk, query: Tensor, pages: _Pages, scale: float, out
     # [num_kv_heads, heads per key head, seq_len, head_dim]: a view, repeated by a stride of 0
     keys, values = keys_values.transpose(1, 2).expand(-1, -1, query.shape[2], -1, -1)
     num_earlier = chunk.seq_len - chunk.query_len  # keys that every query sees
-    step = chunk.query_len if num_earlier == 0 else _MAX_CHUNK_QUERIES
+    step = chunk.query_len if num_earlier == 0 else MAX_CHUNK_QUERIES
     for start in range(0, chunk.query_len, step):
         end = min(start + step, chunk.query_len)
         num_keys = num_earlier + end
@@ -231,7 +231,7 @@ def _tile(
         num_pages = -(-decode[0] // block_size)
         own_pages += num_pages
         padded_pages = (len(tile) + 1) * num_pages
-        if tile and (padded_pages > tile_pages or padded_pages > own_pages + own_pages // 4 + _SLACK_PAGES):
+        if tile and (padded_pages > tile_pages or padded_pages > own_pages + own_pages // 4 + SLACK_PAGES):
             yield tile
             tile, own_pages = [], num_pages
         tile.append(decode)

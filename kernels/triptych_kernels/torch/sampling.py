@@ -68,14 +68,14 @@ def _penalize(logits: Tensor, penalties: PenaltyColumns) -> None:
     logits[rows, penalties.token_ids] = entries
 
 
-_GUMBEL_SPAN = 26.1
+GUMBEL_SPAN = 26.1
 """A bound of the largest noise minus the smallest, -log(-log(1 - 2^-33)) + log(-log(2^-33)) = 26.01."""
 
 _FIRST_TOP_P_CANDIDATES = 64
 """Number of largest tokens that are sorted first for top_p, then 16 times as many in rows with a sum beyond them.
 Of 49,152 tokens the 64 largest take 0.03 ms to find, 1,024 take 0.4 ms and sorting all takes 5 ms."""
 
-_TILE_COUNTERS = 1 << 16
+TILE_COUNTERS = 1 << 16
 """Number of counters that Philox computes at a time: 0.5 MB a word, so that its passes stay in the cache."""
 
 
@@ -114,7 +114,7 @@ def _sample_random(
     best = scaled.amax(dim=-1)
     thresholds = filter_thresholds(scaled, best, top_k, top_p, min_p)
     # tokens that no noise could bring past the best need none
-    thresholds = torch.maximum(thresholds, best - _GUMBEL_SPAN)
+    thresholds = torch.maximum(thresholds, best - GUMBEL_SPAN)
     kept = scaled >= thresholds[:, None]
     # one counter serves four neighbouring tokens, or a single one
     if torch.count_nonzero(kept) * 4 < kept.numel():
@@ -175,7 +175,7 @@ def draw_among_many(scaled: Tensor, kept: Tensor, seeds: Tensor, positions: Tens
     """Return the token with the largest sum of logit and noise, with noise computed for the whole vocabulary."""
     num_rows, vocab_size = scaled.shape
     quads = torch.arange(-(-vocab_size // 4), device=scaled.device)  # four tokens share a counter
-    tile = max(_TILE_COUNTERS // len(quads), 1)
+    tile = max(TILE_COUNTERS // len(quads), 1)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=scaled.device)
     for start in range(0, num_rows, tile):
         rows = slice(start, start + tile)

@@ -15,7 +15,7 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_POLL_S = 0.5  # between two looks at the parent, where the system sends no signal
+POLL_S = 0.5  # between two looks at the parent, where the system sends no signal
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 def end_with_parent(parent_pid: int) -> None:
     """Send this process SIGTERM once it has another parent."""
     while os.getppid() == parent_pid:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

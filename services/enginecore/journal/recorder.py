@@ -81,7 +81,7 @@ def recorded_config(config: EngineConfig) -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 256 << 10
+BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _CLOSING_BYTES = 256  # kept free for the record that says why a recording ends
 
@@ -164,7 +164,7 @@ class JournalFile:
     def _create(self) -> BufferedWriter[FileIO]:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._find_earlier()
-        file = BufferedWriter(FileIO(self._path, "x", opener=_open_private), _BUFFER_BYTES)
+        file = BufferedWriter(FileIO(self._path, "x", opener=_open_private), BUFFER_BYTES)
         data = framed(header_to_bytes(self._header))
         file.write(data)
         self._num_bytes += len(data)

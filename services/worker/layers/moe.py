@@ -159,7 +159,7 @@ class PackedExperts(nn.Module):
 
         def create(out_features: int, in_features: int, *projections: str) -> Sequence[LinearWeight]:
             sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
-            return _create_packed(
+            return create_packed(
                 out_features, in_features, sources, gated=len(projections) == 2, context=context
             )
 
@@ -193,7 +193,7 @@ def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
     return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
 
 
-def _create_packed(
+def create_packed(
     out_features: int,
     in_features: int,
     sources: Sequence[Sequence[str]],

@@ -60,7 +60,7 @@ class SleepableRunner(Runner):
             load: Reads the same model from its checkpoint again.
             start: Creates the runner of a loaded model, with all its memory, and warms it up.
         """
-        self._device = device
+        self.device = device
         self._needs = needs
         self._load = load
         self._start = start
@@ -92,9 +92,9 @@ class SleepableRunner(Runner):
     def sleep(self, level: SleepLevel) -> int:
         """Free memory; see `Runner.sleep`."""
         assert self._runner is not None, "already asleep"
-        began, held = time.perf_counter(), held_memory(self._device)
+        began, held = time.perf_counter(), held_memory(self.device)
         self._runner.reset()
-        is_copied = level is SleepLevel.WEIGHTS_ON_HOST and self._device.type != "cpu"
+        is_copied = level is SleepLevel.WEIGHTS_ON_HOST and self.device.type != "cpu"
         host_copy = (
             HostCopy(_module(self.model)) if is_copied else None
         )  # before anything changes, since it may fail
@@ -102,7 +102,7 @@ class SleepableRunner(Runner):
         if level is SleepLevel.WEIGHTS_DROPPED:
             self._model = None
         self._release()
-        released = max(held - held_memory(self._device), 0)
+        released = max(held - held_memory(self.device), 0)
         log.info(
             "asleep at level %d: %d MiB released in %.2f s",
             level.value,
@@ -127,7 +127,7 @@ class SleepableRunner(Runner):
 
     def _try_to_wake(self) -> TriptychError | None:
         """Return the error, or None. Its traceback is removed, since the frames would keep allocated memory alive."""
-        needed, free = self._needed_bytes(), free_memory(self._device)
+        needed, free = self._needed_bytes(), free_memory(self.device)
         if needed > free:
             return self._memory_short(needed, free)
         try:
@@ -152,8 +152,8 @@ class SleepableRunner(Runner):
         gc.collect()
         if self._host_copy is not None:
             self._host_copy.vacate()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # private, so another torch may not have it
                 torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that has multiplied, graphs' too
             torch.cuda.empty_cache()
@@ -161,7 +161,7 @@ class SleepableRunner(Runner):
     def _memory_short(self, needed: int, free: int) -> MemoryShort:
         needs = self._needs
         return MemoryShort(
-            f"waking takes {needed // _MIB} MiB on {self._device}, but {free // _MIB} MiB are free (weights "
+            f"waking takes {needed // _MIB} MiB on {self.device}, but {free // _MIB} MiB are free (weights "
             f"{needs.weights // _MIB}, KV cache {needs.kv_cache // _MIB}, the longest step {needs.activations // _MIB} "
             "MiB); free some and wake the worker again"
         )
@@ -188,7 +188,7 @@ class HostCopy:
             MemoryShort: The host has not enough free memory.
         """
         self._storages = weight_storages(model)
-        self._device = self._storages[0].device
+        self.device = self._storages[0].device
         sizes = [storage.nbytes() for storage in self._storages]
         if sum(sizes) > (free_bytes := host.free_memory()):
             raise MemoryShort(
@@ -220,7 +220,7 @@ class HostCopy:
 
     def discard(self) -> None:
         """Free the host's memory."""
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
             assert code == 0, f"pinned memory cannot be released: CUDA error {code}"
         del self._parts, self._memory
@@ -230,7 +230,7 @@ class HostCopy:
 
         Pinned memory from torch would be rounded up to powers of two, and cached after use.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return
         num_bytes = self._memory.nbytes
         if code := int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)):
@@ -240,8 +240,8 @@ class HostCopy:
             )
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def weight_storages(model: nn.Module) -> list[torch.UntypedStorage]:

@@ -114,7 +114,7 @@ def test_interrupted_round_leaves_no_process():
 
 def test_environment_leaves_threads_to_the_adapter(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "OMP_NUM_THREADS" not in measurement._environment(engine(), (0, 1))
+    assert "OMP_NUM_THREADS" not in measurement.environment(engine(), (0, 1))
 
 
 def test_prompts_depend_on_their_key_only():

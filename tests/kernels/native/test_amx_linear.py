@@ -204,7 +204,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
         for name in ("DIGEST", "amx", "avx512_bf16", "avx512", "avx2"):
             (tmp_path / name).touch()
-        monkeypatch.setattr(library, "_CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(library, "CPUINFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(library, "DIGEST", tmp_path / "DIGEST")
         monkeypatch.setattr(library, "library_path", lambda isa: tmp_path / isa)
         monkeypatch.setattr(library, "request_permission", lambda: refusal)

@@ -150,7 +150,7 @@ def test_a_cache_of_another_dtype_is_read_in_that_of_the_query() -> None:
 def test_long_chunks_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     step = build_step([(13, 20), (9, 9)])
     whole = step.attend()
-    monkeypatch.setattr(torch_implementation, "_MAX_CHUNK_QUERIES", 5)
+    monkeypatch.setattr(torch_implementation, "MAX_CHUNK_QUERIES", 5)
     torch.testing.assert_close(step.attend(), whole, **TOLERANCE[torch.float32])
     torch.testing.assert_close(whole, step.attend(impl="reference"), **TOLERANCE[torch.float32])
 
@@ -160,8 +160,8 @@ def test_decodes_of_very_different_length_share_a_step(
     tile_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = 2 * 2 * 4 * 8 * 4
-    monkeypatch.setattr(torch_implementation, "_TILE_BYTES", tile_pages * page_bytes)
-    monkeypatch.setattr(torch_implementation, "_SLACK_PAGES", 2)
+    monkeypatch.setattr(torch_implementation, "TILE_BYTES", tile_pages * page_bytes)
+    monkeypatch.setattr(torch_implementation, "SLACK_PAGES", 2)
     torch_implementation.plan_step.cache_clear()
     step = build_step([(1, 90), (1, 1), (1, 33), (1, 2), (1, 31), (1, 64), (1, 8)])
     torch.testing.assert_close(step.attend(), step.attend(impl="reference"), **TOLERANCE[torch.float32])
@@ -176,7 +176,7 @@ def test_padding_of_a_tile_is_bounded() -> None:
     assert sorted(length for lens in lens_by_tile for length in lens) == [length for _, length in rows]
     for lens in lens_by_tile:
         own_pages = sum(-(-length // 16) for length in lens)
-        assert len(lens) * -(-max(lens) // 16) <= own_pages * 1.25 + torch_implementation._SLACK_PAGES
+        assert len(lens) * -(-max(lens) // 16) <= own_pages * 1.25 + torch_implementation.SLACK_PAGES
     assert len(lens_by_tile) < len(rows)
 
 

@@ -266,13 +266,13 @@ LONG_CHUNKS = [(3, 200), (1, 150), (40, 130), (2, 64), (5, 7)]
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention_prefill, "_PART_KEYS", 64)
+    monkeypatch.setattr(paged_attention_prefill, "PART_KEYS", 64)
 
 
 @pytest.fixture(params=[1 << 28, 1], ids=["at once", "in rounds"])
 def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough memory for the sums of all parts, and for those of one."""
-    monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", request.param)
+    monkeypatch.setattr(paged_attention_prefill, "MAX_STATE_BYTES", request.param)
 
 
 @pytest.mark.parametrize("window", [0, 70, 3, pytest.param(129, marks=pytest.mark.slow)])
@@ -316,7 +316,7 @@ def test_a_query_after_many_parts_has_the_same_bits_in_any_batch(
     alone = [step.alone(row).attend(window=window) for row in range(len(step.seq_lens))]
     assert torch.equal(torch.cat(alone), together)
     for num_bytes in (1, 3 << 20):  # rounds of one part and of some
-        monkeypatch.setattr(paged_attention_prefill, "_MAX_STATE_BYTES", num_bytes)
+        monkeypatch.setattr(paged_attention_prefill, "MAX_STATE_BYTES", num_bytes)
         assert torch.equal(step.attend(window=window), together)
 
 

@@ -23,7 +23,7 @@ UNIT = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are summed in several splits as well."""
-    monkeypatch.setattr(quantized_linear, "_MIN_SPLIT_GROUPS", 4)
+    monkeypatch.setattr(quantized_linear, "MIN_SPLIT_GROUPS", 4)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_format_that_would_lose_something_refuses_the_blocks(device: torch.dev
 def test_rows_are_rounded_in_place(
     format: QuantizedFormat, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized_weight, "_FILLED_AT_ONCE", 3 * 96)  # three rows
+    monkeypatch.setattr(quantized_weight, "FILLED_AT_ONCE", 3 * 96)  # three rows
     rows = random(9, 96)
     weight = GroupQuantizedWeight(12, 96, torch.float32, format, device=device)
     weight.fill_rows(2, rows)

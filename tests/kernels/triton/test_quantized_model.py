@@ -112,7 +112,7 @@ def test_quantized_experts_say_what_the_cpus_say(monkeypatch: pytest.MonkeyPatch
     native = logprobs(quantization, MIXTRAL)
     change = np.abs(logprobs("none", MIXTRAL) - native).max()
     monkeypatch.setattr(weights, "create_quantized_weight", create_for_triton)
-    monkeypatch.setattr(moe, "_create_packed", create_experts_for_triton)
+    monkeypatch.setattr(moe, "create_packed", create_experts_for_triton)
     # the CPU's products round their inputs to 16 bits
     assert np.abs(logprobs(quantization, MIXTRAL) - native).max() < 0.02 * change
 
@@ -142,7 +142,7 @@ def test_ranks_shares_of_quantized_experts_sum_to_the_whole(
 
     x = torch.randn(3, hidden)
     exact = mix(x)
-    monkeypatch.setattr(moe, "_create_packed", create_experts_for_triton)
+    monkeypatch.setattr(moe, "create_packed", create_experts_for_triton)
     total = sum(mix(x, rank, 2, quantization) for rank in range(2))
     # of 8-bit floats, the interpreter rounds some by half
     assert 0 < (total - exact).norm() < largest_error * exact.norm()

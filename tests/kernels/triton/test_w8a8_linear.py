@@ -21,7 +21,7 @@ ELEMENTS = list(LARGEST_ELEMENT)
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are summed in several splits as well."""
-    monkeypatch.setattr(w8a8_linear, "_MIN_SPLIT_INPUTS", 64)
+    monkeypatch.setattr(w8a8_linear, "MIN_SPLIT_INPUTS", 64)
 
 
 def rounded(rows: Tensor, element: torch.dtype) -> Tensor:
@@ -67,7 +67,7 @@ def test_rows_are_rounded_with_a_scale_each(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantize_rows_module, "_LONGEST_WHOLE_ROW", longest)
+    monkeypatch.setattr(quantize_rows_module, "LONGEST_WHOLE_ROW", longest)
     torch.manual_seed(length)
     x = (torch.randn(5, length + 3, device=device) * 10).to(dtype)[:, :length]
     x[1] = 0.0

@@ -23,11 +23,11 @@ from torch import Tensor
 from triptych_kernels.triton.attention.plan import prefill_tiles, rows_block
 from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
 
-_PART_KEYS = 4096
+PART_KEYS = 4096
 """Keys of a part, a multiple of all tiles; shorter rows have one part and nothing to fold. A program at heads of 128
 computes about 100 us on so many, and leaves sums of 64 KiB to fold: 2 % of the time, reasoned, not measured."""
 
-_MAX_STATE_BYTES = 256 << 20
+MAX_STATE_BYTES = 256 << 20
 """Most bytes of sums that wait to be folded; a step with more parts is computed in several rounds."""
 
 _FOLDED_ROWS = 16
@@ -68,18 +68,18 @@ def attend_prefills(
     tiles = prefill_tiles(query, kv_cache.dtype, head_dim)
     block_m = max(triton.next_power_of_2(group), tiles.block_m)
     tile_tokens = block_m // group
-    num_tiles, max_parts = _count(query_lens, key_lens, tile_tokens, _PART_KEYS)
+    num_tiles, max_parts = _count(query_lens, key_lens, tile_tokens, PART_KEYS)
     if window:
-        max_parts = min(max_parts, (window + tile_tokens) // _PART_KEYS + 2)
+        max_parts = min(max_parts, (window + tile_tokens) // PART_KEYS + 2)
     # where the parts do not all fit, there is one more slot, for what is folded so far
     places = num_tiles, num_kv_heads
-    num_slots = min(max(_MAX_STATE_BYTES // (4 * math.prod(places) * block_m * head_dim) - 1, 1), max_parts)
+    num_slots = min(max(MAX_STATE_BYTES // (4 * math.prod(places) * block_m * head_dim) - 1, 1), max_parts)
     all_slots = 0 if max_parts == 1 else num_slots + (num_slots < max_parts)
     states = torch.empty((all_slots, *places, block_m, head_dim), dtype=torch.float32, device=query.device)
     peaks_totals = torch.empty((all_slots, *places, 2, block_m), dtype=torch.float32, device=query.device)
     constants = {
         "WINDOW": window, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
-        "TILE_TOKENS": tile_tokens, "ROWS": rows_block(num_rows), "PART_KEYS": _PART_KEYS,
+        "TILE_TOKENS": tile_tokens, "ROWS": rows_block(num_rows), "PART_KEYS": PART_KEYS,
         "BLOCK_M": block_m, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
     for first_number in range(0, max_parts, num_slots):

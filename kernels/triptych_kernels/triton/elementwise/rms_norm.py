@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LONGEST_WHOLE_ROW = 8192  # elements that a program holds in registers; longer rows are read twice
+LONGEST_WHOLE_ROW = 8192  # elements that a program holds in registers; longer rows are read twice
 _ELEMENTS_PER_THREAD = (
     16  # two loads of 16 bytes in bfloat16 and four of the residual: enough to hide their latency
 )
@@ -31,8 +31,8 @@ def rms_norm(
         residual = residual.contiguous()
         total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if out.numel():
-        kernel = _norm_whole_rows if hidden_size <= _LONGEST_WHOLE_ROW else _norm_long_rows
-        block = min(triton.next_power_of_2(hidden_size), _LONGEST_WHOLE_ROW)
+        kernel = _norm_whole_rows if hidden_size <= LONGEST_WHOLE_ROW else _norm_long_rows
+        block = min(triton.next_power_of_2(hidden_size), LONGEST_WHOLE_ROW)
         num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
         kernel[(out.numel() // hidden_size,)](
             x, weight, residual, total, out, hidden_size, eps, BLOCK=block, num_warps=num_warps

@@ -29,7 +29,7 @@ _BLOCK_M = 16  # rows of a tile: what the tensor cores take at least
 _BYTES_AHEAD = 32 << 10, 64 << 10
 """Bytes of weights in flight to one program. A multiprocessor of an H200 needs about 40 KiB, 4.8 TB/s for 1 us over 132
 of them, and has one program or several."""
-_NUM_SMS, _MIN_SPLIT_INPUTS = 132, 512  # with fewer a split's sums are no longer small beside its weights
+_NUM_SMS, MIN_SPLIT_INPUTS = 132, 512  # with fewer a split's sums are no longer small beside its weights
 _MAX_SHARED_BYTES = 227 << 10
 _SHAPES = (
     (16, 256, 1), (16, 256, 2), (16, 512, 2), (32, 128, 2), (32, 128, 4), (32, 256, 4),
@@ -120,7 +120,7 @@ def _linear_candidates(out_features: int, in_features: int, dtype: torch.dtype, 
     for tiles in _unsplit_candidates(dtype, weights_of_output=1):
         yield tiles
         wanted = triton.next_power_of_2(triton.cdiv(_NUM_SMS, triton.cdiv(out_features, tiles.block_n)))
-        num_splits = min(wanted, in_features // _MIN_SPLIT_INPUTS)
+        num_splits = min(wanted, in_features // MIN_SPLIT_INPUTS)
         if num_splits > 1:
             yield replace(tiles, num_splits=num_splits)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.triton.attention.write_kv import largest_finite, quantize, scales_of
 
-_LONGEST_WHOLE_ROW = (
+LONGEST_WHOLE_ROW = (
     32768  # elements that the 512 threads of a program hold in registers; longer rows are read twice
 )
 _ELEMENTS_PER_THREAD = 16  # two loads of 16 bytes in bfloat16
@@ -30,7 +30,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     elements = torch.empty((num_rows, length), dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        block = min(triton.next_power_of_2(length), _LONGEST_WHOLE_ROW)
+        block = min(triton.next_power_of_2(length), LONGEST_WHOLE_ROW)
         _quantize_rows[(num_rows,)](
             x, x.stride(0), elements, scales, length,
             LARGEST_ELEMENT=LARGEST_ELEMENT[dtype], IS_WHOLE=length <= block, BLOCK=block,

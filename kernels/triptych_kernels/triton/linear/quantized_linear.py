@@ -41,7 +41,7 @@ WIDE_ROWS = 65
 """Fewest rows that are multiplied by weights if that is allowed. Reasoned, not measured: a tile this wide leaves no
 registers for scaling the sums."""
 
-_MIN_SPLIT_GROUPS = 16  # 512 inputs: with fewer a split's sums are no longer small beside its weights
+MIN_SPLIT_GROUPS = 16  # 512 inputs: with fewer a split's sums are no longer small beside its weights
 _PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 4 groups of 128 outputs, 80 KiB in flight
 
 
@@ -179,7 +179,7 @@ def _invariant_split(num_groups: int, out_features: int, device: torch.device) -
 
 def _split(num_groups: int, step: int, wanted: int) -> int:
     """Return the number of groups of each of about `wanted` splits, a multiple of `step`."""
-    num_splits = max(min(wanted, num_groups // _MIN_SPLIT_GROUPS), 1)
+    num_splits = max(min(wanted, num_groups // MIN_SPLIT_GROUPS), 1)
     return triton.cdiv(triton.cdiv(num_groups, num_splits), step) * step
 
 

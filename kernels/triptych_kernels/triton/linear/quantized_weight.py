@@ -24,7 +24,7 @@ from triptych_kernels.triton.linear.quantized_linear import multiply_groups
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
 
-_FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes of scratch for each
+FILLED_AT_ONCE = 2**24  # weights: quantizing takes about 40 bytes of scratch for each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +123,7 @@ class GroupQuantizedWeight(BlockWeight):
         Q4_1, whichever is nearer to it.
         """
         first = self._first(first_row, half)
-        for part in rows.split(max(_FILLED_AT_ONCE // self.in_features, 1)):
+        for part in rows.split(max(FILLED_AT_ONCE // self.in_features, 1)):
             self._store(first, quantize_rows_to_groups(part.to(self.device), self.format))
             first += len(part)
 
@@ -131,7 +131,7 @@ class GroupQuantizedWeight(BlockWeight):
         if not self.format.holds(BLOCK_FORMATS[type]):
             raise ValueError(f"{type} blocks do not fit into {self.format}")
         first = self._first(first_row, half)
-        for part in data.split(max(_FILLED_AT_ONCE // self.in_features, 1)):
+        for part in data.split(max(FILLED_AT_ONCE // self.in_features, 1)):
             groups = read_blocks(type, part.to(self.device))
             if type == "Q4_0" and self.format.bits == 8:
                 groups = Groups(groups.integers - 8, groups.scales, torch.zeros_like(groups.scales))

@@ -28,7 +28,7 @@ from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 BLOCK_K = 128
 """Inputs of one step: as many as tensor cores may add in the fewer bits of their float8 sums before float32."""
 
-_MIN_SPLIT_INPUTS = 512  # with fewer a split's sums are no longer small beside its weights
+MIN_SPLIT_INPUTS = 512  # with fewer a split's sums are no longer small beside its weights
 _SPLIT_OUTPUTS = 128
 """Outputs of one program for which the number of splits is computed."""
 _PROGRAMS_PER_SM = 2  # of a product of few rows: 2 x 4 stages of 128 outputs of 128 inputs, 128 KiB in flight
@@ -70,7 +70,7 @@ def multiply_bytes(
     num_tiles = triton.cdiv(num_rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     # for any tiles: they may differ from one number of rows to another, splits may not
     wanted = _PROGRAMS_PER_SM * num_sms(x.device) // triton.cdiv(out_features, _SPLIT_OUTPUTS)
-    num_splits = max(min(wanted, in_features // _MIN_SPLIT_INPUTS), 1)
+    num_splits = max(min(wanted, in_features // MIN_SPLIT_INPUTS), 1)
     split_inputs = triton.cdiv(triton.cdiv(in_features, num_splits), BLOCK_K) * BLOCK_K
     num_splits = triton.cdiv(in_features, split_inputs)
     loops_splits = num_splits > 1 and num_tiles[0] > 1
