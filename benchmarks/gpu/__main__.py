@@ -1,13 +1,13 @@
 """Measures every figure of the GPU worker in one run: limits, kernels, models, start.
 
-    python -m benchmarks.gpu.checkpoint /some/disk/8b            once, for the time to first token
+    make bench-gpu ARGS="--write-checkpoint /some/disk/8b"       once, 16 GB, for the time to first token
     make bench-gpu ARGS="--checkpoint /some/disk/8b"             all of it, within 8 minutes
     make bench-gpu ARGS="--only 'attention: decode' limits"
     make bench-gpu ARGS="--device cpu --tiny"                    no GPU: sees that all of it runs
 
 Needs torch, triton, numpy and safetensors, and neither an installed Triptych nor a network. Models have random
-weights, drawn on the device. A figure that fails is an error in its row. One that kills its process, or hangs it,
-costs that row only: another process measures the rest.
+weights, drawn on the device. A figure that fails, kills its process or hangs it is an error in its row: another
+process measures the rest.
 
 Kernels are timed as replays of a CUDA graph over operands that no cache holds, models by the clock of the host. The
 limits are this device's own: the bandwidth of a large copy, bytes read and written counted, and the rate of a large
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
@@ -64,15 +64,16 @@ def supervise(
         try:
             with Child(command) as child:
                 titles = child.receive(START_TIMEOUT_S)["titles"]
-                is_usable = True
-                while index < len(titles) and is_usable:
+                has_failed = False  # an illegal memory access ends a process's device for good
+                while index < len(titles) and not has_failed:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
                         yield Figure(titles[index], note="skipped: the time budget is spent")
                     else:
                         answer = child.ask({"index": index}, min(row_timeout_s, left_s + GRACE_S))
-                        is_usable = answer.pop("is_usable")
-                        yield Figure.from_json(answer)
+                        figure = Figure.from_json(answer)
+                        has_failed = bool(figure.error)
+                        yield figure
                     index += 1
         except ChildError as error:
             if not titles:
@@ -106,8 +107,7 @@ def answer_rows(arguments: argparse.Namespace) -> None:
         message = f"torch {torch.__version__} sees no CUDA device; try --device cpu --tiny"
         answers.write({"error": message})
         return
-    is_cuda = arguments.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     parts = arguments.only or [""]
     candidates = all_rows(device, TINY if arguments.tiny else REAL, arguments.checkpoint)
     rows = [row for row in candidates if any(part in row.title for part in parts)]
@@ -116,27 +116,19 @@ def answer_rows(arguments: argparse.Namespace) -> None:
         return
     answers.write({"titles": [row.title for row in rows]})
     for line in sys.stdin:
-        answers.write(outcome(rows[json.loads(line)["index"]], device))
+        answers.write(outcome(rows[json.loads(line)["index"]]).as_json())
 
 
-def outcome(row: Row, device: torch.device) -> dict[str, Any]:
-    """Return the figure of a row, or its error, and whether the device is usable after it."""
-    import torch
-
+def outcome(row: Row) -> Figure:
+    """Return the figure of a row, or its error."""
     from benchmarks.gpu.timing import release_memory
 
     try:
-        figure = replace(row.measure(), name=row.title)
+        release_memory()
+        return replace(row.measure(), name=row.title)
     except Exception as error:  # whatever it is, it is this row's result
         message = " ".join(str(error).split())[:600]  # tracebacks of compilers are pages long
-        figure = Figure(row.title, error=f"{type(error).__name__}: {message}")
-    try:
-        release_memory()
-        torch.zeros(1, device=device).add_(1).item()
-        is_usable = True
-    except RuntimeError:  # after an illegal memory access, for as long as the process lives
-        is_usable = False
-    return {**figure.as_json(), "is_usable": is_usable}
+        return Figure(row.title, error=f"{type(error).__name__}: {message}")
 
 
 if __name__ == "__main__":
@@ -149,12 +141,20 @@ if __name__ == "__main__":
     )  # fmt: skip
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="of benchmarks.gpu.checkpoint, for the time to first token",
+        help="written before, for the time to first token",
     )  # fmt: skip
+    parser.add_argument("--write-checkpoint", type=Path, metavar="DIR", help="write it and measure nothing")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(json=Path("build/gpu-figures.json"))
     arguments = parser.parse_args()
-    if arguments.child:
+    if arguments.write_checkpoint:
+        import torch
+
+        from benchmarks.gpu.models import LLAMA_8B
+        from benchmarks.gpu.start import write_checkpoint
+
+        write_checkpoint(arguments.write_checkpoint, LLAMA_8B, torch.device(arguments.device))
+    elif arguments.child:
         answer_rows(arguments)
     else:
         sys.exit(run(parser, measure))

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.timing import Bench, Row
 from benchmarks.harness.figures import Figure
 from benchmarks.kernels.attention_step import build_step
 from benchmarks.kernels.sampling import sampling_calls
 
-_MAX_LAYERS = 64
 _LOGITS_DEVIATION = 3.0  # a few hundred tokens hold most of the probability
 
 
@@ -39,9 +37,6 @@ def measure_sampling(bench: Bench, name: str) -> Figure:
         for _ in range(bench.num_copies(logits_bytes))
     ]
     calls = [sampling_calls(logits)[name] for logits in copies]
-    chosen = calls[0]()
-    if isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and (chosen < 0).any():
-        raise ValueError("a row of finite logits found no token")
     timing = bench.time(calls)
     read_s = logits_bytes / bench.bandwidth
     samples = tuple(sample_s / read_s for sample_s in timing.samples)
@@ -62,10 +57,8 @@ def measure_attention(bench: Bench, num_rows: int, query_len: int, num_keys: int
     """Return a decode's fraction of the copy bandwidth, and a prompt's of the matrix rate."""
     step = build_step(
         bench.sizes.heads, num_rows, query_len, num_keys, bench.dtype, bench.device,
-        uncached_bytes=bench.sizes.uncached_bytes, max_layers=_MAX_LAYERS,
+        uncached_bytes=bench.sizes.uncached_bytes,
     )  # fmt: skip
-    if not step.attend(0).isfinite().all():
-        raise ValueError("attention over finite keys and values gave NaN or infinity")
     timing = bench.time([partial(step.attend, layer) for layer in range(len(step.kv_caches))])
     if query_len == 1:
         return bench.as_bandwidth(timing, step.kv_bytes + 2 * step.query.nbytes)

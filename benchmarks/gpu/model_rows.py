@@ -76,10 +76,11 @@ class ModelBench:
         for num_streams in decode_buckets(sizes.streams):
             streams.start(num_streams)
         serve(streams.runner, sizes.streams, sizes.context // 8, 4, seed=1)
-        served = serve(streams.runner, sizes.streams, sizes.context, sizes.output_len, seed=2)
-        limit = served.num_tokens / self.least_serving_s()
-        note = f"{served.seconds:.2f} s, {served.num_steps} steps"
-        return rate("", "tok/s in + out", served.num_tokens, [served.seconds], limit, note)
+        seconds, num_steps = serve(streams.runner, sizes.streams, sizes.context, sizes.output_len, seed=2)
+        num_tokens = sizes.streams * (sizes.context + sizes.output_len)
+        limit = num_tokens / self.least_serving_s()
+        note = f"{seconds:.2f} s, {num_steps} steps"
+        return rate("", "tok/s in + out", num_tokens, [seconds], limit, note)
 
     def idle(self, num_streams: int) -> Figure:
         """Measure the time from the last kernel of a step to the first of the next, as the profiler sees them."""

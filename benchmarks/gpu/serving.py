@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.engine.requests import create_scheduler, submit_of
 from benchmarks.worker.session import RunnerSession, checked
@@ -57,18 +58,14 @@ class DecodingStreams:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Requests from the first plan to the last token."""
+def serve(
+    runner: Runner, num_requests: int, input_len: int, output_len: int, *, seed: int
+) -> tuple[float, int]:
+    """Serve all requests at once through the engine's scheduler, prompts cut into chunks, nothing shared.
 
-    seconds: float
-    num_tokens: int
-    """Tokens of prompts and answers together."""
-    num_steps: int
-
-
-def serve(runner: Runner, num_requests: int, input_len: int, output_len: int, *, seed: int) -> Served:
-    """Serve all requests at once through the engine's scheduler, prompts cut into chunks, nothing shared."""
+    Returns:
+        Seconds from the first plan to the last token, and the number of steps.
+    """
     facts = runner.facts
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
     numbers = range(seed * num_requests, (seed + 1) * num_requests)
@@ -94,15 +91,15 @@ def serve(runner: Runner, num_requests: int, input_len: int, output_len: int, *,
     seconds = time.perf_counter() - started_s
     if num_output != num_requests * output_len:
         raise ValueError(f"{num_output} tokens came of {num_requests} requests for {output_len} each")
-    return Served(seconds, num_requests * input_len + num_output, num_steps)
+    return seconds, num_steps
 
 
 def gaps_between(intervals: Iterable[tuple[float, float]]) -> list[float]:
     """Return the lengths of the times in which none of these (start, end) ran, between the first and the last."""
     gaps: list[float] = []
-    busy_until: float | None = None
+    busy_until = -math.inf
     for start, end in sorted(intervals):
-        if busy_until is not None and start > busy_until:
+        if start > busy_until:
             gaps.append(start - busy_until)
-        busy_until = end if busy_until is None else max(busy_until, end)
-    return gaps
+        busy_until = max(busy_until, end)
+    return gaps[1:]  # without the time before the first

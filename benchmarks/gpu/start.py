@@ -5,14 +5,17 @@ This module is also that process: it loads a checkpoint, answers one prompt with
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.gpu.model_rows import LoadedModel
 from benchmarks.gpu.models import runner_for
@@ -22,6 +25,9 @@ from benchmarks.gpu.timing import Bench, Row
 from benchmarks.harness.command import module_command
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
+from services.worker.loader.load import open_checkpoint
+from services.worker.loader.safetensors import SINGLE_FILE
+from triptych.checkpoint.config_json import CONFIG_FILE
 
 _PROMPT_TOKENS = 128
 _TIMEOUT_S = 140.0
@@ -39,7 +45,7 @@ def measure_start(bench: Bench, loaded: LoadedModel, checkpoint: Path | None, *,
     """Return the seconds from the start of the interpreter to the token's arrival here."""
     loaded.clear()  # the new process needs the memory
     if checkpoint is None:
-        raise ValueError("--checkpoint: none given; write one by `python -m benchmarks.gpu.checkpoint DIR`")
+        return Figure("", note="--checkpoint: none given; `--write-checkpoint DIR` writes one")
     files = sorted(checkpoint.glob("*.safetensors"))
     for file in files:
         evict(file) if is_cold else read(file)
@@ -53,6 +59,15 @@ def measure_start(bench: Bench, loaded: LoadedModel, checkpoint: Path | None, *,
     listed = ", ".join(f"{name} {value:.1f} s" for name, value in phases.items())
     note = f"{gigabytes:.1f} GB, {stored_gigabytes:.1f} of them from storage; {listed}"
     return Figure("", "s", (seconds,), less_is_better=True, note=note)
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any], device: torch.device) -> None:
+    """Write random bfloat16 weights of a config.json. It needs memory for all of them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
+    checkpoint = open_checkpoint(directory, format="random", device=device)
+    tensors = {name: checkpoint.read(name, torch.bfloat16).cpu() for name in checkpoint.tensors}
+    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
 
 
 def evict(path: Path) -> None:

@@ -72,14 +72,16 @@ class Child:
             self._popen.stdin.flush()
         return self.receive(timeout_s)
 
-    def end_input(self) -> None:
-        """Close its stdin, which asks it to end."""
+    def finish(self, timeout_s: float) -> None:
+        """Close its stdin, which asks it to end, and wait for its last answer and its end.
+
+        Raises:
+            ChildError: See `receive`.
+        """
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when it has ended by itself, or after `timeout_s`."""
+        self.receive(timeout_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_s)
 

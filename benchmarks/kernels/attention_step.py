@@ -11,6 +11,7 @@ from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention
 
 BLOCK_SIZE = 16
+_MAX_LAYERS = 1000
 _FILL_ELEMENTS = 1 << 28  # elements of float32 from which a cache is filled at a time: 1 GiB
 
 
@@ -86,18 +87,17 @@ def build_step(
     device: torch.device,
     *,
     uncached_bytes: int,
-    max_layers: int,
 ) -> AttentionStep:
     """Return a step whose rows have their blocks anywhere in the cache, as after some hours of service.
 
     Args:
-        uncached_bytes: Size of all layers' caches together, at least, unless those are `max_layers`.
+        uncached_bytes: Size of all layers' caches together, at least, unless those are 1,000 layers.
     """
     blocks_each = -(-num_keys // BLOCK_SIZE)
     num_blocks = num_rows * blocks_each
     shape = (num_blocks + 1, 2, heads.num_kv_heads, BLOCK_SIZE, heads.head_dim)
     layer_bytes = torch.Size(shape).numel() * cache_dtype.itemsize
-    num_layers = min(max(-(-uncached_bytes // layer_bytes), 1), max_layers)
+    num_layers = min(max(-(-uncached_bytes // layer_bytes), 1), _MAX_LAYERS)
     query_dtype = torch.bfloat16 if cache_dtype in LARGEST_ELEMENT else cache_dtype
     packed = torch.empty(
         (num_rows * query_len, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim),

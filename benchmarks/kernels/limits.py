@@ -61,11 +61,12 @@ def prepare(num_threads: int) -> None:
 
 
 def measure_limits(num_threads: int) -> Limits:
-    """Compile and run the loops, which takes some seconds.
+    """Prepare, then compile and run the loops, which takes some seconds.
 
     Raises:
         subprocess.CalledProcessError: The compiler refuses.
     """
+    prepare(num_threads)
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "limits.so")
         flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", f"-I{SOURCES}", *ISA_FLAGS[isa()]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.harness.command import run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import samples_s
-from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits, prepare
+from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits
 from triptych_kernels.cpu.program import Recording, record
 from triptych_kernels.ops import linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
@@ -33,7 +33,6 @@ WIDE_FROM = 32
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    prepare(arguments.threads)
     limits = measure_limits(arguments.threads)
     shape = (arguments.out_features, arguments.in_features)
     for name, form in FORMS.items():

@@ -19,30 +19,21 @@ from benchmarks.harness.command import run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import samples_s
 from benchmarks.kernels.attention_step import AttentionStep, Heads, build_step
-from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits, prepare
+from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits
 from triptych_kernels.cpu.program import Recording, record
 
 HEADS = Heads(num_heads=9, num_kv_heads=3, head_dim=64)
 CASES = ((1, 1, 200), (1, 1, 8000), (8, 1, 300), (64, 1, 200), (64, 1, 1000), (1, 1024, 1024), (1, 512, 4096))
 """Rows, and queries and keys of each."""
-MAX_LAYERS = 1000
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 """Element types of the cache."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    prepare(arguments.threads)
     limits = measure_limits(arguments.threads)
     for name in [arguments.dtype] if arguments.dtype else DTYPES:
         for case in CASES:
-            step = build_step(
-                HEADS,
-                *case,
-                DTYPES[name],
-                torch.device("cpu"),
-                uncached_bytes=UNCACHED_BYTES,
-                max_layers=MAX_LAYERS,
-            )
+            step = build_step(HEADS, *case, DTYPES[name], torch.device("cpu"), uncached_bytes=UNCACHED_BYTES)
             rows, queries, keys = case
             title = f"{name}, {rows} rows of {queries} queries and {keys} keys"
             yield from limits.rates(

@@ -13,17 +13,6 @@ from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment
 
 TRIPTYCH = "triptych"
 
-TRIPTYCH_MODES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
-    ("none", "bf16", {"model.quantization": "none"}),
-    ("q8", "8-bit", {"model.quantization": "q8"}),
-    ("q4", "4-bit", {"model.quantization": "q4"}),
-    ("auto", "mixed", {"model.quantization": "auto"}),
-    # openvino's own default cache is of 8 bits, too
-    ("none-int8-cache", "bf16", {"model.quantization": "none", "cache.dtype": "int8"}),
-    ("q4-int8-cache", "4-bit", {"model.quantization": "q4", "cache.dtype": "int8"}),
-)
-"""(mode, weights, options of `triptych serve`); a mode that the build refuses is in the table as failed."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
@@ -88,10 +77,12 @@ def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -
     )  # fmt: skip
 
 
-def _triptych(mode: str, weights: str, options: Mapping[str, str]) -> Engine:
+def _triptych(quantization: str, weights: str, cache_dtype: str = "auto") -> Engine:
+    """Return a mode; one that the build refuses is in the table as failed."""
+    mode = quantization if cache_dtype == "auto" else f"{quantization}-{cache_dtype}-cache"
     return Engine(
-        TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model,
-        is_quantized=mode != "none", options=lambda: options,
+        TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model, is_quantized=mode != "none",
+        options=lambda: {"model.quantization": quantization, "cache.dtype": cache_dtype},
     )  # fmt: skip
 
 
@@ -101,5 +92,10 @@ ENGINES = (
     _llama_cpp("Q4_1", models.gguf, is_quantized=True),
     _llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
     _llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
-    *(_triptych(*mode) for mode in TRIPTYCH_MODES),
+    _triptych("none", "bf16"),
+    _triptych("q8", "8-bit"),
+    _triptych("q4", "4-bit"),
+    _triptych("auto", "mixed"),
+    _triptych("none", "bf16", "int8"),  # openvino's own default cache is of 8 bits, too
+    _triptych("q4", "4-bit", "int8"),
 )

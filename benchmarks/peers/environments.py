@@ -84,10 +84,8 @@ class Environment:
         Raises:
             InstallError: A command failed.
         """
-        if self.is_installed:
-            return
         with locked(self.directory, progress=True):
-            if self.is_installed:  # by another process, while we waited
+            if self.is_installed:
                 return
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)

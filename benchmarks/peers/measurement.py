@@ -116,8 +116,9 @@ def measure_rounds(
     """
     engine_to_model: dict[Engine, Path | str] = {}
     for number in range(num_rounds + 1):
+        title = f"round {number}" if number else "first start"
         for engine in engines if number == 0 else list(engine_to_model):
-            print(f"{_round_name(number)} of {num_rounds}: {engine.name}", file=sys.stderr, flush=True)
+            print(f"{title} of {num_rounds}: {engine.name}", file=sys.stderr, flush=True)
             model = engine_to_model.get(engine) or engine.prepare()
             try:
                 chosen = rows if number else [START]
@@ -126,7 +127,7 @@ def measure_rounds(
                         yield figure
                 engine_to_model[engine] = model
             except ChildError as error:
-                yield Figure(f"{engine.name}: {_round_name(number)}", error=str(error))
+                yield Figure(f"{engine.name}: {title}", error=str(error))
 
 
 def _measure(
@@ -175,9 +176,7 @@ def _measure(
             yield IDLE.figure(engine, _idle_percent(engine_pids))
         if MEMORY in rows:
             yield MEMORY.figure(engine, max(peaks_bytes) / 1e9)
-        adapter.end_input()
-        adapter.receive(CLOSE_TIMEOUT_S)
-        adapter.wait(CLOSE_TIMEOUT_S)
+        adapter.finish(CLOSE_TIMEOUT_S)
 
 
 def environment(engine: Engine, cpus: tuple[int, ...]) -> dict[str, str]:
@@ -195,7 +194,3 @@ def _idle_percent(engine_pids: list[int]) -> float:
     before_s, started_s = cpu_seconds(processes), time.monotonic()
     time.sleep(IDLE_S)
     return 100 * (cpu_seconds(processes) - before_s) / (time.monotonic() - started_s)
-
-
-def _round_name(number: int) -> str:
-    return f"round {number}" if number else "first start"

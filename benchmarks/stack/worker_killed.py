@@ -68,8 +68,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         for name, count in (("lost tokens", missing), ("got tokens twice", repeated)):
             error = f"{count} streams {name}" if count else ""
             yield Figure(f"{title}: streams that {name}", "", (count,), error=error)
-        changed = Figure(f"{title}: streams that got another token", "", (len(differences),))
-        yield Figure(changed.name, "", changed.samples, note="; ".join(differences))
+        note = "; ".join(differences)
+        yield Figure(f"{title}: streams that got another token", "", (len(differences),), note=note)
         gaps_s = [stream.longest_gap_s for stream in disturbed]
         yield Figure(f"{title}: longest silence, median stream", "s", (float(np.median(gaps_s)),))
         yield Figure(f"{title}: longest silence, worst stream", "s", (max(gaps_s),))

@@ -91,8 +91,7 @@ def test_child_answers_until_it_ends() -> None:
     code = "for line in sys.stdin: print(json.dumps({'got': json.loads(line)['n']}))\nprint('{\"last\": 1}')"
     with Child(child(code)) as echo:
         assert echo.ask({"n": 3}, 10) == {"got": 3}
-        echo.end_input()
-        assert echo.receive(10) == {"last": 1}
+        echo.finish(10)
         with pytest.raises(ChildError, match="ended with status 0"):
             echo.receive(10)
 

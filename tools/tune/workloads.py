@@ -28,7 +28,6 @@ _DTYPE = torch.bfloat16
 FILLED_AT_ONCE = 1 << 28  # numbers, drawn in float32: 1 GiB
 _UNCACHED_BYTES = 256 << 20  # four times the L2 of an H200
 _MAX_COPIES = 16
-_MAX_LAYERS = 64
 _HEAD_DIM_TO_HEADS = {64: Heads(9, 3, 64), 128: Heads(32, 8, 128), 256: Heads(8, 4, 256)}
 """Heads of SmolLM2-135M, Llama-3.1-8B and Gemma-2-2B."""
 _MOST_ROWS = 1024
@@ -188,7 +187,6 @@ def _attention(
         kv_dtype,
         device,
         uncached_bytes=uncached_bytes,
-        max_layers=_MAX_LAYERS,
     )
     return Workload(name, [partial(step.attend, layer, "triton") for layer in range(len(step.kv_caches))])
 
