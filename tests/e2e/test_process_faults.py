@@ -83,7 +83,7 @@ async def test_a_worker_that_stands_still_goes_on_where_it_was(tmp_path: Path) -
         engine = await stack.enter_async_context(service_process("enginecore", tmp_path, address))
         frontend = await connect_frontend(stack, engine)
         expected = await undisturbed(frontend)
-        num_steps = (await frontend.status()).num_steps
+        num_tokens = (await frontend.status()).num_scheduled_tokens
         await submit_all(frontend, first=1000)
         await frontend.wait_for(lambda: len(frontend.tokens.get(1000, [])) > 20)
         worker.process.send_signal(signal.SIGSTOP)
@@ -92,7 +92,9 @@ async def test_a_worker_that_stands_still_goes_on_where_it_was(tmp_path: Path) -
         assert len(frontend.tokens[1000]) <= before + 4, "it has not stopped"
         worker.process.send_signal(signal.SIGCONT)
         assert await tokens_of_all(frontend, range(1000, 1000 + NUM_REQUESTS)) == expected
-        assert (await frontend.status()).num_steps <= 2 * num_steps + 10, "it was computed again"
+        # The second round finds its prompts in the prefix cache. Steps would be no measure: on a busy machine requests
+        # arrive over several.
+        assert (await frontend.status()).num_scheduled_tokens <= 2 * num_tokens, "it was computed again"
         assert worker.process.returncode is None
 
 
