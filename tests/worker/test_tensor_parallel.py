@@ -17,7 +17,8 @@ from services.worker.layers.linear import RowLinear
 from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.weights import load_weights
 from services.worker.models.registry import create_model
-from services.worker.parallel.process_group import check_agreement, meet
+from services.worker.parallel.create import check_agreement
+from services.worker.parallel.process_group import meet
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint

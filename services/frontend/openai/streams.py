@@ -1,4 +1,4 @@
-"""Several prompts of one completion: their generations as one stream of events."""
+"""Streams of a completion: the generations of several prompts as one, and their events as server-sent events."""
 
 from __future__ import annotations
 

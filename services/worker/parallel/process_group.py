@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.nn import functional
 
-from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from triptych.config import ParallelConfig
-from triptych.config.loader import check_same_values, rank_config
 from triptych.errors import ConfigError, RankUnavailable
 
 log = logging.getLogger(__name__)
@@ -175,51 +172,3 @@ def _split_address(address: str) -> tuple[str, int]:
             "name a host and a free port of rank 0's machine"
         )
     return host.strip("[]"), int(port)
-
-
-def create_rank_group(config: ResolvedConfig) -> RankGroup:
-    """Connect the ranks of `config.rank`'s group, and wait until all of them are present.
-
-    Called when the thread has chosen its device and before any memory is measured, since connections take memory.
-
-    Raises:
-        ConfigError: The ranks cannot meet at `parallel.rendezvous_address`.
-        RankUnavailable: A rank did not come within `parallel.timeout_s`, or left at once; names it.
-    """
-    if config.rank.tensor_parallel_size == 1:
-        return OneRank()
-    # some builds of torch have no torch.distributed, and one rank does not need it
-    from services.worker.parallel.process_group import ProcessGroup
-
-    return ProcessGroup(config)
-
-
-def check_agreement(config: ResolvedConfig, group: RankGroup, *, fingerprint: str, processor: str) -> None:
-    """Compare this rank's model, config and processor with those of the other ranks, before weights are loaded.
-
-    Equal inputs give equal plans of the KV cache, and equal processors equal bits: every rank then draws the same
-    tokens from the same logits, so that tokens need not be sent between ranks.
-
-    Args:
-        fingerprint: Digest of the checkpoint, as `loader.fingerprint` computes it.
-        processor: Name of what the kernels run on.
-
-    Raises:
-        HandshakeMismatch: A rank differs from rank 0; names every such key with both values.
-        RankUnavailable: A rank is gone.
-    """
-    own = rank_config(config.engine) | {
-        "dtype": config.dtype,
-        "KV dtype": config.kv_dtype,
-        "quantization": config.quantization,
-        "attention backend": config.attention_backend,
-        "batch invariance": str(config.batch_invariant),
-        "checkpoint": fingerprint,
-        "processor": processor,
-    }
-    rank_to_values = [json.loads(text) for text in group.exchange(json.dumps(own))]
-    check_same_values(
-        {f"rank {rank}": values for rank, values in enumerate(rank_to_values)},
-        advice="give all ranks the same file, environment, flags and kind of machine; only worker.rank and other "
-        "options of a single process may differ",
-    )

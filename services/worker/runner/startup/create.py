@@ -29,7 +29,7 @@ from services.worker.layers.weights import weight_bytes
 from services.worker.loader.base import Checkpoint, fingerprint
 from services.worker.loader.load import DuringLoad, load_model, open_checkpoint
 from services.worker.models.base import CausalLM
-from services.worker.parallel.process_group import check_agreement, create_rank_group
+from services.worker.parallel.create import check_agreement, create_rank_group
 from services.worker.runner.base import PhaseChange
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.graph_sizes import graph_token_limit
