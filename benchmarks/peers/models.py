@@ -13,7 +13,8 @@ from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, llama_cpp_bin, lo
 from services.worker.loader.load import open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.hub.cache import build_directory_once
-from triptych.hub.resolve import EMBEDDED, fetch_embedded, resolve_model
+from triptych.hub.embedded import fetch_embedded
+from triptych.hub.resolve import EMBEDDED, resolve_model
 
 FORMS_VERSION = 1
 """Raise it when a form is made another way: those of another version are made anew."""
