@@ -50,6 +50,17 @@ def meta_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Te
     return kv_cache, None if dtype == torch.bfloat16 else meta_float32(*kv_cache.shape[:4])
 
 
+def keys_as_rows(kv_cache: Tensor) -> Tensor:
+    """Return a copy of a cache whose keys are words, as `cpu.attention` describes them, with keys as rows."""
+    rows = kv_cache.clone()
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    per_word = 4 // kv_cache.itemsize
+    words = kv_cache[:, 0].reshape(num_blocks, num_kv_heads, head_dim // per_word, block_size, per_word)
+    for word in range(head_dim // per_word):
+        rows[:, 0, :, :, word * per_word : (word + 1) * per_word] = words[:, :, word]
+    return rows
+
+
 class SmallOperands:
     """Small operands of odd sizes on one device, drawn for each call, for `tests/gpu/small_launches.py`."""
 

@@ -1,4 +1,14 @@
-"""Attention, rotary embeddings and the paged cache by the native kernels."""
+"""Attention, rotary embeddings and the paged cache by the native kernels.
+
+A block's keys lie as their products read them: word by word, each of four bytes, for all keys of the block.
+
+    shape            [num_blocks, 2, num_kv_heads, block_size, head_dim], the same for all implementations
+    keys, as rows    [block_size, head_dim]
+    keys, in words   [head_dim / n, block_size, n]; n = 1 element of float32, 2 of bfloat16, 4 of int8
+    values           [block_size, head_dim]
+
+So attention loads a word of 8 or 16 keys at a time, without transposing keys in every step.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,26 @@ from triptych_kernels.torch.attention import paged_attention as torch_paged_atte
 from triptych_kernels.torch.attention import rotary_and_write_kv as rotate_and_write
 from triptych_kernels.torch.attention import write_kv as torch_write_kv
 
+_WORD_BYTES = 4
+
+
+def serves(kv_cache: Tensor) -> bool:
+    """Return whether the native kernels keep such a cache. Plain torch serves float16 and 8-bit floats, and keys that
+    are no whole words."""
+    return kv_cache.dtype in KV_DTYPES and kv_cache.shape[4] % _elements_per_word(kv_cache) == 0
+
+
+def _elements_per_word(kv_cache: Tensor) -> int:
+    return max(_WORD_BYTES // kv_cache.itemsize, 1)
+
+
+def keys_in_words(kv_cache: Tensor) -> Tensor:
+    """Return a copy of a cache whose keys are rows, with keys as the native kernels keep them."""
+    copy = kv_cache.clone()
+    keys = kv_cache[:, 0].unflatten(-1, (-1, _elements_per_word(kv_cache)))
+    copy[:, 0] = keys.transpose(2, 3).reshape(copy[:, 0].shape)
+    return copy
+
 
 def paged_attention(
     query: Tensor,
@@ -28,14 +58,16 @@ def paged_attention(
     query_lens_list: tuple[int, ...] | None,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
-    """Attend by the native kernel, or by plain torch over a cache of a dtype without one (float16, 8-bit floats).
+    """Attend by the native kernel, or by plain torch over a cache that it does not read, see `serves`.
 
     Raises:
         NotRecordable: Such a cache in a recording, which has no lists of lengths.
     """
-    if kv_cache.dtype not in KV_DTYPES:
+    if not serves(kv_cache):
         if query_lens_list is None or seq_lens_list is None:
-            raise NotRecordable(f"paged_attention: no native kernel reads a cache of {kv_cache.dtype}")
+            raise NotRecordable(
+                f"paged_attention: no native kernel reads a cache of {kv_cache.dtype} with head_dim {kv_cache.shape[4]}"
+            )
         return torch_paged_attention(
             query, kv_cache, block_tables, query_starts, seq_lens, scale, kv_scales=kv_scales, window=window,
             query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,
@@ -73,7 +105,7 @@ def rotary_embedding(
 def write_kv(
     key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None
 ) -> None:
-    if key.dtype not in DTYPES or kv_cache.dtype not in KV_DTYPES:  # float16 in or out, or 8-bit floats
+    if key.dtype not in DTYPES or not serves(kv_cache):
         torch_write_kv(key, value, kv_cache, slot_mapping, kv_scales=kv_scales)
         return
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape

@@ -7,27 +7,42 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from triptych_kernels.cpu.build import DIGEST, library_path
+from triptych_kernels.cpu.build import DIGEST, FLAGS_OF_MACHINE, library_path
 
 CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 10.0
 _NO_MEMORY = 1  # `Failure` in kernel.h
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
-_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AVX512_VNNI = _AVX512 | {"avx512_vnni"}
+_AVX512_BF16 = _AVX512_VNNI | {"avx512_bf16"}
+_AVX2 = {"avx2", "fma", "f16c"}
 _AMX = {"amx_tile", "amx_bf16"}
+_NEON_DOTPROD = {"asimd", "atomics", "asimddp"}
 _NEEDED_FLAGS = {
     "amx": _AVX512_BF16 | _AMX,
     "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,
-    "avx2": {"avx2", "fma", "f16c"},
+    "avx2_vnni": _AVX2 | {"avx_vnni"},
+    "avx2": _AVX2,
+    "neon_bf16": _NEON_DOTPROD | {"i8mm", "bf16"},
+    "neon_dotprod": _NEON_DOTPROD,
+    "neon": {"asimd"},
 }
+_FLAG_OF_FEATURE = {
+    "FEAT_LSE": "atomics",
+    "FEAT_DotProd": "asimddp",
+    "FEAT_I8MM": "i8mm",
+    "FEAT_BF16": "bf16",
+}
+"""Feature of a Mac with an ARM processor as sysctl names it -> Linux's flag. All have Advanced SIMD."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Dtypes that the kernels compute with -> `DType` in kernel.h."""
 KV_DTYPES = DTYPES | {torch.int8: 2}
@@ -38,10 +53,11 @@ _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 
 _forced: list[str] = []
+_refused: dict[str, str] = {}
 
 
 def isa() -> str:
-    """Return the instruction set in use: the widest that was built and that this machine has.
+    """Return the instruction set in use: the widest that was built, that this machine has and that is not refused.
 
     It is empty if there is none, and plain torch computes."""
     return _forced[-1] if _forced else _widest()
@@ -49,7 +65,7 @@ def isa() -> str:
 
 @contextmanager
 def forced_isa(isa: str) -> Iterator[None]:
-    """Use this one of the built instruction sets, or none if it is empty, inside the context; for tests.
+    """Use this one of the built instruction sets, or none if it is empty, inside the context; for checks and tests.
 
     Weights that were packed outside must not be used inside.
     """
@@ -63,14 +79,46 @@ def forced_isa(isa: str) -> Iterator[None]:
 @cache
 def usable_isas() -> tuple[str, ...]:
     """Return the built instruction sets that processor and system let us use, widest first."""
-    if platform.machine() != "x86_64" or not DIGEST.is_file():
+    if not DIGEST.is_file():
         return ()
-    flags = processor_flags()
     return tuple(
         isa
-        for isa, needed in _NEEDED_FLAGS.items()
-        if flags >= needed and library_path(isa).is_file() and not (needed & _AMX and amx_refusal())
+        for isa in isas_of_processor()
+        if library_path(isa).is_file() and not (isa == "amx" and amx_refusal())
     )
+
+
+def isas_of_processor() -> list[str]:
+    """Return the instruction sets of `FLAGS_OF_MACHINE` that this processor has, widest first."""
+    flags = processor_flags()
+    return [isa for isa in FLAGS_OF_MACHINE.get(platform.machine(), ()) if flags >= _NEEDED_FLAGS[isa]]
+
+
+def unused_isas() -> dict[str, str]:
+    """Return instruction set wider than the one in use -> why it is not used."""
+    reasons: dict[str, str] = {}
+    for isa_name in FLAGS_OF_MACHINE.get(platform.machine(), ()):
+        needed = _NEEDED_FLAGS[isa_name]
+        if isa_name == isa():
+            break
+        if missing := sorted(needed - processor_flags()):
+            reasons[isa_name] = f"the processor has no {', '.join(missing)}"
+        elif needed & _AMX and amx_refusal():
+            reasons[isa_name] = f"the system keeps it from this process: {amx_refusal()}"
+        else:
+            reasons[isa_name] = _refused.get(isa_name, "it is not built")
+    return reasons
+
+
+def missing_flags(flags: Collection[str] | None = None) -> list[str]:
+    """Return what a processor lacks for the narrowest instruction set of this machine's architecture.
+
+    Args:
+        flags: The processor's instruction sets as Linux spells them; None: of this machine's processor.
+    """
+    isas = list(FLAGS_OF_MACHINE.get(platform.machine(), ()))
+    found = processor_flags() if flags is None else flags
+    return sorted(flag for isa in isas[-1:] for flag in _NEEDED_FLAGS[isa] if flag not in found)
 
 
 @cache
@@ -96,7 +144,17 @@ def request_permission() -> str:
 
 
 def _widest() -> str:
-    return next(iter(usable_isas()), "")
+    return next((isa for isa in usable_isas() if isa not in _refused), "")
+
+
+def refuse(isa: str, reason: str) -> None:
+    """Use this instruction set no more in this process. Weights that were packed for it must not be used any more."""
+    _refused[isa] = reason
+
+
+def refused_isas() -> Mapping[str, str]:
+    """Return refused instruction set -> the reason."""
+    return _refused
 
 
 @cache
@@ -123,6 +181,15 @@ def use_threads(count: int) -> None:
         raise_failure(function(count), f"{count} threads")
 
 
+def threads_in_use() -> int:
+    """Return the number of threads that native kernels compute with; 1 without a library."""
+    if not isa():
+        return 1
+    function = load(isa()).triptych_num_threads
+    function.argtypes, function.restype = [], ctypes.c_int64
+    return int(function())
+
+
 def raise_failure(failure: int, what: str) -> None:
     """Raise the exception for a result of the library: `Failure` in kernel.h, 0 for none.
 
@@ -145,16 +212,24 @@ def processor_flags() -> set[str]:
     if not CPUINFO.is_file():
         return set()
     for line in CPUINFO.read_text().splitlines():
-        if line.startswith("flags"):
+        if line.startswith(("flags", "Features")):  # of x86, of ARM
             return set(line.partition(":")[2].split())
     return set()
 
 
 def _flags_of_sysctl() -> set[str]:
-    """Return the flags of a Mac with an Intel processor, in Linux's spelling: macOS writes `AVX2` for `avx2`."""
-    command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    """Return the flags of a Mac in Linux's spelling: macOS writes `AVX2` for `avx2`, and `FEAT_BF16` for `bf16`."""
+    if platform.machine() == "arm64":
+        printed = _sysctl("hw.optional.arm")  # "hw.optional.arm.FEAT_BF16: 1" and so on
+        features = {line.removeprefix("hw.optional.arm.") for line in printed.splitlines()}
+        return {"asimd", *(flag for name, flag in _FLAG_OF_FEATURE.items() if f"{name}: 1" in features)}
+    return set(_sysctl("-n", "machdep.cpu.features", "machdep.cpu.leaf7_features").lower().split())
+
+
+def _sysctl(*arguments: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        return subprocess.run(
+            ["sysctl", *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return set()
-    return set(done.stdout.lower().split())
+        return ""

@@ -11,6 +11,7 @@ From step to step only the numbers of rows and the content of the inputs change.
 from __future__ import annotations
 
 import ctypes
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -181,6 +182,20 @@ class Program:
         for i, name in enumerate(self._count_names):
             self._counts[i] = counts[name]
         raise_failure(self._run(self._structs, len(self._structs), self._counts), "a recorded step")
+
+    def run_in_child(self, counts: Mapping[str, int]) -> str:
+        """Compute in a child process, whose outputs are lost, and return how it ended; empty if it ended well.
+
+        The native kernels must have one thread.
+        """
+        for i, name in enumerate(self._count_names):
+            self._counts[i] = counts[name]
+        run = load(isa()).triptych_run_in_child
+        run.argtypes, run.restype = self._run.argtypes, self._run.restype
+        ending = int(run(self._structs, len(self._structs), self._counts))
+        if ending > 0:
+            return f"dies by {signal.Signals(ending).name}"
+        return {0: "", -1: "has no child process to run in"}.get(ending, "does not end")
 
 
 def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:

@@ -46,7 +46,7 @@ def paged_attention(
         query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense. The tokens of
             a row are contiguous, and rows follow each other.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous. This step's keys and values must
-            have been written.
+            have been written, by the same implementation: how a block's keys lie is its own choice (`cpu.attention`).
         block_tables: [num_rows, max_blocks] int32, a row's blocks in order. Entries past its last are not read.
         query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, keys per row.
@@ -215,7 +215,7 @@ def write_kv(
             `kv_scales` defines. It may be a view of a larger tensor, the last axis dense.
         value: [num_tokens, num_kv_heads, head_dim] like key, of its dtype.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous; keys at 0 of the second axis,
-            values at 1.
+            values at 1. The native kernels keep a block's keys in another order (`cpu.attention`).
         slot_mapping: [num_tokens] int64, block_id * block_size + offset; -1 skips the token. Slots other than -1 are
             distinct, which is not checked.
         kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements. Required

@@ -11,6 +11,8 @@ from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half, LinearWeight
 
 _EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
+WIDENED_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+"""Dtypes that products of float32 inputs widen weights from -> `Form` in widened_linear.cpp."""
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
@@ -115,6 +117,65 @@ class PackedWeight(LinearWeight):
             "out_features": self.out_features,
             "epilogue": _EPILOGUES[activation],
         }
+
+
+class WidenedWeight(PackedWeight):
+    """A weight in 16 bits for inputs in float32, as float_tile.h draws it.
+
+    Products widen it to float32, so a checkpoint stored in these 16 bits gives the results of float32 weights, bit by
+    bit, at half the bytes.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        stored_dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+    ) -> None:
+        """Allocate a weight of zeros, packed for the instruction set in use.
+
+        Args:
+            out_features: Number of outputs of all projections together.
+            in_features: Number of inputs.
+            stored_dtype: bfloat16 or float16.
+            gated: Whether the two halves of `out_features` are an MLP's gate and up, which are multiplied.
+            bias: Whether there is one.
+        Raises:
+            ValueError: There is no kernel for this dtype, or there are none on this machine.
+        """
+        if stored_dtype not in WIDENED_DTYPES:
+            raise ValueError(f"a weight in {stored_dtype} cannot be widened to float32")
+        self.stored_dtype = stored_dtype
+        super().__init__(out_features, in_features, torch.float32, gated=gated, bias=bias)
+
+    def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
+        rows = rows.to(self.stored_dtype).contiguous()
+        launch(
+            "pack_widened", rows, form=WIDENED_DTYPES[self.stored_dtype], rows=rows, panels=self.data,
+            in_features=self.in_features, first_row=first_row, half=HALVES[half],
+        )  # fmt: skip
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        out = self._new_output(x, out_dtype, activation)
+        linear = {
+            f"linear_{field}": operand for field, operand in self.linear_operands(x, out, activation).items()
+        }
+        launch("widened_linear", x, **linear, form=WIDENED_DTYPES[self.stored_dtype])
+        return out
+
+    def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(token_ids), self.in_features, dtype=torch.float32, device=token_ids.device)
+        launch(
+            "widened_embedding", token_ids, form=WIDENED_DTYPES[self.stored_dtype], panels=self.data,
+            token_ids=token_ids, out=out, in_features=self.in_features,
+        )  # fmt: skip
+        return out
+
+    def _allocate(self, num_outputs: int) -> Tensor:
+        return zeros_in_huge_pages((num_outputs * self.in_features,), self.stored_dtype)
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:

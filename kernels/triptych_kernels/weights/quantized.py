@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ _BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weigh
 class QuantizedWeight(PackedWeight, BlockWeight):
     """A weight [out_features, in_features] of one or several projections, for inputs in float32 and bfloat16.
 
-    Products round their inputs to 16-bit integers, group by group, which is finer than bfloat16, and multiply
-    integers exactly.
+    Products round their inputs to integers, group by group, and multiply integers exactly. Integers of 16 bits are
+    finer than bfloat16; those of 8 bits (`input_bits`) are faster.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         """
         self.format = format
         super().__init__(out_features, in_features, dtype, gated=gated, bias=bias)
+        self.input_bits: Literal[8, 16] = 16
+        """Bits of the integers that inputs are rounded to, with a scale per row and group. 8 are multiplied faster
+        than 16, and are coarser than bfloat16. Read when a product is called or recorded."""
         self.wide_rows = NEVER
         """Fewest rows that are multiplied in bfloat16, with weights rounded to it. That is faster for very many rows,
         whose results then differ from those of fewer rows. Read when a product is called or recorded; written by
@@ -97,7 +101,14 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         linear = {
             f"linear_{field}": operand for field, operand in self.linear_operands(x, out, activation).items()
         }
-        launch("quantized_linear", x, **linear, **self._format, wide_rows=self.wide_rows)
+        launch(
+            "quantized_linear",
+            x,
+            **linear,
+            **self._format,
+            input_bits=self.input_bits,
+            wide_rows=self.wide_rows,
+        )
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -202,7 +202,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def become(flags: str, refusal: str) -> None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-        for name in ("DIGEST", "amx", "avx512_bf16", "avx512", "avx2"):
+        for name in ("DIGEST", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2"):
             (tmp_path / name).touch()
         monkeypatch.setattr(library, "CPUINFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(library, "DIGEST", tmp_path / "DIGEST")
@@ -221,7 +221,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def test_amx_comes_first_where_processor_and_system_have_it(machine: Callable[[str, str], None]) -> None:
     machine(f"{FLAGS} amx_bf16 amx_tile amx_int8", "")
-    assert usable_isas() == ("amx", "avx512_bf16", "avx512", "avx2")
+    assert usable_isas() == ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
     assert (isa(), amx_refusal()) == ("amx", "")
 
 
@@ -229,7 +229,7 @@ def test_without_permission_the_next_isa_is_used(
     machine: Callable[[str, str], None],
 ) -> None:
     machine(f"{FLAGS} amx_bf16 amx_tile amx_int8", "Operation not permitted")
-    assert usable_isas() == ("avx512_bf16", "avx512", "avx2")
+    assert usable_isas() == ("avx512_bf16", "avx512_vnni", "avx512", "avx2")
     assert (isa(), amx_refusal()) == ("avx512_bf16", "Operation not permitted")
 
 
@@ -244,7 +244,7 @@ def test_what_the_compiler_could_not_build_is_not_used(
 ) -> None:
     machine(f"{FLAGS} amx_bf16 amx_tile", "")
     (tmp_path / "amx").unlink()
-    assert usable_isas() == ("avx512_bf16", "avx512", "avx2")
+    assert usable_isas() == ("avx512_bf16", "avx512_vnni", "avx512", "avx2")
 
 
 def test_linux_refuses_tiles_that_a_processor_lacks() -> None:

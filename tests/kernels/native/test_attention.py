@@ -67,10 +67,15 @@ def test_every_grouping_of_heads_equals_the_reference(
     assert_equals_reference(step, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 33, 256])
-def test_every_block_size_equals_the_reference(block_size: int) -> None:
-    step = build_step(AROUND_A_SPAN, block_size=block_size, head_dim=16)
-    assert_equals_reference(step, TOLERANCE[torch.float32])
+@pytest.mark.parametrize("cache_dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [0, 40, 300])
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16, 33, 48, 64, 256])
+def test_every_block_size_equals_the_reference(
+    block_size: int, window: int, cache_dtype: torch.dtype
+) -> None:
+    rows = [*AROUND_A_SPAN, (40, 300)]
+    step = build_step(rows, block_size=block_size, head_dim=16, cache_dtype=cache_dtype)
+    assert_equals_reference(step, TOLERANCE[torch.float32], window=window)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -173,7 +178,7 @@ def test_queries_may_be_views_of_packed_projections() -> None:
     starts = torch.tensor((0, *step.query_lens)).cumsum(0).int()
     lens = torch.tensor(step.seq_lens, dtype=torch.int32)
     out = paged_attention(
-        packed[:, 3:7, 2:18], step.kv_cache, step.block_tables, starts, lens, SCALE, impl="cpu"
+        packed[:, 3:7, 2:18], step.cache_of("cpu"), step.block_tables, starts, lens, SCALE, impl="cpu"
     )
     assert torch.equal(out, expected)
 
@@ -183,11 +188,12 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
     query = torch.zeros(200, 4, 16)
     block_tables = torch.zeros(20, step.block_tables.shape[1] + 3, dtype=torch.int32)
     query_starts, seq_lens = (torch.zeros(size, dtype=torch.int32) for size in (21, 20))
+    kv_cache = step.cache_of("cpu")
     program = record(
         lambda recording: (
             paged_attention(
                 recording.input(query, count="tokens"),
-                step.kv_cache,
+                kv_cache,
                 recording.input(block_tables, count="sequences"),
                 recording.input(query_starts, count="sequences"),
                 recording.input(seq_lens, count="sequences"),

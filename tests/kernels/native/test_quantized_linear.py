@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, com
 from triptych_kernels.weights.quantized import QuantizedWeight
 
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
+LEVELS = {8: 254, 16: 65534}
+"""Bits of an input's integer -> number of steps that a group's range is cut into.
+
+The range of 8 bits is from the smallest input to the largest, that of 16 bits from -m to m, m the largest magnitude.
+"""
 UNIT = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
 """Rounding error of a result, relative to the sum of its terms' magnitudes: float32 sums, then the dtype."""
 
@@ -60,13 +66,17 @@ def filled(
     return packed, meant
 
 
-def allowed_error(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+def allowed_error(x: Tensor, weight: Tensor, out_dtype: torch.dtype, input_bits: int = 16) -> Tensor:
     """Return the error allowed for each output.
 
-    It is half a step of each input's integer, 1/32767 of its group's largest, and the sum's rounding.
+    It is half a step of each input's integer, and the sum's rounding. A zero point is rounded, too.
     """
-    magnitudes = x.double().abs()
-    steps = magnitudes.unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 32767
+    magnitudes, groups = x.double().abs(), x.double().unflatten(1, (-1, 32))
+    if input_bits == 16:
+        ranges = 2 * groups.abs().amax(-1)
+    else:
+        ranges = 2 * (groups.amax(-1).clamp_min(0) - groups.amin(-1).clamp_max(0))
+    steps = ranges.repeat_interleave(32, 1) / LEVELS[input_bits]
     return (0.501 * steps + UNIT[out_dtype] * magnitudes) @ weight.double().abs().T
 
 
@@ -99,19 +109,54 @@ def test_pieces_stored_in_different_forms_share_a_weight(isa: str) -> None:
     assert torch.equal(every_row(packed), torch.cat([meant for _, meant in pieces.values()]))
 
 
+@pytest.mark.parametrize("input_bits", LEVELS)
 @pytest.mark.parametrize("x_dtype", UNIT, ids=str)
 @pytest.mark.parametrize(("type", "format"), HELD, ids=str)
 def test_products_are_as_exact_as_their_inputs_are_fine(
-    isa: str, type: str, format: QuantizedFormat, x_dtype: torch.dtype
+    isa: str, type: str, format: QuantizedFormat, x_dtype: torch.dtype, input_bits: Literal[8, 16]
 ) -> None:
     packed, meant = filled(format, type, random(71, 160), bias=torch.ones(71))
+    packed.input_bits = input_bits
     for num_rows in (1, 2, 3, 5, 6, 7, 8, 9, 13, 31):
         x = random(num_rows, 160, seed=num_rows).to(x_dtype)
         exact = x.double() @ meant.double().T + 1
         for out_dtype in UNIT:
             out = linear(x, packed, out_dtype=out_dtype)
             assert out.dtype == out_dtype
-            assert ((out - exact).abs() <= allowed_error(x, meant, out_dtype) + UNIT[out_dtype]).all()
+            assert (
+                (out - exact).abs() <= allowed_error(x, meant, out_dtype, input_bits) + UNIT[out_dtype]
+            ).all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_inputs_of_8_bits_are_rounded_and_multiplied_exactly(isa: str, format: QuantizedFormat) -> None:
+    packed = QuantizedWeight(71, 160, torch.float32, format)
+    packed.fill_rows(0, random(71, 160))
+    packed.input_bits = 8
+    weight = every_row(packed).double()
+    for num_rows in (1, 5, 17, 40):
+        groups = random(num_rows, 160, seed=num_rows).unflatten(1, (-1, 32))
+        low, high = (extreme(groups, dim=-1, keepdim=True) for extreme in (torch.amin, torch.amax))
+        scales = (high.clamp_min(0) - low.clamp_max(0)) / 254
+        rounded = ((groups * (1 / scales)).round() * scales).flatten(1).double()
+        # of scales and sums in float32, and of a scale's last two bits, which are dropped
+        allowed = 8 * UNIT[torch.float32] * rounded.abs() @ weight.abs().T
+        assert ((linear(groups.flatten(1), packed) - rounded @ weight.T).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_largest_sums_of_bytes_are_exact(isa: str, format: QuantizedFormat) -> None:
+    """Every product of a group has the same sign and the largest magnitude, where 16-bit sums would saturate."""
+    weight = torch.ones(33, 64)
+    weight[:, 0] = -1.0  # so that ones become the largest integer
+    packed = QuantizedWeight(33, 64, torch.float32, format)
+    packed.fill_rows(0, weight)
+    packed.input_bits = 8
+    held = every_row(packed).double()
+    x = torch.full((3, 64), 127.0) * torch.tensor([[1.0], [-1.0], [0.5]])
+    for rows in (x, x.repeat(11, 1)):
+        exact = rows.double() @ held.T
+        assert ((linear(rows, packed) - exact).abs() <= 1e-6 * exact.abs()).all()
 
 
 def test_rounding_the_inputs_costs_less_than_bfloat16_would(isa: str) -> None:
@@ -142,15 +187,18 @@ def test_gate_and_up_are_multiplied(isa: str, format: QuantizedFormat, activatio
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_a_rows_result_does_not_depend_on_its_batch(isa: str, format: QuantizedFormat, wide: bool) -> None:
+def test_a_rows_result_does_not_depend_on_its_batch(
+    isa: str, format: QuantizedFormat, arithmetic: str
+) -> None:
     packed = QuantizedWeight(50, 96, torch.float32, format)
     packed.fill_rows(0, random(50, 96))
-    packed.wide_rows = 1 if wide else packed.wide_rows
+    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
+    packed.input_bits = 8 if arithmetic == "8 bits" else 16
     x = random(200, 96, seed=1)
     together = linear(x, packed)
-    for first, last in ((0, 1), (0, 3), (5, 13), (60, 107), (1, 200)):
+    for first, last in ((0, 1), (0, 3), (5, 13), (7, 23), (9, 26), (60, 107), (1, 200)):
         assert torch.equal(linear(x[first:last], packed), together[first:last])
 
 
@@ -188,9 +236,11 @@ def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
     assert torch.equal(every_row(packed).view(40, 4, 32), nearer)
 
 
-def test_empty_inputs_and_padded_outputs_are_harmless(isa: str) -> None:
+@pytest.mark.parametrize("input_bits", LEVELS)
+def test_empty_inputs_and_padded_outputs_are_harmless(isa: str, input_bits: Literal[8, 16]) -> None:
     packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, is_affine=True))
     packed.fill_rows(0, random(5, 64))
+    packed.input_bits = input_bits
     x = torch.zeros(2, 64)
     x[1] = 1e-38  # its integers would need a scale that float32 has not
     assert torch.equal(linear(x, packed), torch.zeros(2, 5))
@@ -200,13 +250,15 @@ def test_empty_inputs_and_padded_outputs_are_harmless(isa: str) -> None:
     torch.testing.assert_close(out, every_row(packed).sum(1).expand(3, 5), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("input_bits", LEVELS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_what_is_no_number_stays_none_in_its_row_alone(
-    isa: str, format: QuantizedFormat, poison: float
+    isa: str, format: QuantizedFormat, poison: float, input_bits: Literal[8, 16]
 ) -> None:
     packed = QuantizedWeight(33, 96, torch.float32, format)
     packed.fill_rows(0, random(33, 96))
+    packed.input_bits = input_bits
     for place in range(0, 96, 7):
         x = random(3, 96, seed=1)
         x[1, place] = poison
@@ -215,9 +267,11 @@ def test_what_is_no_number_stays_none_in_its_row_alone(
         assert out[[0, 2]].isfinite().all()
 
 
-def test_products_are_recorded(isa: str) -> None:
+@pytest.mark.parametrize("input_bits", LEVELS)
+def test_products_are_recorded(isa: str, input_bits: Literal[8, 16]) -> None:
     packed = QuantizedWeight(40, 64, torch.float32, QuantizedFormat(4, is_affine=True))
     packed.fill_rows(0, random(40, 64))
+    packed.input_bits = input_bits
     token_ids = torch.tensor([3, 39, 0, 7, 7])
     program = record(
         lambda recording: [linear(embedding(recording.input(token_ids, count="tokens"), packed), packed)]

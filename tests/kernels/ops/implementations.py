@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.device import ON_DEVICE, TRITON_DTYPES
+from tests.kernels.operands import keys_as_rows
 from tests.kernels.poison import poisoned_allocations
+from triptych_kernels.cpu.attention import serves
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.registry import OPS
 
@@ -39,6 +42,11 @@ class Implementation:
     def has_fixed_sums(self) -> bool:
         """Whether a row has the same bits in any batch; torch chooses its sums by the shape."""
         return self.name != "torch"
+
+    def rows_of(self, kv_cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy with keys as rows, of a cache that it writes from keys of this dtype."""
+        is_native = self.isa and dtype in (torch.float32, torch.bfloat16) and serves(kv_cache)
+        return keys_as_rows(kv_cache) if is_native else kv_cache.clone()
 
     @property
     def device(self) -> torch.device:

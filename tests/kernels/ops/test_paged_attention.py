@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_cache
+from triptych_kernels.cpu.attention import keys_in_words, serves
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention, write_kv
@@ -35,6 +36,7 @@ TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol
 class Step:
     query: Tensor
     kv_cache: Tensor
+    """With keys as rows, as the reference writes them."""
     block_tables: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -47,6 +49,10 @@ class Step:
         if self.kv_scales is not None:
             cache = cache * self.kv_scales.double()[..., None]
         return Step(self.query.double(), cache, self.block_tables, self.query_lens, self.seq_lens)
+
+    def cache_of(self, impl: str) -> Tensor:
+        """The cache as an implementation keeps it."""
+        return keys_in_words(self.kv_cache) if impl == "cpu" and serves(self.kv_cache) else self.kv_cache
 
     def attend(
         self,
@@ -61,9 +67,10 @@ class Step:
         query = torch.cat([self.query[starts[row] : starts[row + 1]] for row in rows])
         query_lens = tuple(self.query_lens[row] for row in rows)
         seq_lens = tuple(self.seq_lens[row] for row in rows)
+        impl = impl or self.implementation
         return paged_attention(
             query,
-            self.kv_cache,
+            self.cache_of(impl),
             self.block_tables[rows],
             torch.tensor((0, *query_lens)).cumsum(0).int(),
             torch.tensor(seq_lens, dtype=torch.int32),
@@ -72,7 +79,7 @@ class Step:
             window=window,
             query_lens_list=query_lens,
             seq_lens_list=seq_lens,
-            impl=impl or self.implementation,
+            impl=impl,
         )
 
 
@@ -228,7 +235,7 @@ def attend(step: Step, **changed: object) -> Tensor:
     """Two rows of 2 and 1 queries, 5 and 3 keys, but for what is changed."""
     arguments = {
         "query": step.query,
-        "kv_cache": step.kv_cache,
+        "kv_cache": step.cache_of(Step.implementation),
         "block_tables": step.block_tables,
         "query_starts": torch.tensor([0, 2, 3], dtype=torch.int32),
         "seq_lens": torch.tensor([5, 3], dtype=torch.int32),

@@ -52,11 +52,12 @@ def test_rotates_and_writes_like_the_references(
 ) -> None:
     *operands, slots = _operands(num_heads, num_kv_heads, head_dim, case.device, case.dtype)
     kv_cache = torch.randn(3, 2, num_kv_heads, 4, head_dim).to(case.device, case.dtype)
-    expected_cache = kv_cache.clone()
+    expected_cache = case.implementation.rows_of(kv_cache, case.dtype)
     before = [operand.clone() for operand in operands]
     expected = rotary_and_write_kv(*operands, expected_cache, slots, impl="reference")
     rotated = case(rotary_and_write_kv, *operands, kv_cache, slots)
     torch.testing.assert_close(rotated, expected, **TOLERANCE[case.dtype])
+    kv_cache = case.implementation.rows_of(kv_cache, case.dtype)
     torch.testing.assert_close(kv_cache[:, 0], expected_cache[:, 0], **TOLERANCE[case.dtype])
     assert torch.equal(kv_cache[:, 1], expected_cache[:, 1])
     assert all(torch.equal(operand, copy) for operand, copy in zip(operands, before, strict=True))
@@ -90,6 +91,7 @@ def test_rotated_keys_are_quantized(
     *operands, slots = _operands(4, 2, head_dim, device)
     exact_cache = torch.zeros(3, 2, 2, 4, head_dim, device=device)
     implementation(rotary_and_write_kv, *operands, exact_cache, slots)
+    exact_cache = implementation.rows_of(exact_cache, operands[0].dtype)
     kv_cache = torch.zeros(3, 2, 2, 4, head_dim, device=device).to(cache_dtype)
     kv_scales = torch.full((3, 2, 2, 4), 9.0, device=device)
     implementation(rotary_and_write_kv, *operands, kv_cache, slots, kv_scales=kv_scales)
@@ -114,6 +116,7 @@ def test_a_key_that_is_not_finite_has_scale_nan(implementation: Implementation) 
     operands = query, key, value, positions, cos_sin_cache, kv_cache, slots
     implementation(rotary_and_write_kv, *operands, kv_scales=kv_scales)
     assert kv_scales.isnan().nonzero().tolist() == [[1, 1, 1, 0], [2, 0, 0, 3]]
+    kv_cache = implementation.rows_of(kv_cache, key.dtype)
     assert not kv_cache[2, 0, 0, 3].any()
     assert not kv_cache[1, 1, 1, 0].any()
 

@@ -55,10 +55,10 @@ def test_writes_like_the_reference(
     kv_cache = torch.randn(num_blocks, 2, num_kv_heads, block_size, head_dim).to(case.device, cache_dtype)
     slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(case.device)
     slots[1::4] = -1
-    expected = kv_cache.clone()
+    expected = case.implementation.rows_of(kv_cache, case.dtype)
     write_kv(key, value, expected, slots, impl="reference")
     case(write_kv, key, value, kv_cache, slots)
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(case.implementation.rows_of(kv_cache, case.dtype), expected)
 
 
 def test_slot_minus_one_writes_nothing(implementation: Implementation) -> None:
@@ -73,6 +73,7 @@ def test_a_token_is_in_its_block_at_its_offset(implementation: Implementation) -
     kv_cache = torch.zeros(3, 2, 1, 4, 2, device=device)
     key, value = torch.full((1, 1, 2), 5.0, device=device), torch.full((1, 1, 2), 7.0, device=device)
     implementation(write_kv, key, value, kv_cache, torch.tensor([2 * 4 + 3], device=device))
+    kv_cache = implementation.rows_of(kv_cache, key.dtype)
     assert kv_cache[2, 0, 0, 3].tolist() == [5.0, 5.0]
     assert kv_cache[2, 1, 0, 3].tolist() == [7.0, 7.0]
     assert kv_cache.sum() == 24.0
@@ -97,7 +98,7 @@ def test_quantizes_bit_by_bit_like_the_reference(head_dim: int, cache_dtype: tor
     write_kv(key.cpu(), value.cpu(), expected, slots, kv_scales=expected_scales, impl="reference")
     case(write_kv, key, value, kv_cache, slots.to(device), kv_scales=kv_scales)
     assert torch.equal(kv_scales.cpu(), expected_scales)
-    _assert_same_elements(kv_cache, expected, case.implementation)
+    _assert_same_elements(case.implementation.rows_of(kv_cache, dtype), expected, case.implementation)
 
 
 @pytest.mark.parametrize("cache_dtype", LARGEST_ELEMENT, ids=str)
@@ -114,6 +115,7 @@ def test_a_vector_that_is_not_finite_has_scale_nan(
     implementation(write_kv, key, key, kv_cache, slots, kv_scales=kv_scales)
     assert kv_scales[0, 0, 0, 2] == 1.0 / (127.0 if cache_dtype == torch.int8 else 448.0)
     assert kv_scales[0, 0, 1, 2].isnan()
+    kv_cache = implementation.rows_of(kv_cache, key.dtype)
     assert kv_cache[0, 0, 1, 2].float().tolist() == [0.0] * 64
 
 

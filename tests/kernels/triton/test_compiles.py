@@ -21,13 +21,15 @@ MAX_SHARED_BYTES = 227 * 1024  # of one program, CUDA C++ Programming Guide, com
 MAX_GRID = (2**31 - 1, 65535, 65535)
 WIDEST_ACCESS = 16  # bytes of one thread's load or store, same
 
+pytestmark = pytest.mark.timeout(1000)  # the first test waits for all kernels: minutes on a slow machine
+
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]] | str]:
     """Return the result of `compile_for_hopper`, by call."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.kernels.triton.compile_for_hopper"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     outcome: dict[str, list[dict[str, Any]] | str] = json.loads(done.stdout)
     return outcome

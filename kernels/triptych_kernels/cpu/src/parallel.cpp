@@ -1,6 +1,5 @@
 #include "parallel.h"
 
-#include <immintrin.h>
 #include <pthread.h>
 #ifdef __linux__
 #include <linux/futex.h>
@@ -22,9 +21,18 @@
 namespace triptych {
 namespace {
 
-// About 25 us. The loops of a step follow each other within a tenth of it; if nothing follows, others
+// About 25 us on x86-64. The loops of a step follow each other within a tenth of it; if nothing follows, others
 // may need the core.
 constexpr int kSpins = 1000;
+
+// Lets the other thread of the core work for a moment, or where a core has one, the memory.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("isb");  // `yield` does nothing on most cores
+#endif
+}
 
 // A word that one side changes and others wait for.
 class Signal {
@@ -40,7 +48,7 @@ class Signal {
   void wait_while(uint32_t seen) {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (value() != seen) return;
-      _mm_pause();
+      pause();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (word_.load(std::memory_order_seq_cst) == seen) sleep_while(seen);
@@ -219,4 +227,5 @@ extern "C" {
 int64_t triptych_set_threads(int64_t count) {
   return triptych::failure_of([&] { triptych::pool().resize(count); });
 }
+int64_t triptych_num_threads() { return triptych::num_threads(); }
 }

@@ -9,7 +9,7 @@
 // The type C that products are computed in is
 //
 //   int16_t   over a cache of int8: queries and weights are rounded to 15 bits and a sign, sums of products are exact
-//             integers, and scales are multiplied in afterwards (attention_int8.h)
+//             integers, and scales are multiplied in afterwards (int8.h)
 //   bf16      where queries and keys are, and there is an instruction: weights are rounded to bfloat16
 //   float     otherwise
 //
@@ -20,22 +20,14 @@
 #include <limits>
 #include <type_traits>
 
-#include "simd/ivec.h"
+#include "simd/scalar.h"
+#include "simd/vec.h"
 
 namespace triptych::attention {
 
 constexpr int kSpan = 256;         // keys
 constexpr int kPanel = 2 * kLanes;  // keys or elements of a head that are computed at a time
-#if defined(__AVX512F__)
-constexpr int kMaxTileRows = 12;   // 24 sums, two vectors of a panel and a row's unit in 32 registers
-#else
-constexpr int kMaxTileRows = 6;
-#endif
-#if defined(__AVX512BF16__)
-constexpr bool kHasBf16Products = true;
-#else
-constexpr bool kHasBf16Products = false;
-#endif
+constexpr int kMaxTileRows = kRegisters == 32 ? 12 : 6;  // 24 sums, two vectors of a panel and a row's unit in 32
 constexpr float kUnseen = -1e30f;  // score of a key that a row does not see; its difference to any other is finite
 
 template <typename C>
@@ -51,52 +43,31 @@ vec multiply_add(vec a, vec b, vec sum) {
   } else if constexpr (kIsInt<C>) {
     return as_vec(add_dot(bits_of(sum), bits_of(a), bits_of(b)));
   } else {
-#if defined(__AVX512BF16__)
-    __m512bh x, y;
-    std::memcpy(&x, &a, sizeof x);
-    std::memcpy(&y, &b, sizeof y);
-    return {_mm512_dpbf16_ps(sum.v, x, y)};
-#endif
+    return add_bf16_dot(sum, a, b);
   }
 }
 
-#if defined(__AVX512BF16__)
-// The pairs (low[i], high[i]) of vectors that were loaded from bfloat16.
-inline vec pair_up(vec low, vec high) {
-  return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low.v), 16),
-                                              _mm512_castps_si512(high.v)))};
-}
-// The pairs (low[i], high[i]) of 2 * kLanes bfloat16.
-inline void pair_up(const bf16* low, const bf16* high, vec (&out)[2]) {
-  const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
-                                         39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  const __m512i x = _mm512_loadu_si512(low), y = _mm512_loadu_si512(high);
-  out[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, first, y));
-  out[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, second, y));
-}
-#endif
+// Words of four bytes are what keys of a cache are stored in; each has so many units.
+template <typename C, typename T>
+constexpr int kUnitsPerWord = kPerUnit<T> / kPerUnit<C>;
 
-// out[row][lane] += sum over steps of a[step][row] . panel[step][lane], in units
-template <typename C, int Rows, int RowStride, int StepStride>
-[[gnu::always_inline]] inline void multiply(const float* a, const float* panel, int64_t steps, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) {
-    sums[row][0] = out[row][0];
-    sums[row][1] = out[row][1];
-  });
-  for (int64_t step = 0; step < steps; ++step, panel += kPanel, a += StepStride) {
-    const vec first = load(panel), second = load(panel + kLanes);
-    unroll<Rows>([&](auto row) {
-      const vec unit = splat(a[row * RowStride]);
-      sums[row][0] = multiply_add<C>(unit, first, sums[row][0]);
-      sums[row][1] = multiply_add<C>(unit, second, sums[row][1]);
-    });
+// Both elements of each pair of bfloat16.
+inline vec even_of(vec pairs) { return as_vec(shift_left<16>(bits_of(pairs))); }
+inline vec odd_of(vec pairs) { return as_vec(bits_of(pairs) & splat_int(static_cast<int32_t>(0xffff0000))); }
+
+// The units of a word of kLanes keys of type T. Bytes 0 and 2 make a unit, and bytes 1 and 3.
+template <typename C, typename T>
+[[gnu::always_inline]] inline void load_units(const float* words, vec (&units)[kUnitsPerWord<C, T>]) {
+  const vec word = load(words);
+  if constexpr (kUnitsPerWord<C, T> == 1) {
+    units[0] = word;
+  } else if constexpr (kIsInt<C>) {
+    units[0] = as_vec(even_bytes(bits_of(word)));
+    units[1] = as_vec(odd_bytes(bits_of(word)));
+  } else {
+    units[0] = even_of(word);
+    units[1] = odd_of(word);
   }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
 }
 
 // f with the number of rows as a constant
@@ -108,38 +79,72 @@ void with_rows(int64_t rows, const F& f) {
   f(std::integral_constant<int, Rows>{});
 }
 
+// Where a panel of keys lies: kLanes keys in each vector, one word of each, words of a key `stride` floats apart. And
+// what is read after it: `ahead_stride` bytes for every word.
+struct KeyPanel {
+  const float* vectors[2];
+  int64_t stride;
+  const char* ahead[2];
+  int64_t ahead_stride;
+};
+
 // scores[row][0 .. kPanel - 1] = factors[row] * query[row] . keys, for int16_t times key_scales[0 .. kPanel - 1];
-// rows of scores are kSpan apart. `queries`: [units][rows], `keys`: [units][kPanel].
-template <typename C>
-void score(const float* queries, const float* keys, int64_t units, int64_t rows, const float* factors,
+// rows of scores are kSpan apart. `queries`: [units][rows]; keys of type T.
+template <typename C, typename T>
+void score(const float* queries, const KeyPanel& keys, int64_t words, int64_t rows, const float* factors,
            const float* key_scales, float* scores) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec products[kRows][2];
     unroll<kRows>([&](auto row) { products[row][0] = products[row][1] = zero(); });
-    multiply<C, kRows, 1, kRows>(queries, keys, units, products);
-    for (int row = 0; row < kRows; ++row) {
-      for (int half = 0; half < 2; ++half) {
+    const float *first = keys.vectors[0], *second = keys.vectors[1], *query = queries;
+    const char *first_ahead = keys.ahead[0], *second_ahead = keys.ahead[1];
+    for (int64_t word = 0; word < words; ++word) {
+      vec units[2][kUnitsPerWord<C, T>];
+      load_units<C, T>(first, units[0]);
+      load_units<C, T>(second, units[1]);
+      prefetch_line(first_ahead);
+      prefetch_line(second_ahead);
+      unroll<kUnitsPerWord<C, T>>([&](auto unit) {
+        unroll<kRows>([&](auto row) {
+          const vec own = splat(query[unit * kRows + row]);
+          products[row][0] = multiply_add<C>(own, units[0][unit], products[row][0]);
+          products[row][1] = multiply_add<C>(own, units[1][unit], products[row][1]);
+        });
+      });
+      query += kUnitsPerWord<C, T> * kRows;
+      first += keys.stride;
+      second += keys.stride;
+      first_ahead += keys.ahead_stride;
+      second_ahead += keys.ahead_stride;
+    }
+    unroll<kRows>([&](auto row) {
+      unroll<2>([&](auto half) {
         vec product = products[row][half];
         if constexpr (kIsInt<C>) product = to_floats(bits_of(product)) * load(key_scales + half * kLanes);
         store(scores + row * kSpan + half * kLanes, product * splat(factors[row]));
-      }
-    }
+      });
+    });
   });
 }
 
-// out[row][0 .. kPanel - 1] += weights[row] . values; rows of out are `stride` apart.
+// out[row][0 .. kPanel - 1] = weights[row] . values; rows of out are `stride` apart.
 // `weights`: [rows][kSpan] of type C, `values`: [units][kPanel].
 template <typename C>
 void mix(const float* weights, const float* values, int64_t units, int64_t rows, float* out, int64_t stride) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec sums[kRows][2];
-    unroll<kRows>([&](auto row) {
-      sums[row][0] = load(out + row * stride);
-      sums[row][1] = load(out + row * stride + kLanes);
-    });
-    multiply<C, kRows, kSpan / kPerUnit<C>, 1>(weights, values, units, sums);
+    unroll<kRows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
+    const float *panel = values, *weight = weights;
+    for (int64_t step = 0; step < units; ++step, panel += kPanel, ++weight) {
+      const vec first = load(panel), second = load(panel + kLanes);
+      unroll<kRows>([&](auto row) {
+        const vec unit = splat(weight[row * (kSpan / kPerUnit<C>)]);
+        sums[row][0] = multiply_add<C>(unit, first, sums[row][0]);
+        sums[row][1] = multiply_add<C>(unit, second, sums[row][1]);
+      });
+    }
     unroll<kRows>([&](auto row) {
       store(out + row * stride, sums[row][0]);
       store(out + row * stride + kLanes, sums[row][1]);
@@ -147,55 +152,57 @@ void mix(const float* weights, const float* values, int64_t units, int64_t rows,
   });
 }
 
-// tanh of each, to 1e-7 of 1
-inline vec tanh(vec x) {
-  const vec power = exp_of_negative(splat(-2.0f) * abs(x)), one = splat(1.0f);
-  const vec size = (one - power) / (one + power);
-  return select_negative(x, zero() - size, size);
-}
-
 // The largest score and the sum of the weights that were given out relative to it.
 struct Softmax {
   float maximum, total;  // total 0: no key was seen
 };
 
-// Turns one row's scores of the keys [first, end) of its span into weights 2^(score - maximum) of type C, float or
-// bf16; keys outside of [seen_first, seen_end) get 0. first and end are multiples of kPanel.
+// The keys of a span that a row sees, [first, end), among those of whole panels, [begin_panels, end_panels).
+struct RowSeen {
+  int64_t first, end, begin_panels, end_panels;
+  // Whether it does not see all of the keys from `key` on that a vector holds.
+  bool cuts(int64_t key) const { return key < first || key + kLanes > end; }
+  vec select(int64_t key, vec seen, vec unseen) const { return select_lanes(seen, unseen, first - key, end - key); }
+};
+
+// The largest of one row's scores; those of keys that it does not see become kUnseen.
+inline float largest_score(float* scores, const RowSeen& seen) {
+  vec maxima[2] = {splat(kUnseen), splat(kUnseen)};
+  for (int64_t key = seen.begin_panels; key < seen.end_panels; key += kPanel) {
+    unroll<2>([&](auto half) {
+      const int64_t at = key + half * kLanes;
+      vec score = load(scores + at);
+      if (seen.cuts(at)) {
+        score = seen.select(at, score, splat(kUnseen));
+        store(scores + at, score);
+      }
+      maxima[half] = max(maxima[half], score);
+    });
+  }
+  return largest(max(maxima[0], maxima[1]));
+}
+
+// Turns one row's scores into weights 2^(score - maximum) of type C, float or bf16, and returns their sum.
 // `weights` may be `scores`.
 template <typename C>
-Softmax weigh(float* scores, int64_t first, int64_t end, int64_t seen_first, int64_t seen_end,
-              float* weights) {
-  vec maxima = splat(kUnseen);
-  for (int64_t key = first; key < end; key += kLanes) {
-    vec score = load(scores + key);
-    if (key < seen_first || key + kLanes > seen_end) {
-      score = select_lanes(score, splat(kUnseen), seen_first - key, seen_end - key);
-      store(scores + key, score);
-    }
-    maxima = max(maxima, score);
-  }
-  const float maximum = largest(maxima);
-  vec total = zero();
-  for (int64_t key = first; key < end; key += kPanel) {
+float weigh(const float* scores, float maximum, const RowSeen& seen, float* weights) {
+  vec totals[2] = {zero(), zero()};
+  for (int64_t key = seen.begin_panels; key < seen.end_panels; key += kPanel) {
     const vec low = exp2_of_negative<kPerUnit<C> == 2>(load(scores + key) - splat(maximum));
     const vec high = exp2_of_negative<kPerUnit<C> == 2>(load(scores + key + kLanes) - splat(maximum));
     if constexpr (kPerUnit<C> == 1) {
       store(weights + key, low);
       store(weights + key + kLanes, high);
-      total = total + low + high;
+      totals[0] = totals[0] + low;
+      totals[1] = totals[1] + high;
     } else {
-#if defined(__AVX512BF16__)
       // what is summed are the rounded weights, so that together they are exactly 1
-      const __m512bh both = _mm512_cvtne2ps_pbh(high.v, low.v);
-      std::memcpy(weights + key / 2, &both, sizeof both);
-      const __m512i ones = _mm512_set1_epi16(0x3f80);
-      __m512bh one;
-      std::memcpy(&one, &ones, sizeof one);
-      total.v = _mm512_dpbf16_ps(total.v, both, one);
-#endif
+      const vec both = round_to_pairs(low, high);
+      store(weights + key / 2, both);
+      totals[0] = add_bf16_pairs(totals[0], both);
     }
   }
-  return {maximum, sum(total)};
+  return sum(totals[0] + totals[1]);
 }
 
 // Add what one more span gave: `sums` and `own` become those of both. `size`: a multiple of kPanel.

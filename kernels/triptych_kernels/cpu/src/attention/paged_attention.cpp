@@ -1,23 +1,26 @@
 // Attention over the paged cache, for single queries, chunks of prompts and both together.
 //
-// attention_math.h says what is computed, attention_plan.h who computes it; here a thread does its part.
-#include "attention/lookahead.h"
+// arithmetic.h says what is computed, plan.h who computes it; here a thread does its part.
 #include "attention/pack.h"
 
 namespace triptych::attention {
 namespace {
 
+constexpr int64_t kLargestBlockInPlace = 64;
+
 // The rows of one tile on one thread.
 template <typename Q, typename T, typename C>
 class TileRows {
  public:
-  TileRows(const PagedAttention& args, const Tile& tile, int64_t kv_head)
-      : args_(args), tile_(tile), kv_head_(kv_head), rows_(tile.num_queries * args.group()),
-        units_(num_units<C>(args.head_dim)), size_(args.padded_head_dim()),
+  // `unit`: the first of the rows.
+  TileRows(const PagedAttention& args, const Plan& plan, const Unit& unit)
+      : args_(args), plan_(plan), unit_(unit), tile_(plan.tile(*unit.piece)),
+        rows_(tile_.num_queries * args.group()), words_(args.head_dim / kPerUnit<T>),
+        units_(words_ * kUnitsPerWord<C, T>), size_(args.padded_head_dim()),
         num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
     static thread_local Scratch scratch;
-    const int64_t floats = rows_ * (units_ + size_ + 3) + kMaxTileRows * (2 * kSpan + size_ + 2) +
-                           kSpan * units_ + kSpan / kPerUnit<C> * size_ + size_ + 12 * kLanes;
+    const int64_t floats = rows_ * (units_ + size_ + 4) + kMaxTileRows * (2 * kSpan + size_ + 2) +
+                           kSpan * units_ + kPanel * words_ + kSpan / kPerUnit<C> * size_ + size_ + 14 * kLanes;
     float* at = static_cast<float*>(scratch.get(floats * sizeof(float)));
     const auto take = [&](int64_t count) {
       float* own = at;
@@ -25,6 +28,7 @@ class TileRows {
       return own;
     };
     keys_ = take(kSpan * units_);
+    gathered_ = take(kPanel * words_);
     values_ = take(kSpan / kPerUnit<C> * size_);
     scores_ = take(kMaxTileRows * kSpan);
     weights_ = kPerUnit<C> == 1 ? scores_ : take(kMaxTileRows * kSpan);
@@ -34,17 +38,21 @@ class TileRows {
     zeros_ = take(size_);
     factors_ = take(rows_);
     softmax_ = reinterpret_cast<Softmax*>(take(2 * rows_));
+    queries_of_rows_ = reinterpret_cast<int32_t*>(take(rows_));
+    for (int32_t query = 0, row = 0; query < tile_.num_queries; ++query) {
+      for (int64_t head = 0; head < args.group(); ++head) queries_of_rows_[row++] = query;
+    }
     std::fill(zeros_, zeros_ + size_, 0.0f);
     std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
     std::fill(factors_, factors_ + rows_, args.scale * kLog2E);
   }
 
   // All that the keys of some spans give; into `partials`, one after the other, or merged here if that is null.
-  void attend(const Piece& piece, float* partials, Lookahead<T>& lookahead) {
-    for (int64_t strip = 0; strip < num_strips_; ++strip) pack_queries(strip);
-    for (int64_t span = piece.first_span; span < piece.end_span; ++span) {
-      float* to = partials ? partials + (span - tile_.first_span) * rows_ * Plan::row_size(args_) : nullptr;
-      attend_span(span, to, lookahead);
+  void attend(float* partials) {
+    for (int64_t strip = 0; strip < num_strips_; ++strip) pack_strip(strip);
+    for (Unit unit = unit_; unit.span < unit.piece->end_span; ++unit.span) {
+      float* to = partials ? partials + (unit.span - tile_.first_span) * rows_ * Plan::row_size(args_) : nullptr;
+      attend_span(unit, to);
     }
   }
 
@@ -59,7 +67,7 @@ class TileRows {
 
   void finish() const {
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t token = tile_.first_token + row / args_.group();
+      const int64_t token = tile_.first_token + queries_of_rows_[row];
       Q* out = static_cast<Q*>(args_.out) + (token * args_.num_heads + head_of(row)) * args_.head_dim;
       const float* sums = sums_ + row * size_;
       const vec total = splat(softmax_[row].total);
@@ -70,129 +78,145 @@ class TileRows {
   }
 
  private:
-  int64_t head_of(int64_t row) const { return kv_head_ * args_.group() + row % args_.group(); }
+  int64_t head_of(int64_t row) const {
+    return unit_.kv_head * group_ + row - queries_of_rows_[row] * group_;
+  }
 
   // Strips of nearly equal height.
   int64_t strip_begin(int64_t strip) const { return rows_ * strip / num_strips_; }
 
   const Q* query_of(int64_t row) const {
-    const int64_t token = tile_.first_token + row / args_.group();
+    const int64_t token = tile_.first_token + queries_of_rows_[row];
     return static_cast<const Q*>(args_.query) + token * args_.query_stride + head_of(row) * args_.query_head_stride;
   }
 
-  void pack_queries(int64_t strip) {
+  void pack_strip(int64_t strip) {
     const int64_t begin = strip_begin(strip), count = strip_begin(strip + 1) - begin;
     const Q* queries[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) queries[lane] = query_of(begin + std::min(lane, count - 1));
     float* to = queries_ + begin * units_;
-    const auto ahead = [](int64_t) {};
     // lanes past the last row are overwritten by the next step
     if constexpr (kIsInt<C>) {
       const float* quantized[kLanes];
+      const float limit = largest_of_query(args_.head_dim);
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         float* own = span_sums_ + std::min(lane, count - 1) * size_;  // nothing is summed yet
         if (lane < count) {
-          const float scale = quantize_query(queries[lane], args_.head_dim, reinterpret_cast<int16_t*>(own));
+          const float scale = quantize_query(queries[lane], args_.head_dim, limit, reinterpret_cast<int16_t*>(own));
           factors_[begin + lane] *= scale;
         }
         quantized[lane] = own;
       }
-      pack_columns<float>(quantized, units_, to, count, ahead);
+      attention::pack_queries<float>(quantized, units_, to, count);
     } else {
-      pack_columns<C>(queries, args_.head_dim, to, count, ahead);
+      attention::pack_queries<C>(queries, args_.head_dim, to, count);
     }
   }
 
-  void attend_span(int64_t span, float* partials, Lookahead<T>& lookahead) {
-    const Seen seen(args_, tile_, span);
-    const SpanRows<T> rows(pages_of<T>(args_, tile_, kv_head_), span * kSpan, seen.first, seen.end,
-                           reinterpret_cast<const T*>(zeros_));
-    const SpanScales<T> scales(args_, tile_, kv_head_, span * kSpan, seen.first, seen.end);
-    const auto ahead = [&](int64_t bytes) __attribute__((always_inline)) { lookahead.read(bytes); };
-    const auto pack_keys_of = [&](int64_t panel, float* to) {
-      pack_keys<C>(rows.keys + panel * kPanel, args_.head_dim, to, ahead);
+  void attend_span(const Unit& unit, float* partials) {
+    const Seen seen(args_, tile_, unit.span);
+    const SpanMemory<T> memory(args_, plan_, unit, reinterpret_cast<const T*>(zeros_));
+    const SpanScales<T> scales(args_, tile_, unit.kv_head, unit.span * kSpan, seen.first, seen.end);
+    const auto pack_values_of = [&](int64_t panel, int64_t first) {
+      pack_values<C>(memory.values(panel), first, args_.head_dim, packed_values(first, panel),
+                     kSpan / kPerUnit<C> * kPanel);
     };
-    const auto pack_values_of = [&](int64_t panel, float* to) {
-      pack_values<C>(rows.values + panel * kPanel, args_.head_dim, to, kSpan / kPerUnit<C> * kPanel, ahead);
+    const auto stored_keys = [&](int64_t panel) {
+      if (memory.keys_are_vectors()) return memory.keys(panel);
+      memory.gather_keys(panel, words_, gathered_);
+      return packed_panel(gathered_);
     };
-    if (num_strips_ == 1) {  // panels are used once, so they stay in the first-level cache
-      const auto keys = [&](int64_t panel) {
-        pack_keys_of(panel, keys_);
-        return keys_;
+    if (num_strips_ == 1) {  // panels are used once: what can stay where it is does
+      const auto score_panel = [&](int64_t panel) {
+        score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scales.of_keys(panel * kPanel),
+                    scores_ + panel * kPanel);
       };
       const auto mix_values = [&](int64_t first, int64_t end) {
-        for (int64_t panel = first; panel < end; ++panel) {
-          if constexpr (kIsInt<C>) {
-            for (int64_t d = 0; d < args_.head_dim; d += kPanel) {
-              ahead(kPanel * std::min<int64_t>(kPanel, args_.head_dim - d));
-              mix_bytes(weights_ + panel * kPanel / 2, rows.values + panel * kPanel, d, args_.head_dim, rows_,
-                        span_sums_ + d, size_);
-            }
-          } else {
-            pack_values_of(panel, values_);
-            mix_panels(panel, panel + 1, values_, rows_);
-          }
-        }
+        mix_in_place<C>(weights_ + first * kPanel / kPerUnit<C>, memory.values(first), (end - first) * kPanel,
+                        args_.head_dim, rows_, span_sums_, size_);
+        const int64_t rest = args_.head_dim / kPanel * kPanel;
+        if (rest == args_.head_dim) return;
+        for (int64_t panel = first; panel < end; ++panel) pack_values_of(panel, rest);
+        mix_packed(rest, first, end, rows_);
       };
-      return attend_strip(span, 0, keys, scales, mix_values, partials);
+      return attend_strip(unit.span, 0, score_panel, scales, mix_values, partials);
+    }
+    // words of larger blocks lie so far apart that they share few lines of the first-level cache
+    const bool in_place =
+        kUnitsPerWord<C, T> == 1 && memory.keys_are_vectors() && args_.block_size <= kLargestBlockInPlace;
+    for (int64_t panel = seen.first_panel(); !in_place && panel < seen.end_panel(); ++panel) {
+      unpack_keys<C, T>(stored_keys(panel), words_, keys_ + panel * kPanel * units_);
     }
     for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
-      pack_keys_of(panel, keys_ + panel * kPanel * units_);
-    }
-    for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
-      pack_values_of(panel, values_ + panel * kPanel / kPerUnit<C> * kPanel);
+      pack_values_of(panel, 0);
     }
     for (int64_t strip = 0; strip < num_strips_; ++strip) {
-      const auto keys = [&](int64_t panel) { return keys_ + panel * kPanel * units_; };
-      const auto mix_values = [&](int64_t first, int64_t end) {
-        const int64_t count = strip_begin(strip + 1) - strip_begin(strip);
-        mix_panels(first, end, values_ + first * kPanel / kPerUnit<C> * kPanel, count);
+      const int64_t first_row = strip_begin(strip), count = strip_begin(strip + 1) - first_row;
+      const auto score_panel = [&](int64_t panel) {
+        const KeyPanel keys = in_place ? memory.keys(panel) : packed_panel(keys_ + panel * kPanel * units_);
+        score<C, C>(queries_ + first_row * units_, keys, units_, count, factors_ + first_row,
+                    scales.of_keys(panel * kPanel), scores_ + panel * kPanel);
       };
-      attend_strip(span, strip, keys, scales, mix_values, partials);
+      const auto mix_values = [&](int64_t first, int64_t end) { mix_packed(0, first, end, count); };
+      attend_strip(unit.span, strip, score_panel, scales, mix_values, partials);
     }
   }
 
-  // Add the weighted values of some panels of keys, packed at `values`, to those of the span.
-  void mix_panels(int64_t first, int64_t end, const float* values, int64_t count) {
-    for (int64_t d = 0; d < size_; d += kPanel) {
-      mix<C>(weights_ + first * kPanel / kPerUnit<C>, values + d * kSpan / kPerUnit<C>,
-             (end - first) * kPanel / kPerUnit<C>, count, span_sums_ + d, size_);
+  // Words or units that lie as [word][kPanel].
+  static KeyPanel packed_panel(const float* keys) {
+    const char* nothing = reinterpret_cast<const char*>(keys);
+    return {{keys, keys + kLanes}, kPanel, {nothing, nothing}, 0};
+  }
+
+  // Where the values of a panel of keys are packed, from an element on that begins a part of the head.
+  float* packed_values(int64_t element, int64_t panel) const {
+    return values_ + element * kSpan / kPerUnit<C> + panel * kPanel / kPerUnit<C> * kPanel;
+  }
+
+  // The weighted values of some panels of keys, which are packed, from an element on.
+  void mix_packed(int64_t element, int64_t first, int64_t end, int64_t count) {
+    const int64_t first_unit = first * kPanel / kPerUnit<C>, num_units = (end - first) * kPanel / kPerUnit<C>;
+    for (; element < size_; element += kPanel) {
+      mix<C>(weights_ + first_unit, packed_values(element, first), num_units, count, span_sums_ + element, size_);
     }
   }
 
-  // `keys(panel)` gives a packed panel of keys, `mix_values(first, end)` mixes some panels of values.
-  template <typename Keys, typename MixValues>
-  void attend_strip(int64_t span, int64_t strip, const Keys& keys, const SpanScales<T>& scales,
+  // `score_panel(panel)` scores a panel of keys, `mix_values(first, end)` mixes some panels of values.
+  template <typename ScorePanel, typename MixValues>
+  void attend_strip(int64_t span, int64_t strip, const ScorePanel& score_panel, const SpanScales<T>& scales,
                     const MixValues& mix_values, float* partials) {
     const int64_t begin = span * kSpan, first_row = strip_begin(strip), count = strip_begin(strip + 1) - first_row;
-    const auto position = [&](int64_t row) { return tile_.position + row / args_.group(); };
-    const auto first_seen = [&](int64_t row) { return std::max<int64_t>(args_.first_seen(position(row)) - begin, 0); };
-    const auto end_seen = [&](int64_t row) { return std::min<int64_t>(position(row) + 1 - begin, kSpan); };
-    const int64_t first = first_seen(first_row) / kPanel;
-    const int64_t end = (end_seen(first_row + count - 1) + kPanel - 1) / kPanel;
+    const auto seen_by = [&](int64_t row) {
+      const int64_t position = tile_.position + queries_of_rows_[row];
+      return RowSeen{std::max<int64_t>(args_.first_seen(position) - begin, 0),
+                     std::min<int64_t>(position + 1 - begin, kSpan), 0, 0};
+    };
+    const int64_t first = seen_by(first_row).first / kPanel;
+    const int64_t end = (seen_by(first_row + count - 1).end + kPanel - 1) / kPanel;
     Softmax softmax[kMaxTileRows];
     [[maybe_unused]] float weight_scales[kMaxTileRows] = {};
     std::fill(softmax, softmax + count, Softmax{kUnseen, 0.0f});
     if (first < end) {
       for (int64_t panel = first; panel < end; ++panel) {
-        score<C>(queries_ + first_row * units_, keys(panel), units_, count, factors_ + first_row,
-                 scales.of_keys(panel * kPanel), scores_ + panel * kPanel);
+        score_panel(panel);
+      }
+      RowSeen seen[kMaxTileRows];
+      for (int64_t i = 0; i < count; ++i) {  // apart from the weights: the next row need not wait for a row's maximum
+        seen[i] = seen_by(first_row + i);
+        seen[i].begin_panels = first * kPanel;
+        seen[i].end_panels = end * kPanel;
+        softmax[i].maximum = largest_score(scores_ + i * kSpan, seen[i]);
       }
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = first_row + i;
-        if (first_seen(row) >= end_seen(row)) continue;
-        const int64_t begin_key = first * kPanel, end_key = end * kPanel;
-        float* weights = weights_ + i * kSpan / kPerUnit<C>;
+        if (seen[i].first >= seen[i].end) continue;
+        float *scores = scores_ + i * kSpan, *weights = weights_ + i * kSpan / kPerUnit<C>;
         if constexpr (kIsInt<C>) {
-          float* scores = scores_ + i * kSpan;
-          softmax[i] = weigh<float>(scores, begin_key, end_key, first_seen(row), end_seen(row), scores);
-          weight_scales[i] = quantize_weights(scores, scales.values, begin_key, end_key, first_seen(row), end_seen(row),
-                                              reinterpret_cast<int16_t*>(weights));
+          softmax[i].total = weigh_shorts(scores, softmax[i].maximum, scales.values, seen[i],
+                                          reinterpret_cast<int16_t*>(weights), weight_scales[i]);
         } else {
-          softmax[i] = weigh<C>(scores_ + i * kSpan, begin_key, end_key, first_seen(row), end_seen(row), weights);
+          softmax[i].total = weigh<C>(scores, softmax[i].maximum, seen[i], weights);
         }
       }
-      std::fill(span_sums_, span_sums_ + count * size_, 0.0f);
       mix_values(first, end);
       if constexpr (kIsInt<C>) {
         for (int64_t i = 0; i < count; ++i) scale_sums(span_sums_ + i * size_, size_, weight_scales[i]);
@@ -213,10 +237,13 @@ class TileRows {
   static constexpr double kLog2E = 1.4426950408889634;
 
   const PagedAttention& args_;
+  const Plan& plan_;
+  const Unit unit_;
   const Tile& tile_;
-  int64_t kv_head_, rows_, units_, size_, num_strips_;
-  float *keys_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
+  int64_t group_ = args_.group(), rows_, words_, units_, size_, num_strips_;
+  float *keys_, *gathered_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
   float* factors_;  // [rows], of what a query and a key give
+  int32_t* queries_of_rows_;  // [rows], in the tile
   Softmax* softmax_;
 };
 
@@ -224,20 +251,18 @@ template <typename Q, typename T, typename C>
 void attend(const PagedAttention& args, int64_t num_sequences) {
   const Plan plan(args, num_sequences);
   parallel_for(plan.num_items(), [&](int64_t index) {
-    const Piece& piece = plan.piece(index);
-    const Tile& tile = plan.tile(piece);
-    Lookahead<T> lookahead(args, plan, index);
-    for (int64_t i = 0; i < plan.heads_per_item; ++i) {
-      const int64_t kv_head = plan.first_head(index) + i;
-      TileRows<Q, T, C> rows(args, tile, kv_head);
+    Unit unit(plan, index);
+    const Tile& tile = plan.tile(*unit.piece);
+    for (; unit.kv_head < unit.first_head + plan.heads_per_item; ++unit.kv_head) {
+      TileRows<Q, T, C> rows(args, plan, unit);
       if (tile.num_pieces == 1) {
-        rows.attend(piece, nullptr, lookahead);
+        rows.attend(nullptr);
       } else {
         const int64_t spans = tile.end_span - tile.first_span;
         float* partials = plan.partials + tile.partials +
-                          kv_head * spans * tile.num_queries * args.group() * Plan::row_size(args);
-        rows.attend(piece, partials, lookahead);
-        auto& unfinished = plan.unfinished[piece.tile * args.num_kv_heads + kv_head];
+                          unit.kv_head * spans * tile.num_queries * args.group() * Plan::row_size(args);
+        rows.attend(partials);
+        auto& unfinished = plan.unfinished[unit.piece->tile * args.num_kv_heads + unit.kv_head];
         if (unfinished.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
         rows.merge_all(partials);
       }

@@ -9,21 +9,24 @@
 namespace triptych::attention {
 
 // The keys and values of one sequence and key head, in pages.
+//
+// Keys lie as their products need them, one word of all keys of a block after the other: [words][block_size][elements of
+// a word], where a word has four bytes. Values are [block_size][head_dim].
 template <typename T>
 struct Pages {
-  const T* first;         // keys of the head in block 0: [block_size, head_dim]
+  const T* first;         // keys of the head in block 0
   const int32_t* blocks;  // of the sequence
   int64_t stride;         // elements from block to block
-  int64_t values;         // elements from a key to its value
+  int64_t values;         // elements from keys to values
   int64_t block_size, head_dim;
 
-  // f(first key, number of keys, address of the first) for each page that [begin, end) touches
+  // f(first key, number of keys, keys of its block, place of the first in them) for each block that [begin, end) touches
   template <typename F>
   void for_pages(int64_t begin, int64_t end, const F& f) const {
     int64_t block = begin / block_size, offset = begin - block * block_size;
     for (int64_t key = begin; key < end; ++block, offset = 0) {
       const int64_t count = std::min(end - key, block_size - offset);
-      f(key, count, first + blocks[block] * stride + offset * head_dim);
+      f(key, count, first + blocks[block] * stride, offset);
       key += count;
     }
   }
@@ -44,29 +47,6 @@ inline Pages<float> scales_of(const PagedAttention& args, const Tile& tile, int6
   return pages_of<float>(args, tile, kv_head, args.kv_scales, 1);
 }
 
-// Addresses of the keys of a span and of their values, or of zeros for keys that no row sees.
-template <typename T>
-struct SpanRows {
-  const T* keys[kSpan];
-  const T* values[kSpan];
-
-  // Rows see keys [first, end) of the span at `begin`; all of the panels they touch are filled in.
-  SpanRows(const Pages<T>& pages, int64_t begin, int64_t first, int64_t end, const T* zeros) {
-    const auto fill = [&](int64_t from, int64_t to) {
-      std::fill(keys + from, keys + to, zeros);
-      std::fill(values + from, values + to, zeros);
-    };
-    fill(first / kPanel * kPanel, first);
-    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const T* from) {
-      for (int64_t i = key - begin; count > 0; ++i, --count, from += pages.head_dim) {
-        keys[i] = from;
-        values[i] = from + pages.values;
-      }
-    });
-    fill(end, (end + kPanel - 1) / kPanel * kPanel);
-  }
-};
-
 // Scales of the keys of a span and of their values; none of a cache that has none.
 template <typename T>
 struct SpanScales {
@@ -79,7 +59,7 @@ struct SpanScales<int8_t> {
   float keys[kSpan];
   float values[kSpan];
 
-  // As those of SpanRows; what pads a panel gets 0.
+  // What pads a panel gets 0.
   SpanScales(const PagedAttention& args, const Tile& tile, int64_t kv_head, int64_t begin, int64_t first, int64_t end) {
     const Pages<float> pages = scales_of(args, tile, kv_head);
     const auto fill = [&](int64_t from, int64_t to) {
@@ -87,8 +67,8 @@ struct SpanScales<int8_t> {
       std::fill(values + from, values + to, 0.0f);
     };
     fill(first / kPanel * kPanel, first);
-    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const float* from) {
-      const float* from_values = from + pages.values;
+    pages.for_pages(begin + first, begin + end, [&](int64_t key, int64_t count, const float* page, int64_t offset) {
+      const float *from = page + offset, *from_values = from + pages.values;
       int64_t to = key - begin;
       for (; count >= kLanes; count -= kLanes, to += kLanes, from += kLanes, from_values += kLanes) {
         store(keys + to, load(from));

@@ -42,6 +42,7 @@ struct PagedAttention {
 };
 
 constexpr int64_t kTileRows = 96;        // of a tile of several queries: packing is then a tenth of the work
+constexpr int64_t kWideTileRows = 192;   // where there are tiles enough for all threads
 constexpr int64_t kPackingRows = 8;      // that packing a tile's keys and values is worth
 constexpr int64_t kPiecesPerThread = 4;  // so that none has long to wait for the last
 
@@ -72,7 +73,10 @@ class Plan {
  public:
   Plan(const PagedAttention& args, int64_t num_sequences) {
     static thread_local Scratch tile_memory, piece_memory, partial_memory, count_memory;
-    const int64_t queries_per_tile = std::max<int64_t>(kTileRows / args.group(), 1);
+    const int64_t pieces_wanted = kPiecesPerThread * num_threads();
+    const int64_t num_rows = args.query_starts[num_sequences] * args.num_heads;
+    const int64_t tile_rows = num_rows >= kWideTileRows * pieces_wanted ? kWideTileRows : kTileRows;
+    const int64_t queries_per_tile = std::max<int64_t>(tile_rows / args.group(), 1);
     int64_t max_tiles = 0;
     for (int64_t i = 0; i < num_sequences; ++i) {
       max_tiles += (args.query_starts[i + 1] - args.query_starts[i] + queries_per_tile - 1) / queries_per_tile;
@@ -94,7 +98,6 @@ class Plan {
         }
       }
     }
-    const int64_t pieces_wanted = kPiecesPerThread * num_threads();
     const int64_t limit = std::max<int64_t>(work * args.num_kv_heads / pieces_wanted, 1);
     pieces = static_cast<Piece*>(piece_memory.get((2 * num_tiles + pieces_wanted) * sizeof(Piece)));
     int64_t num_partials = 0;

@@ -1,11 +1,11 @@
 // This step's keys and values into their slots of the paged cache, rounded to its dtype; into one of 8 bits quantized,
-// each vector with its own scale.
+// each vector with its own scale. Keys are written as attention reads them, see pages.h.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
 
-#include "simd/ivec.h"
+#include "simd/vec.h"
 #include "kernel.h"
 #include "parallel.h"
 
@@ -21,7 +21,7 @@ struct WriteKv {
   const void* value;      // [rows, num_kv_heads, head_dim], the last axis dense
   int64_t value_stride;
   int64_t value_head_stride;
-  void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim], keys in words
   float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
   const int64_t* slots;   // [rows], block * block_size + offset, or -1: the row is skipped
   int64_t num_kv_heads;
@@ -29,6 +29,7 @@ struct WriteKv {
   int64_t head_dim;
 };
 
+constexpr int64_t kWordBytes = 4;  // of keys
 constexpr int64_t kElementsPerIndex = 16 << 10;  // about 2 us
 
 template <typename X, typename T>
@@ -73,33 +74,47 @@ float quantize(const X* from, int8_t* to, int64_t size) {
   return scale;
 }
 
-// One vector into the cache, `at` elements from its start.
+// One vector in the dtype of the cache; in 8 bits with its scale, number `place` of all scales.
 template <typename X, typename T>
-void write(const WriteKv& args, const X* from, int64_t at) {
-  T* to = static_cast<T*>(args.kv_cache) + at;
+void convert(const WriteKv& args, const X* from, T* to, [[maybe_unused]] int64_t place) {
   if constexpr (std::is_same_v<T, int8_t>) {
-    args.kv_scales[at / args.head_dim] = quantize(from, to, args.head_dim);
+    args.kv_scales[place] = quantize(from, to, args.head_dim);
   } else {
     copy(from, to, args.head_dim);
   }
 }
 
+// The words of a key to place `offset` of a block of keys.
+template <typename T>
+void scatter(const T* key, int64_t num_words, int64_t block_size, T* block, int64_t offset) {
+  constexpr int64_t kElements = kWordBytes / sizeof(T);
+  for (int64_t word = 0; word < num_words; ++word) {
+    std::memcpy(block + (word * block_size + offset) * kElements, key + word * kElements, kWordBytes);
+  }
+}
+
 template <typename X, typename T>
 void write_rows(const WriteKv& args, int64_t rows) {
-  const int64_t head_size = args.block_size * args.head_dim, half = args.num_kv_heads * head_size;
+  T* const cache = static_cast<T*>(args.kv_cache);
   const int64_t row_size = 2 * args.num_kv_heads * args.head_dim;
+  const int64_t num_words = args.head_dim * sizeof(T) / kWordBytes;
   const int64_t rows_per_index = std::max<int64_t>(kElementsPerIndex / row_size, 1);
   parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
+    static thread_local Scratch scratch;
+    T* const converted = static_cast<T*>(scratch.get(args.head_dim * sizeof(T)));
     const int64_t end = std::min((index + 1) * rows_per_index, rows);
     for (int64_t row = index * rows_per_index; row < end; ++row) {
       const int64_t slot = args.slots[row];
       if (slot < 0) continue;
       const X* key = static_cast<const X*>(args.key) + row * args.key_stride;
       const X* value = static_cast<const X*>(args.value) + row * args.value_stride;
-      int64_t at = slot / args.block_size * 2 * half + slot % args.block_size * args.head_dim;
-      for (int64_t head = 0; head < args.num_kv_heads; ++head, at += head_size) {
-        write<X, T>(args, key + head * args.key_head_stride, at);
-        write<X, T>(args, value + head * args.value_head_stride, at + half);
+      const int64_t block = slot / args.block_size, offset = slot - block * args.block_size;
+      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+        const int64_t keys = (block * 2 * args.num_kv_heads + head) * args.block_size;  // vectors before the block's
+        const int64_t values = keys + args.num_kv_heads * args.block_size;
+        convert(args, key + head * args.key_head_stride, converted, keys + offset);
+        scatter(converted, num_words, args.block_size, cache + keys * args.head_dim, offset);
+        convert(args, value + head * args.value_head_stride, cache + (values + offset) * args.head_dim, values + offset);
       }
     }
   });

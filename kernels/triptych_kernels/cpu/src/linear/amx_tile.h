@@ -15,6 +15,7 @@
 
 #include "simd/amx.h"
 #include "linear/panel.h"
+#include "simd/scalar.h"
 
 namespace triptych::amx {
 
@@ -22,7 +23,6 @@ constexpr int64_t kMaxRows = 2 * kTileRows;
 constexpr int64_t kStep = kTileRowBytes / sizeof(bf16);               // inputs
 constexpr int64_t kPairsBytes = kPanel * 2 * sizeof(bf16);            // of one pair of inputs in a panel
 constexpr int64_t kStepBytes = kStep / 2 * kPairsBytes;               // of a panel
-constexpr int64_t kLineBytes = 64;
 // Ahead of the weights in hand, past a panel into the next: so much is under way at 20 GB/s and 200 ns.
 constexpr int64_t kAheadBytes = 2 * kStepBytes;
 static_assert(kPairsBytes == 2 * kTileRowBytes, "half a panel is as wide as a tile");

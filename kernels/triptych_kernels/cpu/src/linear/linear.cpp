@@ -1,15 +1,15 @@
 // Products with packed float32 and bfloat16 weights, float32 sums.
 #include "linear/block.h"
+#include "linear/float_tile.h"
 
 namespace triptych {
 namespace {
 
-template <typename T>
-void multiply_all(const Linear& args, int64_t rows) {
-  const T* const x = static_cast<const T*>(args.x);
-  const T* const weights = static_cast<const T*>(args.weight);
+void multiply_bfloat16(const Linear& args, int64_t rows) {
+  const bf16* const x = static_cast<const bf16*>(args.x);
+  const bf16* const weights = static_cast<const bf16*>(args.weight);
   const int64_t panel_size = args.in_features * kPanel;
-  for_blocks(rows, args.in_features * sizeof(T), args.num_panels(), panel_size * sizeof(T), kBlockRows<T>,
+  for_blocks(rows, args.in_features * sizeof(bf16), args.num_panels(), panel_size * sizeof(bf16), kBlockRows<bf16>,
              [&](const Block& block) {
                multiply_block(args, x, args.x_stride, weights + block.first_panel * panel_size, block);
              });
@@ -73,7 +73,7 @@ void embed(const Embedding& args, int64_t rows) {
     const Place place = place_of(args.token_ids[row], -1);
     from += place.panel * args.size * kPanel + place.lane * kTogether;
     for (int64_t k = 0; k < args.size; k += kTogether, from += kPanel * kTogether) {
-      prefetch(from + 16 * kPanel * kTogether);
+      prefetch_once(from + 16 * kPanel * kTogether);
       for (int64_t i = 0; i < kTogether; ++i) store_one(to + k + i, to_float(from[i]));
     }
   });
@@ -91,8 +91,8 @@ struct GatherRows {
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,
                 dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, epilogue) {
-  if (args.dtype == triptych::kFloat32) return triptych::multiply_all<float>(args, rows);
-  triptych::multiply_all<triptych::bf16>(args, rows);
+  if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(args, rows);
+  triptych::multiply_bfloat16(args, rows);
 }
 
 TRIPTYCH_KERNEL(pack_rows, triptych::Pack,

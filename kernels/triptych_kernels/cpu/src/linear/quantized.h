@@ -20,12 +20,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd/ivec.h"
+#include "simd/vec.h"
 #include "linear/panel.h"
 
 namespace triptych {
 
 constexpr int kGroup = 32;
+constexpr int64_t kAheadBytes = 8192;         // of the weights in hand: they are so small that less is too late
+constexpr float kSmallestMagnitude = 1e-30f;  // a group with less counts as 0, since its inverse might not be finite
 
 template <int Bits, bool Affine>
 struct Format {
@@ -68,34 +70,6 @@ constexpr auto pair_order() {
 }
 template <int Bits>
 inline constexpr auto kPairOrder = pair_order<Bits>();
-
-// out[2i] = first[i], out[2i + 1] = second[i]
-inline void store_pairs(bf16* out, vec first, vec second) {
-#if defined(__AVX512BF16__)
-  const __m512bh halves = _mm512_cvtne2ps_pbh(second.v, first.v);
-  __m512i bits;
-  std::memcpy(&bits, &halves, sizeof bits);
-  alignas(64) static constexpr auto kOrder = [] {
-    struct {
-      int16_t from[2 * kLanes];
-    } order{};
-    for (int i = 0; i < kLanes; ++i) {
-      order.from[2 * i] = i;
-      order.from[2 * i + 1] = kLanes + i;
-    }
-    return order;
-  }();
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), bits));
-#else
-  bf16 halves[2][kLanes];
-  store(halves[0], first);
-  store(halves[1], second);
-  for (int i = 0; i < kLanes; ++i) {
-    out[2 * i] = halves[0][i];
-    out[2 * i + 1] = halves[1][i];
-  }
-#endif
-}
 
 // Pair `pair` of each word.
 template <int Bits, int Pair>

@@ -1,6 +1,7 @@
 // Products with packed 4- and 8-bit weights.
 //
-// Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16. The integers of a group
+// Inputs are rounded to 16-bit integers with a scale per row and group, finer than bfloat16; or to 8-bit ones, of
+// which quantized_bytes.h makes twice as many products in the same time. The integers of a group
 // multiply exactly; then each output is one chain of float32 sums over its groups in order, for any number of
 // rows, so a row's result does not depend on its batch.
 //
@@ -9,6 +10,7 @@
 
 #include "linear/block.h"
 #include "linear/quantized.h"
+#include "linear/quantized_bytes.h"
 
 namespace triptych {
 namespace {
@@ -17,18 +19,16 @@ struct QuantizedLinear {
   Linear linear;   // dtype is that of x
   int64_t bits;
   int64_t affine;
+  int64_t input_bits;  // 8 or 16
   int64_t wide_rows;  // so many rows or more are multiplied in bfloat16
 };
 
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6;      // 24 sums, two weights, two words, a mask and an input in 32 registers
-constexpr int kLoneTileRows = 8;  // one tile that keeps some sums in memory is faster than two
-#else
-constexpr int kTileRows = 2, kLoneTileRows = 2;
-#endif
-constexpr int64_t kAheadBytes = 8192;  // of the weights in hand: they are so small that less is too late
+// 24 sums, two weights, two words, a mask and an input in 32 registers
+constexpr int kTileRows = kRegisters == 32 ? 6 : 2;
+// one tile that keeps some sums in memory is faster than two
+constexpr int kLoneTileRows = kRegisters == 32 ? 8 : 2;
 constexpr int64_t kRowsPerIndex = 8;
-constexpr float kLargestInteger = 32767.0f, kSmallestMagnitude = 1e-30f;
+constexpr float kLargestInteger = 32767.0f;
 
 // `values` in the order in which products read them.
 template <int Bits>
@@ -109,8 +109,7 @@ void multiply(const Activations* x, int64_t groups, const char* panel, vec (&out
 #pragma GCC unroll 1  // the code of all tiles together stays small; this long a body gains nothing
     for (int word = 0; word < F::kWords; ++word) {
       const char* at = words + word * kPanel * sizeof(uint32_t);
-      prefetch(at + kAheadBytes);
-      prefetch(at + kLanes * sizeof(uint32_t) + kAheadBytes);
+      prefetch_once<kPanel * sizeof(uint32_t)>(at + kAheadBytes);
       const ivec first = load_ints(at), second = load_ints(at + kLanes * sizeof(uint32_t));
       unroll<F::kPairs>([&](auto pair) {
         const ivec weights[2] = {pair_of<F::kBits, pair>(first), pair_of<F::kBits, pair>(second)};
@@ -220,10 +219,12 @@ void multiply_wide(const Linear& args, int64_t rows) {
 
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
-                linear.out_stride, linear.in_features, linear.out_features, linear.epilogue, bits, affine, wide_rows) {
+                linear.out_stride, linear.in_features, linear.out_features, linear.epilogue, bits, affine,
+                input_bits, wide_rows) {
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
     if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);
+    if (args.input_bits == 8) return triptych::bytes::multiply<F>(args.linear, rows);
     triptych::multiply_narrow<F>(args.linear, rows);
   });
 }

@@ -1,5 +1,6 @@
 // Filling packed 4- and 8-bit weights, and reading rows back.
 #include "linear/quantized.h"
+#include "simd/scalar.h"
 
 namespace triptych {
 namespace {
@@ -41,9 +42,6 @@ struct Block {
   uint16_t minimum;        // float16, of kQ4_1
   uint8_t bytes[kGroup];   // the first 16 of 4-bit types: input i in the low nibble of byte i, i + 16 in its high one
 };
-
-inline float from_half(uint16_t half) { return _cvtsh_ss(half); }
-inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
 inline int64_t block_bytes(int64_t type) { return type == kQ4_0 ? 18 : type == kQ4_1 ? 20 : 34; }
 

@@ -1,22 +1,16 @@
-// Products of a tile of rows with one panel of float32 or bfloat16 weights.
+// Products of a tile of rows with one panel of bfloat16 weights.
 //
 // Each output is one chain of sums over its inputs in order, for any number of rows, so a row's result does
 // not depend on its batch.
 #pragma once
 
 #include "linear/panel.h"
+#include "simd/scalar.h"
 
 namespace triptych {
 
-#if defined(__AVX512F__)
-constexpr int kMaxTileRows = 12;  // 24 sums, two weights and an input in 32 registers
-#else
-constexpr int kMaxTileRows = 6;
-#endif
+constexpr int kMaxTileRows = kRegisters == 32 ? 12 : 6;  // 24 sums, two weights and an input in 32 registers
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the weights in hand; past a panel lies the next one
-
-// Past the caches that the rest of the worker lives in: a step reads more weights than they hold, and each once.
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_NTA); }
 
 // Inputs of a tile's rows, one step at a time. Every third row has a pointer of its own and the next two are reached
 // from it by one and two strides, which an instruction's address can say: twelve addresses would not fit the
@@ -40,102 +34,41 @@ struct Inputs {
   }
 };
 
-// out[row][half] = x[row] . panel, over `in_features`
-template <int Rows>
-void multiply(const float* x, int64_t x_stride, const float* panel, int64_t in_features, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  Inputs<float> inputs(x, x_stride);
-  for (int64_t k = 0; k < in_features; ++k, panel += kPanel, inputs.advance(1)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
-    prefetch(panel + kPrefetchBytes / sizeof *panel + kLanes);
-    const vec first = load(panel), second = load(panel + kLanes);
-    unroll<Rows>([&](auto row) {
-      const vec value = splat(*inputs.row(row));
-      sums[row][0] = fma(value, first, sums[row][0]);
-      sums[row][1] = fma(value, second, sums[row][1]);
-    });
-  }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
-}
-
-#if defined(__AVX512BF16__)
-
-inline __m512bh as_pairs(__m512i bits) {
-  __m512bh pairs;
-  std::memcpy(&pairs, &bits, sizeof pairs);
-  return pairs;
-}
-
+// out[row][half] = x[row] . panel, over `in_features`, in pairs: by the instruction for them, or as two products in
+// float32.
 template <int Rows>
 void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features, vec (&out)[Rows][2]) {
   vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
   unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
   Inputs<bf16> inputs(x, x_stride);
   for (int64_t k = 0; k < in_features; k += 2, panel += 2 * kPanel, inputs.advance(2)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
-    prefetch(panel + kPrefetchBytes / sizeof *panel + kPanel);
-    const __m512bh first = as_pairs(_mm512_loadu_si512(panel)), second = as_pairs(_mm512_loadu_si512(panel + kPanel));
-    unroll<Rows>([&](auto row) {
-      int32_t pair;
-      std::memcpy(&pair, inputs.row(row), sizeof pair);
-      const __m512bh value = as_pairs(_mm512_set1_epi32(pair));
-      sums[row][0].v = _mm512_dpbf16_ps(sums[row][0].v, value, first);
-      sums[row][1].v = _mm512_dpbf16_ps(sums[row][1].v, value, second);
-    });
-  }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
-}
-
-#else
-
-// The two bfloat16 of each 32-bit lane: the even ones of a panel, and the odd ones.
-inline vec even(vec pairs);
-inline vec odd(vec pairs);
-#if defined(__AVX512F__)
-inline vec even(vec pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))}; }
-inline vec odd(vec pairs) {
-  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs.v), _mm512_set1_epi32(~0xffff)))};
-}
-#else
-inline vec even(vec pairs) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))}; }
-inline vec odd(vec pairs) {
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(~0xffff)))};
-}
-#endif
-
-// Without an instruction for it: the same pairs as two products in float32.
-template <int Rows>
-void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features, vec (&out)[Rows][2]) {
-  vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
-  Inputs<bf16> inputs(x, x_stride);
-  for (int64_t k = 0; k < in_features; k += 2, panel += 2 * kPanel, inputs.advance(2)) {
-    prefetch(panel + kPrefetchBytes / sizeof *panel);
+    prefetch_once<2 * kPanel * sizeof *panel>(panel + kPrefetchBytes / sizeof *panel);
     const vec halves[2] = {load(reinterpret_cast<const float*>(panel)),
                            load(reinterpret_cast<const float*>(panel + kPanel))};
-    unroll<2>([&](auto half) {
-      const vec low = even(halves[half]), high = odd(halves[half]);
+    if constexpr (kHasBf16Products) {
       unroll<Rows>([&](auto row) {
-        const bf16* pair = inputs.row(row);
-        sums[row][half] = fma(splat(to_float(pair[0])), low, sums[row][half]);
-        sums[row][half] = fma(splat(to_float(pair[1])), high, sums[row][half]);
+        int32_t pair;
+        std::memcpy(&pair, inputs.row(row), sizeof pair);
+        const vec value = as_vec(splat_int(pair));
+        sums[row][0] = add_bf16_dot(sums[row][0], value, halves[0]);
+        sums[row][1] = add_bf16_dot(sums[row][1], value, halves[1]);
       });
-    });
+    } else {
+      unroll<2>([&](auto half) {
+        const vec low = even(halves[half]), high = odd(halves[half]);
+        unroll<Rows>([&](auto row) {
+          const bf16* pair = inputs.row(row);
+          sums[row][half] = fma(splat(to_float(pair[0])), low, sums[row][half]);
+          sums[row][half] = fma(splat(to_float(pair[1])), high, sums[row][half]);
+        });
+      });
+    }
   }
   unroll<Rows>([&](auto row) {
     out[row][0] = sums[row][0];
     out[row][1] = sums[row][1];
   });
 }
-
-#endif
 
 template <int Rows, typename T>
 void multiply_tile(const Linear& args, const T* x, int64_t x_stride, const T* weights, int64_t row, int64_t panel) {

@@ -2,51 +2,11 @@
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 
 #include "simd/vec.h"
 
 namespace triptych {
-
-// Vectors of u64 of which the low halves are the u32 in hand: where products of 32 x 32 bits come and go without a
-// shuffle. The high halves hold remains, which nothing reads.
-#if defined(__AVX512F__)
-
-using u64s = __m512i;
-constexpr int kCounterLanes = 8;
-inline u64s splat_u64(uint64_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); }
-inline u64s first_numbers() { return _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7); }
-inline u64s add(u64s a, u64s b) { return _mm512_add_epi64(a, b); }
-inline u64s multiply_low(u64s a, u64s b) { return _mm512_mul_epu32(a, b); }
-inline u64s high_half(u64s a) { return _mm512_srli_epi64(a, 32); }
-inline u64s exclusive_or(u64s a, u64s b, u64s c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-inline u64s larger_u32(u64s a, u64s b) { return _mm512_max_epu32(a, b); }
-// Bit 2 * i is for lane i.
-inline uint32_t low_at_least(u64s a, uint32_t bound) {
-  return _mm512_mask_cmpge_epu32_mask(0x5555, a, _mm512_set1_epi32(static_cast<int>(bound)));
-}
-inline void store(uint64_t* to, u64s a) { _mm512_storeu_si512(to, a); }
-
-#else
-
-using u64s = __m256i;
-constexpr int kCounterLanes = 4;
-inline u64s splat_u64(uint64_t x) { return _mm256_set1_epi64x(static_cast<int64_t>(x)); }
-inline u64s first_numbers() { return _mm256_setr_epi64x(0, 1, 2, 3); }
-inline u64s add(u64s a, u64s b) { return _mm256_add_epi64(a, b); }
-inline u64s multiply_low(u64s a, u64s b) { return _mm256_mul_epu32(a, b); }
-inline u64s high_half(u64s a) { return _mm256_srli_epi64(a, 32); }
-inline u64s exclusive_or(u64s a, u64s b, u64s c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-inline u64s larger_u32(u64s a, u64s b) { return _mm256_max_epu32(a, b); }
-inline uint32_t low_at_least(u64s a, uint32_t bound) {
-  const __m256i reaches = _mm256_cmpeq_epi32(larger_u32(a, _mm256_set1_epi32(static_cast<int>(bound))), a);
-  return _mm256_movemask_ps(_mm256_castsi256_ps(reaches)) & 0x55;
-}
-inline void store(uint64_t* to, u64s a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
-
-#endif
 
 // The noise of one row: key = seed, counter = (position, token id / 4, 0), word = token id % 4.
 class Noise {

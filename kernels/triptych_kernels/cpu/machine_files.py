@@ -1,0 +1,125 @@
+"""Files of what was found out about this kind of machine, so that only its first process finds it out."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from triptych_kernels.cpu import library
+from triptych_kernels.cpu.build import library_path
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+Json = dict[str, object]
+
+_VERSION = 1
+"""Version of the files and of how their content is found out; files of other versions are replaced."""
+_IDENTITY = (
+    "model name", "cpu family", "model", "stepping", "flags",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
+)  # fmt: skip
+
+
+def machine_key(isa: str) -> Json:
+    """Return what tells this kind of machine from others: the processor, and the content of the native library.
+
+    Raises:
+        OSError: There is no library for the instruction set.
+    """
+    return {"processor": _processor(), "isa": isa, "library": _digest(library_path(isa))}
+
+
+def read_or_make(
+    directory: Path, name: str, key: Json, make: Callable[[], Json], parse: Callable[[Json], Found]
+) -> Found:
+    """Return what the file for `key` holds, or else what `make` finds, which is then written.
+
+    Processes that ask together find it out in turn. A file that is damaged, of another version or of another key is
+    replaced. A directory that cannot be written is a warning.
+
+    Args:
+        directory: Made at need.
+        name: First part of the file's name.
+        parse: Makes the result; raises KeyError, TypeError or ValueError for what it does not understand.
+    """
+    path = (
+        directory / f"{name}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    )
+    if (kept := _read(path, key, parse)) is not None:
+        return kept
+    with _locked(path):
+        if (kept := _read(path, key, parse)) is not None:  # another process has just made it
+            return kept
+        content = make()
+        try:
+            _write(path, {"version": _VERSION, "key": key, "found": content})
+        except OSError as error:
+            log.warning(
+                "%s cannot be written (%s), so every start finds out anew; set TRIPTYCH_HOME", path, error
+            )
+        return parse(content)
+
+
+def _read(path: Path, key: Json, parse: Callable[[Json], Found]) -> Found | None:
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != _VERSION or content["key"] != key:
+            return None
+        return parse(content["found"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, content: Json) -> None:
+    """Write the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.chmod(scratch, 0o644)  # mkstemp made it private; the cache may be shared
+        os.replace(scratch, path)
+    except OSError:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes for this file, as far as the directory can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _processor() -> dict[str, str]:
+    """Return the identity of the first processor, as far as the system has it."""
+    if not library.CPUINFO.is_file():
+        return {"machine": platform.machine(), "flags": " ".join(sorted(library.processor_flags()))}
+    first = library.CPUINFO.read_text().partition("\n\n")[0]
+    pairs = (line.partition(":")[::2] for line in first.splitlines())
+    return {name.strip(): value.strip() for name, value in pairs if name.strip() in _IDENTITY}
+
+
+@cache
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,241 @@
+"""The check of native kernels before they are used: their products against plain torch, on small operands.
+
+A library that computes wrongly here, or dies, is refused, and the next narrower instruction set is checked. The result
+is kept in a file, so only the first start on a kind of machine takes the time, and the first with other libraries.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.attention import keys_in_words
+from triptych_kernels.cpu.build import AMX_EMULATED
+from triptych_kernels.cpu.library import (
+    forced_isa,
+    refuse,
+    refused_isas,
+    threads_in_use,
+    usable_isas,
+    use_threads,
+)
+from triptych_kernels.cpu.machine_files import Json, machine_key, read_or_make
+from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.kv_scales import LARGEST_ELEMENT
+from triptych_kernels.ops import linear, paged_attention
+from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
+from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE
+from triptych_kernels.weights.packed import WIDENED_DTYPES, PackedWeight, WidenedWeight
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Version of the checks; results of other versions are not used."""
+_MAY_DIE = ("amx", AMX_EMULATED)
+"""Instruction sets that a system may name and not let a process use; their kernels run in a child process first."""
+
+_NUM_ROWS, _OUT_FEATURES, _IN_FEATURES = (
+    35,
+    40,
+    3 * GROUP_SIZE,
+)  # more rows than AMX's tiles hold, no whole panels
+_INPUT_UNIT, _WEIGHT_UNIT = (
+    2.0**-6,
+    2.0**-4,
+)  # inputs and weights are small multiples of these, exact in every form
+_FLOAT_SUMS = 2.0**-18  # error of sums in float32, as a part of the sum of sizes
+_QUANTIZED_FORMS: tuple[tuple[str, Literal[8, 16], int, float], ...] = (
+    ("", 16, NEVER, 2.0**-15),
+    (" of 8-bit inputs", 8, NEVER, 2.0**-7),
+    (" wide", 16, 1, 0.0),
+)
+"""Forms of quantized products: name, `input_bits`, `wide_rows`, and the `rounding` of `_linear_check`."""
+_NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
+_QUERY_LENS, _SEQ_LENS = (5, 1), (21, 37)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """A product on given operands, and how far its result may be from that of plain torch."""
+
+    name: str
+    """Kernel and form, for the warning."""
+    forward: Callable[[Recording], Tensor]
+    """Computes the product from inputs that it declares, whose rows are counted as `rows` and `requests`."""
+    expected: Tensor
+    """[rows, …]"""
+    tolerance: Tensor | float
+    """Largest difference that rounding explains, for each element or for all."""
+
+
+def check_isas(directory: Path) -> None:
+    """Refuse usable instruction sets whose kernels are wrong, from the widest on until one is right.
+
+    Each of them is a warning. Call this before weights are packed.
+
+    Args:
+        directory: Directory of the files that keep the results.
+    """
+    for isa in usable_isas():
+        if isa in refused_isas():
+            continue
+        try:
+            key: Json = {**machine_key(isa), "checks": _VERSION}
+            problem = read_or_make(directory, "check", key, partial(_found, isa), _problem_in)
+        except (OSError, MemoryError) as error:
+            log.warning("native kernels: %s cannot be checked (%s), and is used unchecked", isa, error)
+            return
+        if not problem:
+            return
+        refuse(isa, problem)
+        log.warning("native kernels: %s is not used: %s", isa, problem)
+
+
+def _found(isa: str) -> Json:
+    return {"problem": find_problem(isa)}
+
+
+def _problem_in(found: Json) -> str:
+    return str(found["problem"])
+
+
+def find_problem(isa: str) -> str:
+    """Return what the kernels of one of the built instruction sets do wrong, or an empty string.
+
+    Raises:
+        MemoryError: The system has no memory for the check.
+    """
+    with forced_isa(isa):
+        try:
+            before = threads_in_use()
+            use_threads(1)
+            try:
+                return next(filter(None, (_problem_of(check, isa) for check in create_checks())), "")
+            finally:
+                use_threads(before)
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # the library is of other sources than these files
+            return f"the library does not fit: {error}"
+
+
+def _problem_of(check: Check, isa: str) -> str:
+    program = record(lambda recording: [check.forward(recording)])
+    counts = {"rows": len(check.expected), "requests": len(_SEQ_LENS)}
+    if isa in _MAY_DIE and (ending := program.run_in_child(counts)):
+        return f"{check.name} {ending}"
+    program.run(counts)
+    difference = (program.outputs[0].double() - check.expected).abs().nan_to_num(nan=torch.inf)
+    if bool((difference > check.tolerance).any()):
+        return f"{check.name} differs from plain torch by up to {float(difference.max()):.3g}"
+    return ""
+
+
+def create_checks() -> Iterator[Check]:
+    """Yield the checks, with operands packed for the instruction set in use."""
+    random = torch.Generator().manual_seed(0)
+    yield from _linear_checks(random)
+    yield from _attention_checks(random)
+
+
+def _linear_checks(random: torch.Generator) -> Iterator[Check]:
+    x = torch.randint(-127, 128, (_NUM_ROWS, _IN_FEATURES), generator=random) * _INPUT_UNIT
+    rows = _random_integers(-128, 127, random) * _WEIGHT_UNIT
+    for dtype in (torch.float32, torch.bfloat16):
+        yield _linear_check(
+            str(dtype), PackedWeight(_OUT_FEATURES, _IN_FEATURES, dtype), rows, x.to(dtype), 0.0
+        )
+    for dtype in WIDENED_DTYPES:
+        yield _linear_check(
+            f"{dtype} by torch.float32", WidenedWeight(_OUT_FEATURES, _IN_FEATURES, dtype), rows, x, 0.0
+        )
+    for name, format in BLOCK_FORMATS.items():
+        # the scale of each group is then _WEIGHT_UNIT
+        rows = _random_integers(-8, 7, random) if format.bits == 4 else _random_integers(-127, 127, random)
+        rows = rows * _WEIGHT_UNIT
+        for form, input_bits, wide_rows, rounding in _QUANTIZED_FORMS:
+            weight = QuantizedWeight(_OUT_FEATURES, _IN_FEATURES, torch.bfloat16, format)
+            weight.input_bits, weight.wide_rows = input_bits, wide_rows
+            yield _linear_check(f"{name}{form}", weight, rows, x.bfloat16(), rounding)
+
+
+def _random_integers(low: int, high: int, random: torch.Generator) -> Tensor:
+    """Return float32 [out_features, in_features]; each group holds the lowest and the highest."""
+    integers = torch.randint(low, high + 1, (_OUT_FEATURES, _IN_FEATURES), generator=random).float()
+    integers[:, 3::GROUP_SIZE], integers[:, 20::GROUP_SIZE] = low, high
+    return integers
+
+
+def _linear_check(name: str, weight: PackedWeight, rows: Tensor, x: Tensor, rounding: float) -> Check:
+    """Return the check of a product.
+
+    Args:
+        rows: float32 [out_features, in_features].
+        rounding: Largest error of an input that the product rounds, as a part of the row's largest.
+    """
+    weight.fill_rows(0, rows)
+    sizes = x.double().abs() @ rows.double().abs().T
+    rounded = x.double().abs().amax(1, keepdim=True) * rows.double().abs().sum(1)
+    return Check(
+        f"linear, {name}",
+        lambda recording: linear(recording.input(x, count="rows"), weight, out_dtype=torch.float32),
+        x.double() @ rows.double().T,
+        _FLOAT_SUMS * sizes + rounding * rounded,
+    )
+
+
+def _attention_checks(random: torch.Generator) -> Iterator[Check]:
+    starts = torch.tensor([0, *_QUERY_LENS]).cumsum(0).int()
+    seq_lens = torch.tensor(_SEQ_LENS).int()
+    block_tables = torch.tensor([[3, 5, 0], [4, 1, 2]]).int()
+    shape = (6, 2, _NUM_KV_HEADS, _BLOCK_SIZE, _HEAD_DIM)
+    query = torch.randn(int(starts[-1]), _NUM_HEADS, _HEAD_DIM, generator=random).bfloat16()
+    values = torch.randn(shape, generator=random).bfloat16()
+    for cache_dtype, query_dtype, tolerance in (
+        (torch.float32, torch.float32, 1e-4),
+        (torch.bfloat16, torch.bfloat16, 0.05),  # weights and results are rounded to 2^-9 of themselves
+        (torch.int8, torch.bfloat16, 0.05),
+    ):
+        scales = None
+        cache = values.to(cache_dtype)
+        if cache_dtype == torch.int8:
+            largest = LARGEST_ELEMENT[cache_dtype]
+            cache = (values.float() * (largest / 5)).clamp(-largest, largest).round().to(cache_dtype)
+            scales = torch.full(shape[:4], 5 / largest)
+        operands = (query.to(query_dtype), keys_in_words(cache), block_tables, starts, seq_lens, scales)
+        expected = torch_paged_attention(
+            query.float(), cache if scales is not None else cache.float(), block_tables, starts, seq_lens,
+            _HEAD_DIM**-0.5, kv_scales=scales, window=0, query_lens_list=_QUERY_LENS, seq_lens_list=_SEQ_LENS,
+        )  # fmt: skip
+        name = f"attention, {cache_dtype} cache"
+        yield Check(name, partial(_attend, *operands), expected.double(), tolerance)
+
+
+def _attend(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    scales: Tensor | None,
+    recording: Recording,
+) -> Tensor:
+    return paged_attention(
+        recording.input(query, count="rows"),
+        cache,
+        recording.input(block_tables, count="requests"),
+        recording.input(starts, count="requests"),
+        recording.input(seq_lens, count="requests"),
+        _HEAD_DIM**-0.5,
+        kv_scales=scales,
+    )
