@@ -1,26 +1,21 @@
-"""Measures what this machine can do at most: reading memory, and multiplying in registers."""
+"""The limits of this machine beside which benchmarks of kernels show their rates: reading memory, and products."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from benchmarks.harness.command import create_parser
 from benchmarks.harness.figures import Figure, rate
-from triptych_kernels.cpu.build import ISA_FLAGS, SOURCES
-from triptych_kernels.cpu.library import isa, use_threads
+from triptych_kernels.cpu.library import use_threads
+from triptych_kernels.cpu.machine import measure_rates
 
 UNCACHED_BYTES = 160 << 20
 """Bytes of operands that are read in turn: five times the last cache of a large desktop CPU."""
-_SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +56,7 @@ def prepare(num_threads: int) -> None:
 
 
 def measure_limits(num_threads: int) -> Limits:
-    """Prepare, then compile and run the loops, which takes some seconds.
-
-    Raises:
-        subprocess.CalledProcessError: The compiler refuses.
-    """
+    """Prepare, then measure the machine. Needs native kernels."""
     prepare(num_threads)
-    with TemporaryDirectory() as scratch:
-        path = Path(scratch, "limits.so")
-        flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", f"-I{SOURCES}", *ISA_FLAGS[isa()]]
-        subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(path)], check=True, capture_output=True)
-        library = ctypes.CDLL(str(path))
-    limits = (ctypes.c_double * 3)()
-    library.measure_limits(num_threads, limits)
-    memory, float32, bfloat16 = limits
-    return Limits(memory, float32, bfloat16 or float32)
+    rates = measure_rates(num_threads).all_threads
+    return Limits(rates.memory, rates.float32, rates.tile_bfloat16 or rates.bfloat16 or rates.float32)

@@ -1,7 +1,8 @@
 """Measures native products on this CPU, by form of the weight and number of rows, beside what the machine can do.
 
 Weights are read from memory: as many of them are multiplied in turn as no cache holds. Quantized ones are shown beside
-the limit of bfloat16; `wide` ones are multiplied in bfloat16 themselves.
+the limit of bfloat16. Their inputs are rounded to 16 bits; `8-bit` ones to 8 bits; `wide` ones are multiplied in
+bfloat16 themselves. Inputs of `widened` ones are float32.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +23,31 @@ from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, meas
 from triptych_kernels.cpu.program import Recording, record
 from triptych_kernels.ops import linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
-from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.weights.packed import PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
-FORMS: dict[str, torch.dtype | QuantizedFormat] = {
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """Weights of 16 bits for inputs in float32."""
+
+    stored_dtype: torch.dtype
+
+
+Form = torch.dtype | Widened | QuantizedFormat
+
+FORMS: dict[str, Form] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "bfloat16 widened": Widened(torch.bfloat16),
+    "float16 widened": Widened(torch.float16),
     **{name: BLOCK_FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1")},
 }
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 1024)
 WIDE_FROM = 32
+
+Arithmetic = Literal["", "8-bit", "wide"]
+"""The inputs' integers of quantized weights, 16 bits unless it says otherwise, or bfloat16."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
@@ -39,29 +57,39 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         num_bytes = create_weight(form, *shape).num_bytes
         weights = [create_weight(form, *shape) for _ in range(-(-UNCACHED_BYTES // num_bytes))]
         for num_rows in ROWS:
-            may_be_wide = isinstance(form, QuantizedFormat) and num_rows >= WIDE_FROM
-            for wide in (False, True) if may_be_wide else (False,):
+            for arithmetic in arithmetics(form, num_rows):
                 yield from limits.rates(
-                    f"{name}{' wide' * wide}, {num_rows} rows",
-                    product_s(weights, num_rows, wide=wide, num_rounds=arguments.rounds),
+                    f"{name} {arithmetic}".rstrip() + f", {num_rows} rows",
+                    product_s(weights, num_rows, arithmetic, num_rounds=arguments.rounds),
                     num_bytes=num_bytes,
                     operations=2 * num_rows * shape[0] * shape[1],
                     dtype=weights[0].dtype,
                 )
 
 
-def create_weight(form: torch.dtype | QuantizedFormat, out_features: int, in_features: int) -> PackedWeight:
+def arithmetics(form: Form, num_rows: int) -> tuple[Arithmetic, ...]:
+    if not isinstance(form, QuantizedFormat):
+        return ("",)
+    return ("", "8-bit", "wide") if num_rows >= WIDE_FROM else ("", "8-bit")
+
+
+def create_weight(form: Form, out_features: int, in_features: int) -> PackedWeight:
+    if isinstance(form, Widened):
+        return WidenedWeight(out_features, in_features, form.stored_dtype)
     if isinstance(form, torch.dtype):
         return PackedWeight(out_features, in_features, form)
     return QuantizedWeight(out_features, in_features, torch.bfloat16, form)
 
 
-def product_s(weights: list[PackedWeight], num_rows: int, *, wide: bool, num_rounds: int) -> list[float]:
+def product_s(
+    weights: list[PackedWeight], num_rows: int, arithmetic: Arithmetic, *, num_rounds: int
+) -> list[float]:
     """Return the seconds of one product; all of them are one recorded program, so no Python is measured."""
     weights = weights[: max(1, 512 // num_rows)]  # many rows read little and take long
     for weight in weights:
         if isinstance(weight, QuantizedWeight):
-            weight.wide_rows = 1 if wide else NEVER
+            weight.wide_rows = 1 if arithmetic == "wide" else NEVER
+            weight.input_bits = 8 if arithmetic == "8-bit" else 16
     x = torch.randn(num_rows, weights[0].in_features).to(weights[0].dtype)
 
     def multiply_all(recording: Recording) -> list[Tensor]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.peers import models, report
-from benchmarks.peers.engines import ENGINES, Engine
+from benchmarks.peers.engines import ENGINES, matching_engines
 from benchmarks.peers.environments import InstallError, peers_home
 from benchmarks.peers.measurement import ROWS, measure_rounds
 from triptych.errors import TriptychError
@@ -39,17 +39,6 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         yield from measure_rounds(
             engines, rows, arguments.rounds, vocab_size=models.vocab_size(), seed=arguments.seed
         )
-
-
-def matching_engines(name: str) -> list[Engine]:
-    """Return the engine of this name, or those whose names start so."""
-    matching = [engine for engine in ENGINES if engine.name == name]
-    matching = matching or [engine for engine in ENGINES if engine.name.startswith(f"{name}-")]
-    if not matching:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is none of {', '.join(engine.name for engine in ENGINES)}"
-        )
-    return matching
 
 
 if __name__ == "__main__":

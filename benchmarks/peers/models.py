@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.peers.environments import LLAMA_CPP, OPENVINO, llama_cpp_bin, log_file, peers_home, run_logged
+from benchmarks.peers.environments import (
+    LLAMA_CPP,
+    ONNXRUNTIME,
+    OPENVINO,
+    llama_cpp_bin,
+    log_file,
+    peers_home,
+    run_logged,
+)
 from services.worker.loader.load import open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.hub.cache import build_directory_once
@@ -75,6 +85,24 @@ def openvino() -> Path:
 
     OPENVINO.install()
     return _built("openvino-q4_1", build)
+
+
+def onnx() -> Path:
+    """Return what ONNX Runtime GenAI's builder makes of the dequantized weights: 4 bits of its own rounding.
+
+    Its products take inputs of 8 bits, the builder's default for CPUs.
+    """
+
+    def build(directory: Path) -> None:
+        # The builder needs torch and transformers: ours, instead of gigabytes that only it would use.
+        ours = ["env", f"PYTHONPATH={sysconfig.get_path('purelib')}", "HF_HUB_OFFLINE=1"]
+        command = [*ours, ONNXRUNTIME.python, "-m", "onnxruntime_genai.models.builder"]
+        options = ["-i", hugging_face_bf16(), "-p", "int4", "-e", "cpu", "-o", directory]
+        with tempfile.TemporaryDirectory() as cache:
+            run_logged("model as int4 ONNX", [*command, *options, "-c", cache], log_file("model-onnx"))
+
+    ONNXRUNTIME.install()
+    return _built("onnx-int4", build)
 
 
 def vocab_size() -> int:

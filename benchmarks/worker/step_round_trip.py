@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,7 +22,7 @@ from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.worker.app import SWITCH_INTERVAL_S
-from services.worker.runner.base import CompletedStep
+from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE, WorkerServicer
@@ -52,7 +52,8 @@ class IdleRunner:
     def __init__(self) -> None:
         self._num_rows = 0
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
+        on_prepared()
         return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:

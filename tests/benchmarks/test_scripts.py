@@ -15,7 +15,7 @@ from benchmarks.harness.command import Measure
 ROOT = Path(__file__).parents[2]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("engine", "worker", "stack", "kernels", "peers")
+    for folder in ("engine", "worker", "stack", "kernels", "peers", "accuracy")
     for path in sorted((ROOT / "benchmarks" / folder).glob("[!_]*.py"))
 ]
 

@@ -15,10 +15,11 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from protocol import Load, LoadedEngine, Ran, serve
+from protocol import Load, LoadedEngine, Ran, Scored, serve
 
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 3600.0  # the driver's own deadline is shorter
+NUM_BEST = 100  # tokens whose log-probabilities are asked for
 CONTEXT_STEP = 256  # llama.cpp rounds a slot's context up to this itself
 
 
@@ -37,6 +38,21 @@ class LlamaServerEngine(LoadedEngine):
             started = time.perf_counter()
             num_tokens = list(pool.map(lambda prompt: self._complete(prompt, max_tokens), prompts))
             return Ran(time.perf_counter() - started, num_tokens)
+
+    def score(self, prompt: list[int], tokens: list[int]) -> dict[str, Scored]:
+        # A request per token: its own cache leaves only the last token of each prompt to compute.
+        self._fit(1, len(prompt) + len(tokens) + 1)
+        scored = Scored([], [])
+        for at, token in enumerate(tokens):
+            body = {"prompt": prompt + tokens[:at], "n_predict": 1, "n_probs": NUM_BEST, "cache_prompt": True}
+            answer = json.loads(self._request("/completion", json.dumps(body).encode()))
+            best = answer["completion_probabilities"][0]["top_logprobs"]
+            id_to_logprob = {one["id"]: one["logprob"] for one in best}
+            if token not in id_to_logprob:
+                raise RuntimeError(f"token {at} of the continuation is not among the {NUM_BEST} likeliest")
+            scored.logprobs.append(id_to_logprob[token])
+            scored.is_best.append(best[0]["id"] == token)
+        return {"tokens": scored}
 
     def pids(self) -> list[int]:
         return [self._server.pid] if self._server else []

@@ -2,6 +2,7 @@
 
     {"load": {"model": …, "num_threads": …, …}}             -> {"pids": […]}
     {"run": {"prompts": [[1, 2], …], "max_tokens": 128}}    -> {"pids": […], "wall_s": …, "num_tokens": […]}
+    {"score": {"prompt": [1, 2], "tokens": [3, 4]}}         -> {"whole": {"logprobs": […], "is_best": […]}, "tokens": …}
     end of stdin                                            -> {}, and the process ends
     anything that fails                                     -> {"error": "…"}, and the process ends with status 1
 
@@ -16,7 +17,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,32 @@ class Ran:
     """New tokens, per prompt."""
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Opinion of an engine on a given continuation, each token given all before it."""
+
+    logprobs: list[float]
+    """Log-probability of each token."""
+    is_best: list[bool]
+    """Whether no token was likelier."""
+
+
 class LoadedEngine(ABC):
     """An engine that has loaded its model. Greedy, end-of-sequence ignored, no prefix taken from an earlier run."""
 
     @abstractmethod
     def run(self, prompts: list[list[int]], max_tokens: int) -> Ran:
         """Complete all prompts at once, `max_tokens` each."""
+
+    def score(self, prompt: list[int], tokens: list[int]) -> dict[str, Scored]:
+        """Return the scores of `tokens` by the way in which they were computed.
+
+        `whole`: prompt and tokens in one step. `tokens`: the prompt in one step, then each token in its own.
+
+        Raises:
+            NotImplementedError: It has no way to ask for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no log-probabilities of given tokens")
 
     def pids(self) -> list[int]:
         """Roots of the process trees that are the engine, and not its client."""
@@ -76,8 +97,11 @@ def serve(load: Callable[[Load], LoadedEngine]) -> None:
             if "load" in request:
                 engine = load(Load(**request["load"]))
                 answer(pids=engine.pids())
+                continue
+            assert engine is not None, "the driver loads first"
+            if "score" in request:
+                answer(**{way: asdict(scored) for way, scored in engine.score(**request["score"]).items()})
             else:
-                assert engine is not None, "the driver loads before it runs"
                 ran = engine.run(**request["run"])
                 answer(pids=engine.pids(), wall_s=ran.wall_s, num_tokens=ran.num_tokens)
         if engine is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from protocol import Load, LoadedEngine, Ran, serve
+from protocol import Load, LoadedEngine, Ran, Scored, serve
 
 
 class VllmEngine(LoadedEngine):
@@ -32,6 +32,17 @@ class VllmEngine(LoadedEngine):
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         wall_s = time.perf_counter() - started
         return Ran(wall_s, [len(output.outputs[0].token_ids) for output in outputs])
+
+    def score(self, prompt: list[int], tokens: list[int]) -> dict[str, Scored]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt + tokens}], sampling, use_tqdm=False)
+        scores = [
+            entries[token]
+            for entries, token in zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
+        ]
+        return {"whole": Scored([one.logprob for one in scores], [one.rank == 1 for one in scores])}
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from protocol import Load, LoadedEngine, Ran, serve
+from protocol import Load, LoadedEngine, Ran, Scored, serve
 
 
 class FakeEngine(LoadedEngine):
@@ -28,6 +28,9 @@ class FakeEngine(LoadedEngine):
             print(f"child {child.pid}", file=sys.stderr)
         length = max_tokens - 1 if self._does == "stop early" and max_tokens > 1 else max_tokens
         return Ran(self._wall_s, [length] * len(prompts))
+
+    def score(self, prompt: list[int], tokens: list[int]) -> dict[str, Scored]:
+        return {"tokens": Scored([-float(token) for token in tokens], [len(prompt) > 1] * len(tokens))}
 
     def close(self) -> None:
         if self._does == "die at the end":

@@ -1,0 +1,1 @@
+"""Sets an engine's log-probabilities beside float32's, on the same weights."""
