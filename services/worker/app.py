@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
+import gc
 import logging
 import sys
 import time
@@ -46,7 +47,7 @@ class WorkerApp(ServiceApp):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self.server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.server_tls)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._started_at = time.monotonic()
         self._metrics = WorkerMetrics.create()
@@ -93,6 +94,7 @@ class WorkerApp(ServiceApp):
             await super().stop()
 
     def _on_loaded(self, runner: Runner) -> None:
+        gc.freeze()  # a full collection over torch's modules takes 0.1 s, in which no step is computed
         self._status_publisher.change(phase=Phase.READY, progress=1.0, facts=runner.facts)
         self._ready.set_result(runner.facts)
 

@@ -17,16 +17,18 @@ _NUM_SLOTS = 8
 class SamplerBench:
     """A sampler over slots that a test fills one by one."""
 
-    def __init__(self, create_more=lambda history: ()) -> None:
+    def __init__(
+        self, create_more=lambda history: (), *, vocab_size=VOCAB_SIZE, eos=EOS, grammars=None
+    ) -> None:
         """`create_more` makes further processors from the token history."""
-        self.columns = SamplingColumns(max_num_seqs=_NUM_SLOTS, vocab_size=VOCAB_SIZE)
+        self.columns = SamplingColumns(max_num_seqs=_NUM_SLOTS, vocab_size=vocab_size)
         self.history = TokenHistory(
             np.zeros((_NUM_SLOTS, 64), np.int32),
             np.zeros(_NUM_SLOTS, np.int64),
             np.zeros(_NUM_SLOTS, np.int64),
         )
         processors = create_logits_processors(
-            max_num_seqs=_NUM_SLOTS, eos_token_ids=(EOS,), history=self.history
+            max_num_seqs=_NUM_SLOTS, eos_token_ids=(eos,), history=self.history, grammars=grammars
         )
         self.sampler = Sampler(self.columns, self.history, [*processors, *create_more(self.history)])
         self.buffers = SamplingBuffers(_NUM_SLOTS)

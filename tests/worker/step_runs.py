@@ -16,6 +16,7 @@ from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import plan_kv_cache
+from services.worker.sampling.grammars import GrammarCompiler
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan, tiny_facts
@@ -25,7 +26,11 @@ CPU = torch.device("cpu")
 
 
 def runner_for(
-    model: nn.Module, config: ResolvedConfig, stream: DeferredStream | None, group: RankGroup | None = None
+    model: nn.Module,
+    config: ResolvedConfig,
+    stream: DeferredStream | None,
+    group: RankGroup | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     facts = tiny_facts(config, kv.max_model_len, kv.shape)
@@ -36,6 +41,7 @@ def runner_for(
         enforce_eager=True,
         stream=stream,
         group=group,
+        grammars=grammars,
     )
 
 

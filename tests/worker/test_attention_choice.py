@@ -170,7 +170,7 @@ def test_the_configs_word_reaches_the_resolved_config() -> None:
         engine,
         tiny_architecture(dtype="bfloat16"),
         device="cuda:0",
-        native_bfloat16=True,
+        prefers_bfloat16=True,
         native_kernels=False,
         compute_capability=(9, 0),
         attention_packages=frozenset({FLASH_ATTN}),

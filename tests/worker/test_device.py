@@ -18,10 +18,10 @@ from services.worker.context.device import (
     use_device,
     use_threads,
 )
+from services.worker.context.precision import choose_dtype, choose_kv_dtype, choose_weight_dtype
 from services.worker.context.resolve import (
+    choose_activation_bits,
     choose_batch_invariance,
-    choose_dtype,
-    choose_kv_dtype,
     choose_quantization,
     resolve_for_device,
 )
@@ -51,13 +51,32 @@ CPU = WorkerConfig(device="cpu")
 )
 def test_auto_precision_is_the_checkpoints_where_the_device_can(requested, stored, is_gguf, native, chosen):
     architecture = tiny_architecture(dtype=stored, is_gguf=is_gguf)
-    assert choose_dtype(requested, architecture, device="cpu", native_bfloat16=native) == chosen
+    assert choose_dtype(requested, architecture, device="cpu", prefers_bfloat16=native) == chosen
+
+
+@pytest.mark.parametrize(
+    ("requested", "stored", "changes", "chosen"),
+    [
+        ("auto", {"dtype": "bfloat16"}, {}, "bfloat16"),
+        ("auto", {"dtype": "float16"}, {}, "float16"),
+        ("auto", {"dtype": "float32"}, {}, "float32"),
+        ("auto", {"dtype": "float32", "is_gguf": True}, {}, "bfloat16"),
+        ("float32", {"dtype": "bfloat16"}, {}, "float32"),
+        ("auto", {"dtype": "bfloat16"}, {"native_kernels": False}, "float32"),
+        ("auto", {"dtype": "bfloat16"}, {"quantization": "q8"}, "float32"),
+        ("auto", {"dtype": "bfloat16"}, {"device": "cuda:0"}, "float32"),
+        ("auto", {"dtype": "float16"}, {"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_auto_rounds_weights_as_the_checkpoint_says(requested, stored, changes, chosen):
+    options = {"dtype": "float32", "device": "cpu", "quantization": "none", "native_kernels": True} | changes
+    assert choose_weight_dtype(requested, tiny_architecture(**stored), **options) == chosen
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "simulated"])
 def test_a_checkpoint_in_float16_stays_so_on_an_accelerator(device):
     architecture = tiny_architecture(dtype="float16")
-    assert choose_dtype("auto", architecture, device=device, native_bfloat16=True) == "float16"
+    assert choose_dtype("auto", architecture, device=device, prefers_bfloat16=True) == "float16"
 
 
 @pytest.mark.parametrize(
@@ -65,17 +84,20 @@ def test_a_checkpoint_in_float16_stays_so_on_an_accelerator(device):
     [
         ("flags : fpu avx2 avx512f", "float32"),
         ("flags : avx512f avx512_bf16", "bfloat16"),
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", "bfloat16"),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", "float32"),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16", "bfloat16"),
         ("flags : amx_bf16", "bfloat16"),
         ("Features : fp asimd i8mm bf16", "bfloat16"),
         ("Features : fp asimd", "float32"),
         ("", "float32"),
     ],
 )
-def test_a_cpu_has_native_bfloat16_by_its_flags(tmp_path: Path, flags, dtype):
+def test_a_cpu_prefers_bfloat16_by_its_flags(tmp_path: Path, flags, dtype):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\n{flags}\n")
     config = resolve_config(EngineConfig(worker=CPU), tiny_architecture(dtype="bfloat16"), root=tmp_path)
-    assert (config.dtype, config.kv_dtype) == (dtype, dtype)
+    assert config.dtype == dtype
     assert config.rank.device == "cpu"
 
 
@@ -127,6 +149,32 @@ def test_an_int8_cache_needs_native_kernels_on_a_cpu(dtype, native_kernels, says
 
 
 @pytest.mark.parametrize(
+    ("model", "stored", "prefers_bfloat16", "native_kernels", "chosen"),
+    [
+        ("auto", {"dtype": "bfloat16"}, False, True, "bfloat16"),
+        ("auto", {"dtype": "float32", "is_gguf": True}, False, True, "bfloat16"),
+        ("auto", {"dtype": "bfloat16"}, True, True, "bfloat16"),
+        ("auto", {"dtype": "bfloat16"}, False, False, "float32"),
+        ("auto", {"dtype": "float16"}, False, True, "float32"),
+        ("auto", {"dtype": "float32"}, False, True, "float32"),
+        ("float32", {"dtype": "bfloat16"}, False, True, "float32"),
+    ],
+)
+def test_a_cache_keeps_bfloat16_where_float32_stands_for_it(
+    model, stored, prefers_bfloat16, native_kernels, chosen
+):
+    engine = EngineConfig(model=ModelConfig(dtype=model))
+    resolved = resolve_for_device(
+        engine,
+        tiny_architecture(**stored),
+        device="cpu",
+        prefers_bfloat16=prefers_bfloat16,
+        native_kernels=native_kernels,
+    )
+    assert resolved.kv_dtype == chosen
+
+
+@pytest.mark.parametrize(
     ("device", "native_kernels"), [("cpu", True), ("cuda:0", False), ("simulated", False)]
 )
 def test_a_cache_of_8_bits_is_served_elsewhere(device, native_kernels):
@@ -146,7 +194,7 @@ def test_a_float8_cache_needs_a_device_that_converts_it(device, says):
 
 def test_a_cache_of_8_bit_floats_is_served_on_cuda():
     engine = EngineConfig(cache=CacheConfig(dtype="float8_e4m3fn"))
-    device = {"device": "cuda:0", "native_bfloat16": True, "native_kernels": False}
+    device = {"device": "cuda:0", "prefers_bfloat16": True, "native_kernels": False}
     assert resolve_for_device(engine, tiny_architecture(), native_float8=True, **device).kv_dtype == (
         "float8_e4m3fn"
     )
@@ -185,8 +233,8 @@ def test_cuda_quantizes_only_when_asked(requested, dtype):
             "do not divide intermediate_size = 100",
         ),
         ("int8", "cuda:0", {"head_dim": 12}, "float32", True, r"do not divide num_heads \* head_dim = 48"),
-        ("int8", "cpu", {}, "float32", True, "on CUDA devices only; q8 holds"),
-        ("fp8", "cpu", {}, "float32", True, "on CUDA devices only; q8 holds"),
+        ("int8", "cpu", {}, "float32", False, "by the native kernels only"),
+        ("fp8", "cpu", {}, "float32", True, "on CUDA devices only; int8 and q8 hold"),
         ("fp8", "cuda:0", {}, "bfloat16", True, r"compute capability 8\.9 and above"),
         ("q4", "simulated", {}, "bfloat16", False, "this is simulated"),
     ],
@@ -216,12 +264,47 @@ def test_auto_quantization_is_none_without_native_kernels(device, changes, dtype
     assert chosen == "none"
 
 
+@pytest.mark.parametrize(
+    ("requested", "quantization", "kv_dtype", "device", "prefers", "chosen"),
+    [
+        ("auto", "q4", "bfloat16", "cpu", True, 8),
+        ("auto", "q4", "int8", "cpu", True, 16),
+        ("auto", "q8", "float32", "cpu", False, 16),
+        ("auto", "int8", "int8", "cpu", False, 8),
+        ("auto", "none", "float32", "cpu", True, 16),
+        ("auto", "q4", "float32", "cuda:0", True, 16),
+        ("16", "q4", "float32", "cpu", True, 16),
+        ("8", "q8", "int8", "cpu", False, 8),
+    ],
+)
+def test_auto_rounds_inputs_to_8_bits_where_that_is_faster(
+    requested, quantization, kv_dtype, device, prefers, chosen
+):
+    bits = choose_activation_bits(
+        requested, quantization, kv_dtype, device=device, prefers_8_bit_inputs=prefers
+    )
+    assert bits == chosen
+
+
+@pytest.mark.parametrize(
+    ("requested", "quantization", "device", "says"),
+    [
+        ("8", "none", "cpu", "this is cpu with none; set it to auto"),
+        ("16", "q4", "cuda:0", "this is cuda:0 with q4"),
+        ("16", "int8", "cpu", "or model.quantization to q8"),
+    ],
+)
+def test_inputs_that_are_not_rounded_so_are_refused(requested, quantization, device, says):
+    with pytest.raises(FeatureDisabled, match=rf"model\.activation_bits = {requested}.*{says}"):
+        choose_activation_bits(requested, quantization, "float32", device=device, prefers_8_bit_inputs=True)
+
+
 @pytest.mark.parametrize("native_float8", [True, False])
 def test_fp8_is_served_where_the_device_multiplies_it(native_float8):
     engine = EngineConfig(model=ModelConfig(quantization="fp8"))
     device = {
         "device": "cuda:0",
-        "native_bfloat16": True,
+        "prefers_bfloat16": True,
         "native_kernels": True,
         "native_float8": native_float8,
     }
@@ -295,9 +378,10 @@ def test_an_accelerator_that_is_not_there_stops_the_boot(monkeypatch, num_device
 @pytest.mark.parametrize(
     ("system", "machine", "flags", "why"),
     [
-        ("Darwin", "arm64", None, "none for Darwin on arm64"),
-        ("Darwin", "x86_64", None, "none for Darwin on x86_64"),
-        ("Linux", "aarch64", "Features : fp bf16", "none for Linux on aarch64"),
+        ("Windows", "AMD64", None, "none for Windows on AMD64"),
+        ("Linux", "riscv64", None, "none for Linux on riscv64"),
+        ("Linux", "aarch64", "Features : fp bf16", "this processor has no asimd, which they need"),
+        ("Linux", "aarch64", "Features : fp asimd", "not built; `python -m triptych_kernels.cpu.build`"),
         ("Linux", "x86_64", "flags : sse4_2 avx f16c", "this processor has no avx2, fma, which they need"),
         ("Linux", "x86_64", "flags : avx2 fma f16c", "not built; `python -m triptych_kernels.cpu.build`"),
     ],

@@ -23,7 +23,7 @@ def config_with(cache: CacheConfig, **arguments):
 
 def test_measured_blocks_take_the_fraction_of_what_is_free():
     plan = plan_kv_cache(config_with(CacheConfig(block_size=4, memory_fraction=0.5)), 22 * BLOCK_BYTES + 1)
-    assert plan.block_bytes == BLOCK_BYTES
+    assert plan.shape.block_bytes == BLOCK_BYTES
     assert plan.shape.num_blocks == 11
     assert plan.max_model_len == 40
 
@@ -33,6 +33,15 @@ def test_what_the_operator_leaves_open_follows_from_the_device(device: str, num_
     config = config_with(CacheConfig(block_size=4), max_num_seqs=2)
     config = replace(config, rank=replace(config.rank, device=device))
     assert plan_kv_cache(config, 20 * BLOCK_BYTES).shape.num_blocks == num_blocks
+
+
+def test_a_cache_in_a_cpu_s_memory_has_a_soft_limit():
+    config = config_with(CacheConfig(block_size=4, soft_memory_fraction=0.25))
+    assert plan_kv_cache(config, 20 * BLOCK_BYTES).shape.soft_num_blocks == 5
+    few = config_with(CacheConfig(block_size=4, num_blocks=3))
+    assert plan_kv_cache(few, 1 << 30).shape.soft_num_blocks == 2
+    on_cuda = replace(config, rank=replace(config.rank, device="cuda:0"))
+    assert plan_kv_cache(on_cuda, 20 * BLOCK_BYTES).shape.soft_num_blocks is None
 
 
 def test_what_steps_take_comes_out_of_the_share_that_is_granted():
@@ -82,7 +91,7 @@ def test_too_little_memory_stops_the_boot_with_the_numbers(cache, free, says):
 
 def test_half_precision_halves_a_block():
     config = replace(tiny_config(), kv_dtype="bfloat16")
-    assert plan_kv_cache(config, 1 << 30).block_bytes == BLOCK_BYTES // 2
+    assert plan_kv_cache(config, 1 << 30).shape.block_bytes == BLOCK_BYTES // 2
 
 
 def test_the_cache_has_the_planned_shape_and_a_zero_null_block():
@@ -106,4 +115,4 @@ def test_a_cache_of_8_bits_has_scales_and_its_plan_counts_them(dtype):
     assert all(layer.scales.shape == layer.blocks.shape[:4] for layer in layers)
     assert all(not layer.blocks[0].float().any() and not layer.scales[0].any() for layer in layers)
     allocated = sum(tensor.nbytes for layer in layers for tensor in (layer.blocks, layer.scales))
-    assert allocated == plan.shape.num_blocks * plan.block_bytes
+    assert allocated == plan.shape.num_blocks * plan.shape.block_bytes

@@ -310,19 +310,29 @@ def test_loading_reports_progress_tensor_by_tensor(tmp_path: Path, dtype: str) -
 def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, model: LlamaForCausalLM) -> None:
     model.save_pretrained(tmp_path)
     checkpoint, architecture = open_checkpoint(tmp_path), read_architecture(tmp_path)
-    base = fingerprint(checkpoint, architecture, "float32", "none")
+    plain = {
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "quantization": "none",
+        "activation_bits": 16,
+        "kv_dtype": "float32",
+    }
+    base = fingerprint(checkpoint, architecture, **plain)
     assert len(base) == 64
-    assert base == fingerprint(open_checkpoint(tmp_path), architecture, "float32", "none")
+    assert base == fingerprint(open_checkpoint(tmp_path), architecture, **plain)
     others = {
-        fingerprint(checkpoint, architecture, "bfloat16", "none"),
-        fingerprint(checkpoint, architecture, "float32", "q4"),
-        fingerprint(checkpoint, replace(architecture, rms_norm_eps=1e-4), "float32", "none"),
-        fingerprint(open_checkpoint(tmp_path, format="random"), architecture, "float32", "none"),
-        fingerprint(open_checkpoint(tmp_path, format="random", seed=1), architecture, "float32", "none"),
+        fingerprint(checkpoint, architecture, **plain | {"dtype": "bfloat16"}),
+        fingerprint(checkpoint, architecture, **plain | {"weight_dtype": "bfloat16"}),
+        fingerprint(checkpoint, architecture, **plain | {"quantization": "q4"}),
+        fingerprint(checkpoint, architecture, **plain | {"activation_bits": 8}),
+        fingerprint(checkpoint, architecture, **plain | {"kv_dtype": "bfloat16"}),
+        fingerprint(checkpoint, replace(architecture, rms_norm_eps=1e-4), **plain),
+        fingerprint(open_checkpoint(tmp_path, format="random"), architecture, **plain),
+        fingerprint(open_checkpoint(tmp_path, format="random", seed=1), architecture, **plain),
     }
     model.save_pretrained(tmp_path, state_dict={name: t.bfloat16() for name, t in model.state_dict().items()})
-    others.add(fingerprint(open_checkpoint(tmp_path), architecture, "float32", "none"))
-    assert len(others - {base}) == 6
+    others.add(fingerprint(open_checkpoint(tmp_path), architecture, **plain))
+    assert len(others - {base}) == 9
 
 
 def gguf_name(name: str) -> str:

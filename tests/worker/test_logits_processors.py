@@ -50,6 +50,7 @@ class Alternating:
                 mask[number, self.CLOSING if output.size % 2 else self.OPENING] = False
         rows = [row for row, _ in own]
         logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
+        return {}
 
 
 class TopA:
@@ -78,6 +79,7 @@ class TopA:
         for row, slot in own:
             probabilities = (logits[row] / self._slot_to_temperature[slot]).softmax(-1)
             logits[row, probabilities < 0.5 * probabilities.max() ** 2] = -torch.inf
+        return {}
 
 
 def bench_with(*kinds) -> SamplerBench:

@@ -49,6 +49,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def config_for(
     directory: Path, quantization: str, dtype: str = "float32", cache_dtype: str = "auto", **model: str
 ) -> ResolvedConfig:
+    """Return a config; products keep 16 bits of their inputs unless `model` says otherwise."""
+    if quantization in ("q4", "q8"):
+        model = {"activation_bits": "16"} | model
     engine = EngineConfig(
         model=ModelConfig(quantization=quantization, dtype=dtype, **model),
         cache=CacheConfig(block_size=4, num_blocks=200, dtype=cache_dtype),
@@ -66,9 +69,10 @@ def test_a_files_own_blocks_are_kept(
     def fill_rows(*_: object, **__: object) -> None:
         raise AssertionError("quantized a second time")
 
-    monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
     directory = write(kind)
-    kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
+    config = config_for(directory, quantization)
+    monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
+    kept = load_model(config, open_checkpoint(directory))
     assert {weight.format for weight in linear_weights(kept)} == {BLOCK_FORMATS[kind]}
     monkeypatch.undo()
     plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
@@ -111,7 +115,7 @@ def test_packed_weights_take_the_smallest_lossless_format() -> None:
     assert chosen("q4", "a", "b") == chosen("q4", "a", "d") == "4 affine"
     assert chosen("q4", "a", "c") == chosen("q4", "d", is_head=True) == chosen("q8", "d") == "8"
     assert chosen("q4", "c", "d") == chosen("q8", "b", "d") == "8 affine"
-    assert chosen("int8", "a", "d") == "torch.int8"
+    assert chosen("int8", "a", "d") == "8"  # as on CPUs; with a scale per output on CUDA devices
     assert chosen("fp8", "c") == "torch.float8_e4m3fn"
     assert chosen("int8", "b", is_head=True) == chosen("fp8", "d", is_head=True) == "8"
 
@@ -142,6 +146,18 @@ def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> N
     assert np.abs(logprobs(directory, "q4", "bfloat16") - exact).mean() < 1.2 * bfloat16_error
 
 
+@pytest.mark.parametrize("quantization", ["q4", "q8", "int8"])
+def test_inputs_of_8_bits_are_for_every_weight_but_the_heads(write, quantization: str) -> None:
+    directory = write("F32")
+    config = config_for(directory, quantization, activation_bits="8")
+    model = load_model(config, open_checkpoint(directory))
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "weight", None), QuantizedWeight):
+            is_head = name.endswith(("embed_tokens", "lm_head"))
+            assert layer.weight.input_bits == (16 if is_head else 8), name
+            assert layer.weight.format.bits == (4 if quantization == "q4" and not is_head else 8), name
+
+
 @pytest.mark.parametrize("quantization", ["none", "q4"])
 def test_an_8_bit_cache_is_about_as_exact_as_bfloat16(write, quantization: str) -> None:
     directory = write("Q4_0")
@@ -156,10 +172,21 @@ def test_an_8_bit_cache_is_about_as_exact_as_bfloat16(write, quantization: str) 
     assert error(quantization, "bfloat16", "int8") < 2 * bfloat16_error
 
 
-@pytest.mark.parametrize(("quantization", "cache_dtype"), [("q4", "auto"), ("q8", "auto"), ("q4", "int8")])
-def test_a_requests_tokens_do_not_depend_on_its_batch(write, quantization: str, cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "cache_dtype", "activation_bits"),
+    [
+        ("q4", "auto", "16"),
+        ("q4", "auto", "8"),
+        ("q8", "auto", "16"),
+        ("int8", "auto", "8"),
+        ("q4", "int8", "8"),
+    ],
+)
+def test_a_requests_tokens_do_not_depend_on_its_batch(
+    write, quantization: str, cache_dtype: str, activation_bits: str
+) -> None:
     directory = write("F32")
-    config = config_for(directory, quantization, "bfloat16", cache_dtype)
+    config = config_for(directory, quantization, "bfloat16", cache_dtype, activation_bits=activation_bits)
     runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
     engine = InProcessEngine(runner, enable_prefix_caching=False, max_num_batched_tokens=64)
     prompts = [[(7 * i + 3 * j) % 97 for j in range(3 + 4 * i)] for i in range(8)]

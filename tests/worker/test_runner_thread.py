@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.service.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
 from triptych.errors import ConfigError, EngineFailure, MemoryShort, ProtocolViolation
@@ -52,7 +53,8 @@ class HeldRunner:
         self.refused_step = 0
         self.failure: Exception | None = None
 
-    def launch(self, plan: StepPlan) -> HeldStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> HeldStep:
+        on_prepared()
         if self.failure is not None:
             raise self.failure
         if plan.step_id == self.refused_step:
@@ -62,6 +64,23 @@ class HeldRunner:
 
     def reset(self) -> None:
         self.num_resets += 1
+
+
+class HostRunner(HeldRunner):
+    """Computes each step before `launch` returns; the second one waits for the test before and after it is prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_prepare, self.may_compute = threading.Event(), threading.Event()
+
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:  # type: ignore[override]
+        self.launched.append(HeldStep(plan.step_id))
+        if plan.step_id == 2:
+            assert self.may_prepare.wait(DEADLINE_S)
+        on_prepared()
+        if plan.step_id == 2:
+            assert self.may_compute.wait(DEADLINE_S)
+        return CompletedStep(StepResult(plan.step_id, np.array([plan.step_id], np.uint32)))
 
 
 class Stand:
@@ -92,8 +111,8 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand() -> AsyncIterator[Stand]:
-    runner, ready = HeldRunner(), asyncio.Event()
+async def stand(runner: HeldRunner | None = None) -> AsyncIterator[Stand]:
+    runner, ready = runner or HeldRunner(), asyncio.Event()
     thread = RunnerThread(
         lambda on_phase: runner,
         on_phase=lambda phase, progress: None,
@@ -124,6 +143,20 @@ async def test_a_plan_that_arrives_while_a_step_is_in_flight_is_launched_at_once
         it.submit(3)
         await it.launched(3)
         assert it.answers == [1]
+
+
+async def test_a_result_leaves_when_the_next_step_is_prepared() -> None:
+    runner = HostRunner()
+    async with stand(runner) as it:
+        it.submit(1, 2)
+        await it.launched(2)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert it.answers == [], "the preparation of step 2 was disturbed"
+        runner.may_prepare.set()
+        await it.until(lambda: it.answers == [1])
+        runner.may_compute.set()
+        await it.until(lambda: it.answers == [1, 2])
 
 
 async def test_results_leave_in_the_order_of_the_plans() -> None:

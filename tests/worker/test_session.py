@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from services.worker.runner.base import CompletedStep
+from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.session import DrainNotice, EngineHello, Grant
@@ -54,7 +54,8 @@ class StepCounter:
             max_steps_in_flight=4,
         )
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
+        on_prepared()
         return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -362,6 +363,25 @@ async def test_loading_or_draining_worker_refuses_engines() -> None:
             status_publisher.change(phase=phase, progress=0.25)
             with pytest.raises(EngineUnavailable, match=phase):
                 lease.open(HELLO)
+
+
+async def test_waiting_for_readiness_ends_with_it_or_with_its_time() -> None:
+    status_publisher = StatusPublisher()
+    status_publisher.change(phase=Phase.LOADING)
+    await status_publisher.wait_settled(0.01)
+    waiting = asyncio.create_task(status_publisher.wait_settled(DEADLINE_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    status_publisher.change(phase=Phase.READY)
+    async with asyncio.timeout(1.0):
+        await waiting
+    status_publisher.change(phase=Phase.WARMING)
+    waiting = asyncio.create_task(status_publisher.wait_settled(DEADLINE_S))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "it wakes from a sleep"
+    status_publisher.change(phase=Phase.DRAINING)
+    async with asyncio.timeout(1.0):
+        await waiting
 
 
 async def test_model_that_cannot_be_loaded_ends_the_thread() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.simulation.sampler import NO_LOGITS, NOTHING_ALLOWED
+from services.worker.simulation.sampler import NOTHING_ALLOWED
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import (
     EOS,
@@ -22,6 +22,7 @@ from tests.worker.tiny import new_row, step_plan
 from triptych.config.step_times import StepTimeModel
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
+from triptych.types.structured import compiled
 
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
 
@@ -167,7 +168,8 @@ def test_row_without_allowed_token_fails_alone():
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(logit_bias=((5, 1.0),)), NO_LOGITS.message),
+        (SamplingParams(logit_bias=((5, 1.0),)), "sampling.logit_bias: the simulated worker"),
+        (SamplingParams(structured_outputs=compiled("{}")), "structured_outputs: the simulated worker"),
         (SamplingParams(bad_words=("no",)), "sampling.bad_words"),
         (SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "sampling.stop_token_ids: token id 300"),
         (SamplingParams(bad_words=("no",), logit_bias=((5, 1.0),)), "sampling.bad_words"),

@@ -200,7 +200,7 @@ def test_fewer_key_heads_make_smaller_blocks() -> None:
     whole = plan_kv_cache(config, 1 << 30)
     half = plan_kv_cache(replace(config, rank=RankFacts(tensor_parallel_size=2)), 1 << 30)
     assert (whole.shape.num_kv_heads, half.shape.num_kv_heads) == (2, 1)
-    assert whole.block_bytes == 2 * half.block_bytes
+    assert whole.shape.block_bytes == 2 * half.shape.block_bytes
 
 
 @pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")

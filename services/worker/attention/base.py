@@ -14,7 +14,8 @@ class KvCache:
     """One layer's paged keys and values. Only the attention layer and its ops read or write the tensors."""
 
     blocks: Tensor
-    """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous."""
+    """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous. How a block's keys lie is up to the
+    implementation of the ops: `AttentionBackend.writer`."""
     scales: Tensor | None = None
     """[num_blocks, 2, num_kv_heads, block_size] float32 if the blocks hold 8 bits, else None: docs/adr/0007."""
 
@@ -65,6 +66,9 @@ class AttentionBackend(Protocol):
     in_graphs: bool
     """Whether a CUDA graph may record it in a step of decodes. It then allocates by the batch's lists, which are upper
     bounds, reads nothing back, and serves all lengths up to these bounds when it is replayed."""
+
+    writer: str | None
+    """Implementation of the ops that writes the cache as `attend` reads it; None: the device's own."""
 
     def attend(
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0

@@ -24,6 +24,7 @@ class FlashAttention2:
     in_graphs = (
         True  # decodes read their lengths from the device and split keys by the width of the block table
     )
+    writer: str | None = None
 
     def __init__(self) -> None:
         package = import_module("flash_attn")
@@ -76,6 +77,7 @@ class FlashAttention3:
 
     name = "flash-attn-3"
     in_graphs = True  # as above; it plans on the device
+    writer: str | None = None
 
     def __init__(self) -> None:
         self._attend = import_module("flash_attn_interface").flash_attn_with_kvcache

@@ -30,6 +30,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     in_graphs = False
+    writer: str | None = None
 
     def __init__(self, device: torch.device, *, heads_per_kv_head: int) -> None:
         """Allocate the workspaces now, so that their memory is not counted as free for KV blocks."""

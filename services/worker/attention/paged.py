@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from services.worker.attention.base import AttentionBatch, KvCache
-from triptych_kernels.cpu.program import NotRecordable
 from triptych_kernels.ops import paged_attention
 
 _NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
@@ -21,13 +20,11 @@ class PagedAttention:
         """
         self.name = _NAMES[impl]
         self.in_graphs = impl != "torch"  # plain torch loops over rows on the host
-        self._impl = impl
+        self.writer = impl
 
     def attend(
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
     ) -> Tensor:
-        if self._impl == "torch" and query.device.type == "meta":
-            raise NotRecordable("attention in plain torch loops over the rows of each step")
         return paged_attention(
             query,
             kv_cache.blocks,
@@ -39,5 +36,5 @@ class PagedAttention:
             window=window,
             query_lens_list=batch.query_lens_list,
             seq_lens_list=batch.seq_lens_list,
-            impl=self._impl,
+            impl=self.writer,
         )

@@ -5,30 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from services.worker.context import host
 from services.worker.context.attention_choice import installed_packages
+from services.worker.context.machine import examine_machine
 from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved_config import ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
-from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.build import FLAGS_OF_MACHINE
+from triptych_kernels.cpu.library import isa, missing_flags, processor_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
+from triptych_kernels.cpu.machine import rates
 
 log = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Forms of stored tensors that torch reads as they are -> dtype."""
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-_NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""CPU extensions that multiply bfloat16: two of x86, and one of ARM."""
-
-_KERNEL_FLAGS = ("avx2", "fma", "f16c")  # the least that native kernels are built for
+_FAST_BFLOAT16 = frozenset({"amx_bf16", "bf16"})
+"""CPU extensions that multiply bfloat16 faster than float32 wherever they are: one of x86, and one of ARM."""
+_NATIVE_BFLOAT16 = _FAST_BFLOAT16 | {"avx512_bf16"}
+_INTEL = "GenuineIntel"
 
 
 def resolve_config(
@@ -41,13 +47,15 @@ def resolve_config(
         FeatureDisabled: A value is not supported on this machine.
     """
     device = choose_device(engine.worker.device, engine.worker.local_rank)
-    native_bfloat16 = has_native_bfloat16(device, root)
+    if device.type == "cpu" and root == host.ROOT:
+        examine_machine(engine.worker.num_threads)  # first, since it decides about kernels and precision
     return resolve_for_device(
         engine,
         architecture,
         device=str(device),
-        native_bfloat16=native_bfloat16,
+        prefers_bfloat16=prefers_bfloat16(device, root),
         native_kernels=bool(isa()),
+        prefers_8_bit_inputs=rates().prefers_8_bit_inputs,
         native_float8=has_native_float8(device),
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         attention_packages=installed_packages(),
@@ -75,11 +83,24 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def has_native_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
-    """Return whether the device multiplies bfloat16 itself, rather than converting at every product."""
+def prefers_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
+    """Return whether the device multiplies bfloat16 faster than float32, rather than converting at every product.
+
+    The measured rates of a CPU decide; its flags do if nothing was measured, or if `root` is that of another machine.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; older ones emulate
-    return not _NATIVE_BFLOAT16.isdisjoint(host.cpu_flags(root))
+    if root == host.ROOT and rates().is_measured:
+        return rates().prefers_bfloat16
+    flags = _cpu_flags(root)
+    # Intel's processors without AMX carry out its instruction at half the rate of float32's
+    is_slow = _FAST_BFLOAT16.isdisjoint(flags) and host.cpu_vendor(root) == _INTEL
+    return not is_slow and not _NATIVE_BFLOAT16.isdisjoint(flags)
+
+
+def _cpu_flags(root: Path) -> Collection[str]:
+    """Return the instruction sets of the CPU in Linux's spelling; macOS has no /proc."""
+    return processor_flags() if platform.system() == "Darwin" else host.cpu_flags(root)
 
 
 def has_native_float8(device: torch.device) -> bool:
@@ -91,12 +112,15 @@ def missing_kernels(root: Path = host.ROOT) -> str:
     """Return why no native kernels are in use on this CPU, and the remedy; empty if they are in use."""
     if isa():
         return ""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    if platform.system() not in ("Linux", "Darwin") or platform.machine() not in FLAGS_OF_MACHINE:
         return f"there are none for {platform.system()} on {platform.machine()}"
-    missing = [flag for flag in _KERNEL_FLAGS if flag not in host.cpu_flags(root)]
-    if missing:
+    if refused_isas():
+        return "; ".join(f"{name} is not used: {problem}" for name, problem in refused_isas().items())
+    if missing := missing_flags(_cpu_flags(root)):
         return f"this processor has no {', '.join(missing)}, which they need"
-    return "they are not built; `python -m triptych_kernels.cpu.build` builds them where there is g++"
+    return (
+        "they are not built; `python -m triptych_kernels.cpu.build` builds them where there is g++ or clang++"
+    )
 
 
 def use_threads(requested: int) -> int:

@@ -42,6 +42,11 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     return frozenset()
 
 
+def cpu_vendor(root: Path = ROOT) -> str:
+    """Return what the first CPU calls its maker, such as GenuineIntel; empty if the kernel does not say."""
+    return next((text for key, text in _cpuinfo(root) if key == "vendor_id"), "")
+
+
 def cpu_name(root: Path = ROOT) -> str:
     """Return the marketing name of the first CPU, or its architecture, such as aarch64, if the kernel has no name."""
     name = next((text for key, text in _cpuinfo(root) if key == "model name"), "")

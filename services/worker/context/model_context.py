@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
@@ -40,8 +40,19 @@ class ModelContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of activations, and of weights that are not quantized."""
+        """Precision of activations, and of weights that are neither quantized nor widened by their kernels."""
         return TORCH_DTYPES[self.config.dtype]
+
+    def stored_dtype(self, sources: Iterable[str]) -> torch.dtype:
+        """Return the precision that holds a weight made of these tensors of the checkpoint.
+
+        Beside activations in float32 that is the tensors' own if they share one, so that nothing is lost.
+        """
+        if self.config.dtype != "float32":
+            return self.dtype
+        otherwise = TORCH_DTYPES[self.config.weight_dtype]
+        dtypes = {STORED_DTYPES.get(self.tensor_types.get(name, ""), otherwise) for name in sources}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     @property
     def device(self) -> torch.device:

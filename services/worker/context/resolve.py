@@ -8,6 +8,7 @@ from services.worker.context.attention_choice import (
     AttentionSite,
     choose_attention_backend,
 )
+from services.worker.context.precision import choose_dtype, choose_kv_dtype, choose_weight_dtype, stored_dtype
 from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
@@ -24,8 +25,9 @@ def resolve_for_device(
     architecture: ModelArchitecture,
     *,
     device: str,
-    native_bfloat16: bool,
+    prefers_bfloat16: bool,
     native_kernels: bool,
+    prefers_8_bit_inputs: bool = False,
     native_float8: bool = False,
     compute_capability: tuple[int, int] = (0, 0),
     attention_packages: frozenset[str] = frozenset(),
@@ -34,8 +36,9 @@ def resolve_for_device(
 
     Args:
         device: `cpu`, `cuda:<local_rank>` or `simulated`.
-        native_bfloat16: Whether the device multiplies bfloat16 itself.
+        prefers_bfloat16: Whether the device multiplies bfloat16 faster than float32.
         native_kernels: Whether the native kernels for CPUs are built and run on this processor.
+        prefers_8_bit_inputs: Whether the native kernels multiply inputs in 8 bits faster than in 16.
         native_float8: Whether the device multiplies 8-bit floats itself.
         compute_capability: Compute capability of a CUDA device.
         attention_packages: As of `installed_packages`.
@@ -51,7 +54,7 @@ def resolve_for_device(
             f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "
             f"at most {own_limit}, or to 0 for the model's limit"
         )
-    dtype = choose_dtype(engine.model.dtype, architecture, device=device, native_bfloat16=native_bfloat16)
+    dtype = choose_dtype(engine.model.dtype, architecture, device=device, prefers_bfloat16=prefers_bfloat16)
     quantization = choose_quantization(
         engine.model.quantization,
         architecture,
@@ -62,7 +65,20 @@ def resolve_for_device(
         num_ranks=rank.tensor_parallel_size,
     )
     kv_dtype = choose_kv_dtype(
-        engine.cache.dtype, dtype, device=device, native_kernels=native_kernels, native_float8=native_float8
+        engine.cache.dtype,
+        dtype,
+        device=device,
+        native_kernels=native_kernels,
+        native_float8=native_float8,
+        stands_for_bfloat16=engine.model.dtype == "auto" and stored_dtype(architecture) == "bfloat16",
+    )
+    weight_dtype = choose_weight_dtype(
+        engine.model.dtype,
+        architecture,
+        dtype,
+        device=device,
+        quantization=quantization,
+        native_kernels=native_kernels,
     )
     site = AttentionSite(
         architecture,
@@ -79,8 +95,16 @@ def resolve_for_device(
         architecture=architecture,
         rank=rank,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
+        activation_bits=choose_activation_bits(
+            engine.model.activation_bits,
+            quantization,
+            kv_dtype,
+            device=device,
+            prefers_8_bit_inputs=prefers_8_bit_inputs,
+        ),
         attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
         batch_invariant=choose_batch_invariance(engine, site, quantization),
     )
@@ -131,73 +155,6 @@ def check_supported(engine: EngineConfig) -> None:
             )
 
 
-def choose_dtype(
-    requested: str, architecture: ModelArchitecture, *, device: str, native_bfloat16: bool
-) -> str:
-    """Return the precision that `model.dtype` means; `auto` is the checkpoint's, if the device computes in it.
-
-    GGUF files are quantized, so the precision of their tensors is no guide: they count as bfloat16, which becomes
-    float32 on a device that would only emulate it. So does float16 on a CPU, where no native kernel takes it.
-
-    Args:
-        device: As of `resolve_for_device`.
-    """
-    if requested != "auto":
-        return requested
-    stored = "bfloat16" if architecture.is_gguf else architecture.dtype
-    is_half = stored == "bfloat16" or (stored == "float16" and device == "cpu")
-    if not is_half:
-        return stored
-    return "bfloat16" if native_bfloat16 else "float32"
-
-
-def choose_kv_dtype(
-    requested: str, dtype: str, *, device: str, native_kernels: bool, native_float8: bool = False
-) -> str:
-    """Return the precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
-
-    Args:
-        dtype: Precision of activations.
-        device, native_kernels, native_float8: As of `resolve_for_device`.
-
-    Raises:
-        FeatureDisabled: It is 8 bits, and no kernel reads them: plain torch would first convert them, which would cost
-            time instead of saving it.
-    """
-    if requested == "auto":
-        return dtype
-    obstacle = None
-    if requested == "float8_e4m3fn":
-        obstacle = _obstacle_to_float8(device, native_float8=native_float8)
-    elif requested == "int8" and device == "cpu":
-        obstacle = _obstacle_to_int8_on_cpu(dtype, native_kernels=native_kernels)
-    if obstacle is not None:
-        raise FeatureDisabled(f"cache.dtype = {requested}", f"{obstacle} auto, which is {dtype} here")
-    return requested
-
-
-def _obstacle_to_float8(device: str, *, native_float8: bool) -> str | None:
-    if device == "cpu":
-        return "8-bit floats are read on CUDA devices only; set it to int8, or to"
-    if device.startswith("cuda") and not native_float8:
-        return (
-            "8-bit floats are converted by devices of compute capability 8.9 and above, which this is not; set it to "
-            "int8, or to"
-        )
-    return None
-
-
-def _obstacle_to_int8_on_cpu(dtype: str, *, native_kernels: bool) -> str | None:
-    if not native_kernels:
-        return (
-            "on CPUs it is read by the native kernels only, which are not in use here; on Linux and x86-64 with AVX2 "
-            "`python -m triptych_kernels.cpu.build` builds them; or set it to"
-        )
-    if dtype not in NATIVE_DTYPES:
-        return f"the native kernels take {' and '.join(NATIVE_DTYPES)}, not model.dtype = {dtype}; set it to"
-    return None
-
-
 def choose_quantization(
     requested: str,
     architecture: ModelArchitecture,
@@ -234,6 +191,39 @@ def choose_quantization(
     if obstacle is None:
         return requested
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
+
+
+def choose_activation_bits(
+    requested: str, quantization: str, kv_dtype: str, *, device: str, prefers_8_bit_inputs: bool
+) -> int:
+    """Return the bits that `model.activation_bits` means.
+
+    `auto` keeps 16 beside a cache of 8 bits: together the two are coarser than a model in bfloat16 (adr/0022).
+
+    Args:
+        quantization: Form of linear weights, resolved.
+        kv_dtype: Precision of keys and values, resolved.
+        device, prefers_8_bit_inputs: As of `resolve_for_device`.
+
+    Raises:
+        FeatureDisabled: No product rounds its inputs so.
+    """
+    is_rounded = device == "cpu" and quantization in ("q4", "q8", "int8")
+    if requested == "auto":
+        is_chosen = quantization == "int8" or (prefers_8_bit_inputs and kv_dtype != "int8")
+        return 8 if is_rounded and is_chosen else 16
+    if not is_rounded:
+        raise FeatureDisabled(
+            f"model.activation_bits = {requested}",
+            "inputs are rounded to integers on CPUs with model.quantization = q4, q8 or int8 only, and this is "
+            f"{device} with {quantization}; set it to auto",
+        )
+    if quantization == "int8" and requested != "8":
+        raise FeatureDisabled(
+            f"model.activation_bits = {requested}",
+            "model.quantization = int8 has inputs of 8 bits; set it to auto, or model.quantization to q8",
+        )
+    return int(requested)
 
 
 def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantization: str) -> bool:
@@ -274,16 +264,16 @@ def _batch_dependence(attention: str, site: AttentionSite, quantization: str) ->
         )
     if site.device == "cpu" and not (site.native_kernels and site.dtype in NATIVE_DTYPES):
         return (
-            "without the native kernels products are torch's, which cuts its sums by the number of rows; on Linux and "
-            "x86-64 with AVX2 build them with `python -m triptych_kernels.cpu.build`, and set model.dtype to "
+            "without the native kernels products are torch's, which cuts its sums by the number of rows; build "
+            "them with `python -m triptych_kernels.cpu.build`, and set model.dtype to "
             f"{' or '.join(NATIVE_DTYPES)}"
         )
     return None
 
 
 def _obstacle_on_cpu(quantization: str, dtype: str, *, native_kernels: bool) -> str | None:
-    if quantization in ("int8", "fp8"):
-        return "inputs in 8 bits are multiplied on CUDA devices only; q8 holds weights in 8 bits here"
+    if quantization == "fp8":
+        return "8-bit floats are multiplied on CUDA devices only; int8 and q8 hold weights in 8 bits here"
     if not native_kernels:
         return (
             "on CPUs quantized weights are multiplied by the native kernels only, which are not in use here"

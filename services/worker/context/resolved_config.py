@@ -30,10 +30,16 @@ class ResolvedConfig:
     rank: RankFacts = field(default_factory=RankFacts)
     dtype: str = "float32"
     """`engine.model.dtype` with `auto` resolved: float32, bfloat16 or float16."""
+    weight_dtype: str = "float32"
+    """Precision of weights that are not quantized and whose stored form has none: blocks of GGUF files that are
+    dequantized, and random weights. Tensors stored in 16 bits are held in those if `dtype` is float32."""
     kv_dtype: str = "float32"
     """`engine.cache.dtype` with `auto` resolved: int8, float8_e4m3fn, or one of `dtype`'s."""
     quantization: str = "none"
     """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8 or fp8."""
+    activation_bits: int = 16
+    """`engine.model.activation_bits` with `auto` resolved: 8 or 16. It says nothing where weights are not
+    quantized, and on CUDA devices."""
     attention_backend: str = "torch"
     """`engine.worker.attention_backend` with `auto` resolved: native, triton, torch, flash-attn (of version 2),
     flash-attn-3 or flashinfer; none on a simulated device."""

@@ -51,5 +51,6 @@ class Attention(nn.Module):
             kv_cache.blocks,
             batch.slot_mapping,
             kv_scales=kv_cache.scales,
+            impl=batch.backend.writer,
         )
         return batch.backend.attend(query, kv_cache, batch, self.scale, self.window).flatten(1)

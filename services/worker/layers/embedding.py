@@ -38,7 +38,9 @@ class VocabEmbedding(WeightedLayer):
                 length, hidden_size, sources=[f"{prefix}.weight"], context=context, is_head=True
             )
         else:
-            self.weight = empty_parameter(length, hidden_size, context=context)
+            self.weight = empty_parameter(
+                length, hidden_size, context=context, dtype=_table_dtype(f"{prefix}.weight", context)
+            )
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map [num_tokens] int64 to float32 [num_tokens, hidden_size], on every rank."""
@@ -54,6 +56,12 @@ class VocabEmbedding(WeightedLayer):
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape = (self.vocab_size, self.weight.shape[1])
         return {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
+
+
+def _table_dtype(name: str, context: ModelContext) -> torch.dtype:
+    """Return the precision of a table that is only looked up: bfloat16 where that loses nothing, at half the memory."""
+    is_bfloat16 = context.device.type == "cpu" and context.stored_dtype([name]) == torch.bfloat16
+    return torch.bfloat16 if is_bfloat16 else context.dtype
 
 
 class LogitsHead(WeightedLayer):

@@ -20,6 +20,7 @@ _QUANTIZED_TO = {
     "q8": QuantizedFormat(8, is_affine=False),
 }
 _CHANNEL_FORMATS = {"int8": ChannelFormat(torch.int8), "fp8": ChannelFormat(torch.float8_e4m3fn)}
+_INT8_ON_CPUS = QuantizedFormat(8, is_affine=False)  # its products' inputs are in 8 bits, too
 _HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # no later layer averages out its errors
 
 
@@ -51,6 +52,8 @@ def choose_format(
     quantization = context.config.quantization
     if quantization == "none":
         return None
+    if quantization == "int8" and context.device.type == "cpu" and not is_head:
+        return _INT8_ON_CPUS
     if quantization in _CHANNEL_FORMATS and not is_head:
         return _CHANNEL_FORMATS[quantization]
     otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[quantization]
@@ -77,13 +80,21 @@ def create_quantized_weight(
     *,
     gated: bool,
     bias: bool,
+    is_head: bool = False,
     context: ModelContext,
 ) -> LinearWeight:
-    """Allocate a linear layer's weight in the form that products on this rank's device read."""
+    """Allocate a linear layer's weight in the form that products on this rank's device read.
+
+    Args:
+        is_head: Whether the weight computes logits; on CPUs its inputs keep 16 bits.
+    """
     dtype, device = context.dtype, context.device
     if device.type == "cpu":
         assert isinstance(format, QuantizedFormat), "choose_quantization allows no other format on CPUs"
-        return QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
+        weight = QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
+        if context.config.activation_bits == 8 and not is_head:
+            weight.input_bits = 8
+        return weight
     # Triton comes with the CUDA builds of torch
     from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
     from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight

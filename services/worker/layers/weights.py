@@ -15,7 +15,7 @@ from services.worker.context.model_context import ModelContext
 from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
-from triptych_kernels.weights.packed import PackedWeight, can_pack
+from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
 
 AnyWeight = nn.Parameter | LinearWeight
 """[out_features, in_features] in the form that the device's product reads; the ops take either."""
@@ -85,9 +85,13 @@ class WeightedLayer(nn.Module, ABC):
         """Return name in the checkpoint -> place, for every tensor that this layer's parameters are made of."""
 
 
-def empty_parameter(*shape: int, context: ModelContext) -> nn.Parameter:
-    """Allocate a parameter in the model's precision on this rank's device; its content is undefined."""
-    storage = torch.empty(shape, dtype=context.dtype, device=context.device)
+def empty_parameter(*shape: int, context: ModelContext, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Allocate a parameter on this rank's device; its content is undefined.
+
+    Args:
+        dtype: Its precision; None: the model's.
+    """
+    storage = torch.empty(shape, dtype=dtype or context.dtype, device=context.device)
     return nn.Parameter(storage, requires_grad=False)
 
 
@@ -114,17 +118,34 @@ def create_linear_weight(
     Returns:
         The weight and the bias; the bias is None if there is none, or if the weight contains it.
     """
-    dtype = context.dtype
     format = choose_format(sources, is_head=is_head, context=context)
     if format is not None:
         weight = create_quantized_weight(
-            out_features, in_features, format, gated=gated, bias=bias, context=context
+            out_features, in_features, format, gated=gated, bias=bias, is_head=is_head, context=context
         )
         return weight, None
-    if context.device.type == "cpu" and can_pack(in_features, dtype):
-        return PackedWeight(out_features, in_features, dtype, gated=gated, bias=bias), None
+    if context.device.type == "cpu" and can_pack(in_features, context.dtype):
+        return _create_packed_weight(
+            out_features, in_features, sources=sources, gated=gated, bias=bias, context=context
+        ), None
     parameter = empty_parameter(out_features, in_features, context=context)
     return parameter, empty_parameter(out_features, context=context) if bias else None
+
+
+def _create_packed_weight(
+    out_features: int,
+    in_features: int,
+    *,
+    sources: Sequence[str],
+    gated: bool,
+    bias: bool,
+    context: ModelContext,
+) -> PackedWeight:
+    """Allocate a weight for native products, in as few bytes as hold the checkpoint's tensors without loss."""
+    stored_dtype = context.stored_dtype(sources)
+    if stored_dtype == context.dtype:
+        return PackedWeight(out_features, in_features, context.dtype, gated=gated, bias=bias)
+    return WidenedWeight(out_features, in_features, stored_dtype, gated=gated, bias=bias)
 
 
 def unused_target(checkpoint_shape: tuple[int, ...]) -> WeightTarget:

@@ -84,17 +84,27 @@ class MappedFile:
 
 
 def fingerprint(
-    checkpoint: Checkpoint, architecture: ModelArchitecture, dtype: str, quantization: str
+    checkpoint: Checkpoint,
+    architecture: ModelArchitecture,
+    *,
+    dtype: str,
+    weight_dtype: str,
+    quantization: str,
+    activation_bits: int,
+    kv_dtype: str,
 ) -> str:
     """Return the sha256, in hex, of everything that two workers of one model must share but the weights' bytes.
 
-    That is architecture, tensor names, shapes and types, file sizes, dtype and quantization.
+    That is architecture, tensor names, shapes and types, file sizes, precisions and quantization.
     """
     facts = {
         "architecture": asdict(architecture),
         "tensors": {name: (tensor.shape, tensor.type) for name, tensor in checkpoint.tensors.items()},
         "file_sizes": dict(checkpoint.file_name_to_size),
         "dtype": dtype,
+        "weight_dtype": weight_dtype,
         "quantization": quantization,
+        "activation_bits": activation_bits,
+        "kv_dtype": kv_dtype,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

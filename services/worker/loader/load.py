@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.device import TORCH_DTYPES
+from services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from services.worker.context.model_context import ModelContext
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
@@ -119,12 +119,15 @@ def _stream(
     checkpoint: Checkpoint, config: ResolvedConfig, progress: Progress | None
 ) -> Iterator[tuple[str, Tensor | StoredBlocks]]:
     """Yield (name, tensor) one by one; the model copies each to its device before it reads the next."""
+    is_plain = config.quantization == "none"
     # what is quantized is rounded once, from float32
-    dtype = TORCH_DTYPES[config.dtype] if config.quantization == "none" else torch.float32
+    dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
+    # beside activations in float32 nothing is rounded that the file does not round
+    own_dtypes = STORED_DTYPES if is_plain and config.dtype == "float32" else {}
     total = sum(tensor.size for tensor in checkpoint.tensors.values())
     done = 0
     for name, stored in checkpoint.tensors.items():
-        read = partial(checkpoint.read, name, dtype)
+        read = partial(checkpoint.read, name, own_dtypes.get(stored.type, dtype))
         if len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
             rows, columns = stored.shape
             yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)

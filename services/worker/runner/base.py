@@ -15,6 +15,10 @@ PhaseChange = Callable[[str, float], None]
 MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 class PendingStep(Protocol):
     """A step that has been launched. Used on its runner's thread only."""
 
@@ -52,10 +56,15 @@ class StepRunner(Protocol):
         """The facts that the handshake sends to the engine; constant after construction."""
         ...
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         """Launch one step. An asynchronous device may still compute earlier ones.
 
         The failure of one request is data in the result. After an exception rows are undefined until `reset()`.
+
+        Args:
+            on_prepared: Called when the step's inputs are gathered, before they are computed on, so that other threads
+                of Python disturb the preparation of no step. Not called for a step that fails before that, or computes
+                nothing.
 
         Raises:
             ProtocolViolation: The plan contradicts the plans before it.

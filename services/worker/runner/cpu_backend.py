@@ -50,6 +50,9 @@ class RecordedBackend:
 
 
 def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:
+    if inputs.attention.writer == "torch":
+        raise NotRecordable("attention in plain torch loops over the rows of each step")
+
     def forward(recording: Recording) -> tuple[Tensor, ...]:
         attention = AttentionBatch(
             slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),

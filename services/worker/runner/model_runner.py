@@ -19,7 +19,7 @@ from services.worker.attention.paged import PagedAttention
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepLauncher
-from services.worker.runner.base import CompletedStep, PendingStep, StepRunner
+from services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
 from services.worker.runner.cpu_backend import ImmediateSteps, create_cpu_backend
 from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
 from services.worker.runner.cuda.forward import LastTokens
@@ -29,6 +29,7 @@ from services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.request_rows import RequestRows
+from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.create import create_logits_processors
 from services.worker.sampling.sampler import Sampler
 from triptych.errors import ProtocolViolation
@@ -54,6 +55,7 @@ class ModelRunner(StepRunner):
         stream: DeviceStream | None = None,
         group: RankGroup | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Prepare for step 1.
 
@@ -65,6 +67,7 @@ class ModelRunner(StepRunner):
                 also computes it.
             group: The connected ranks, which compute the same steps; None: one rank.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
+            grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
         """
         self._group = group or OneRank()
         self._rows = RequestRows(
@@ -90,6 +93,7 @@ class ModelRunner(StepRunner):
             max_num_seqs=max_num_seqs,
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
+            grammars=grammars,
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         scorer = PromptScorer(self._rows, model.compute_logits)
@@ -162,7 +166,7 @@ class ModelRunner(StepRunner):
                 logged = now
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         """Launch one step; see `Runner.launch`."""
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(
@@ -177,5 +181,6 @@ class ModelRunner(StepRunner):
                 StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
             )
         sizes = self._inputs.gather(self._rows, step)
+        on_prepared()
         with self._group.step():
             return self._steps.launch(plan.step_id, step, sizes, started)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from services.worker.context import host
 from services.worker.context.device import free_memory, held_memory
 from services.worker.models.base import CausalLM
-from services.worker.runner.base import PendingStep, Runner
+from services.worker.runner.base import PendingStep, Runner, do_nothing
 from services.worker.runner.model_runner import ModelRunner
 from triptych.errors import MemoryShort, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
@@ -81,9 +81,9 @@ class SleepableRunner(Runner):
         assert self._model is not None, "asleep at level 2"
         return self._model
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         assert self._runner is not None, "a sleeping worker grants no session"
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, on_prepared)
 
     def reset(self) -> None:
         assert self._runner is not None, "a sleeping worker grants no session"

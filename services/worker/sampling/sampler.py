@@ -233,9 +233,11 @@ class _Processors:
             for processor, flags in fused
         }
         processed = ops.process_logits(logits, device_rows, **operands)
+        errors: list[tuple[RowError, Flags]] = []
         for processor, flags in direct:
-            processor.apply(processed, changed, _own_rows(flags, changed))
-        faults = [(each.fault, flags) for each, flags in active if each.fault is not None]
+            failed = processor.apply(processed, changed, _own_rows(flags, changed))
+            errors += [(error, np.arange(slots.size) == rows[row]) for row, error in failed.items()]
+        faults = errors + [(each.fault, flags) for each, flags in active if each.fault is not None]
         return _ChangedLogits(processed, changed.slots, device_rows, faults)
 
 

@@ -7,6 +7,12 @@ rarely wait for each other.
 A plan that has arrived is launched before the result of the one before it is waited for, so that an asynchronous device
 has its next step when it ends one. Results leave in the order of the plans.
 
+A result leaves when the next step is prepared, if there is one: the event loop, once it is woken, takes the interpreter
+from this thread, and a device that is the host itself would stand still.
+
+    this thread    | compute 1 | prepare 2 | compute 2        | prepare 3 | ...
+    event loop     |                       | result 1, plan 3 |
+
 A step that fails ends its session, and the thread goes on with the next one. A step that fails because the device is
 lost ends the thread as well: nothing can be computed in this process any more.
 """
@@ -156,9 +162,14 @@ class RunnerThread:
             try:
                 return self._inbox.get(timeout=_POLL_S), 0
             except queue.Empty:
-                steps.deliver_done()
+                steps.collect_done()
+                steps.deliver()
         waiting_since = time.perf_counter_ns()
-        item = self._inbox.get()
+        try:
+            item = self._inbox.get_nowait()
+        except queue.Empty:
+            steps.deliver()
+            item = self._inbox.get()
         return item, time.perf_counter_ns() - waiting_since
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
@@ -185,49 +196,60 @@ class _StepsInFlight:
         self._post = post
         self._deliver: Deliver | None = None
         self._launched: deque[_Launched] = deque()
+        self._outcomes: list[tuple[Deliver, StepResult | Exception]] = []
+        """Results and failures that have not been delivered, and who gets them."""
 
     @property
     def are_any(self) -> bool:
         return bool(self._launched)
 
     def open(self, deliver: Deliver) -> None:
-        """A session begins; of the steps of the one before nobody hears."""
+        """A session begins; of the steps of the one before that are in flight nobody hears."""
         self.drop()
         self._runner.reset()
         self._deliver = deliver
 
     def drop(self) -> None:
-        """The session is over: nobody hears of its steps."""
+        """The session is over: nobody hears of its steps in flight."""
+        self.deliver()
         self._launched.clear()
         self._clock.abandon()
         self._deliver = None
 
     def launch(self, plan: StepPlan, idle_ns: int) -> None:
-        """Begin a step and deliver what is done; a failure is delivered behind the results before it."""
+        """Begin a step and deliver what was done before; a failure is delivered behind the results before it."""
         if self._deliver is None:
             return  # rows are undefined until the next session resets them
         if not self._launched:
             self._clock.start(plan.step_id, plan.num_tokens)
         try:
-            pending = self._runner.launch(plan)
+            pending = self._runner.launch(plan, self.deliver)
         except Exception as error:
             self.finish()
             self._fail(plan.step_id, error)
             return
         self._launched.append(_Launched(plan.step_id, plan.num_tokens, pending, idle_ns))
-        self.deliver_done()
+        self.deliver()
+        self.collect_done()
 
-    def deliver_done(self) -> None:
-        """Deliver results, oldest first, up to a step that is not done."""
+    def deliver(self) -> None:
+        """Hand what has been collected to the event loop."""
+        for deliver, outcome in self._outcomes:
+            self._post(deliver, outcome)
+        self._outcomes.clear()
+
+    def collect_done(self) -> None:
+        """Collect results, oldest first, up to a step that is not done."""
         while self._launched and _is_done(self._launched[0].pending):
-            self._deliver_oldest()
+            self._collect_oldest()
 
     def finish(self) -> None:
         """Wait for all steps and deliver their results."""
         while self._launched:
-            self._deliver_oldest()
+            self._collect_oldest()
+        self.deliver()
 
-    def _deliver_oldest(self) -> None:
+    def _collect_oldest(self) -> None:
         launched = self._launched.popleft()
         try:
             result = launched.pending.wait()
@@ -237,7 +259,7 @@ class _StepsInFlight:
         self._watch_oldest()
         if self._deliver is not None:
             timings = replace(result.timings, idle_ns=launched.idle_ns)
-            self._post(self._deliver, replace(result, timings=timings))
+            self._outcomes.append((self._deliver, replace(result, timings=timings)))
 
     def _fail(self, step_id: int, error: Exception) -> None:
         """End the session with this failure; what it has in flight is forgotten.
@@ -250,9 +272,9 @@ class _StepsInFlight:
         if self._deliver is not None:  # else a step before this one has failed
             log.error("step %d failed: %r", step_id, error, exc_info=error)
             is_known = isinstance(error, TriptychError)
-            self._post(
-                self._deliver, error if is_known else EngineFailure(f"step {step_id} failed: {error!r}")
-            )
+            outcome = error if is_known else EngineFailure(f"step {step_id} failed: {error!r}")
+            self._outcomes.append((self._deliver, outcome))
+            self.deliver()
             self._deliver = None
         if _is_device_lost(error):
             raise error

@@ -23,6 +23,9 @@ from triptych.wire.worker import worker_facts_to_proto
 
 log = logging.getLogger(__name__)
 
+_HOLD_HELLO_S = 2.0
+"""Seconds that an engine's hello is held while the worker is on its way to readiness."""
+_STAGES = ("prepare", "forward", "sample", "idle")  # of `StepTimings`
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
@@ -40,11 +43,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._sleep = sleep
         self._status_publisher = status_publisher
         self._metrics = metrics
+        # looked up once: labels cost more than the counting
+        self._stage_to_seconds = {stage: metrics.stage_seconds.labels(stage) for stage in _STAGES}
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        grant = self._lease.open(_to_hello(await read_hello(request_iterator)))
+        hello = _to_hello(await read_hello(request_iterator))
+        await self._status_publisher.wait_settled(_HOLD_HELLO_S)
+        grant = self._lease.open(hello)
         session, how = grant.session, "resumed" if grant.terms.is_resumed else "connected"
         log.info("%s %s, at most %d steps in flight", session.hello, how, session.max_steps_in_flight)
         reader = asyncio.create_task(self._read_steps(request_iterator, grant), name="read-steps")
@@ -97,12 +104,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             grant.end_stream(None)
 
     def _count(self, result: StepResult) -> None:
-        timings, stage = result.timings, self._metrics.stage_seconds
+        timings = result.timings
         self._metrics.steps.inc()
-        stage.labels("prepare").inc(timings.prepare_ns / 1e9)
-        stage.labels("forward").inc(timings.forward_ns / 1e9)
-        stage.labels("sample").inc(timings.sample_ns / 1e9)
-        stage.labels("idle").inc(timings.idle_ns / 1e9)
+        for stage, seconds in self._stage_to_seconds.items():
+            seconds.inc(getattr(timings, f"{stage}_ns") / 1e9)
         if timings.gap_ns:
             self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 
@@ -35,8 +36,12 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
         # Read when torch is imported: its threads must not spin on the cores that native kernels' threads work on.
         # Where there are no native kernels spinning pays: a quarter of the throughput on a quiet machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from services.worker.context.device import resolve_config
-    from services.worker.runner.startup.create import create_runner
-
+    gc.disable()  # a tenth of this import's time would be looking for garbage among what it makes
+    try:
+        from services.worker.context.device import resolve_config
+        from services.worker.runner.startup.create import create_runner
+    finally:
+        gc.freeze()  # and it lives as long as the process: no collection need look at it again
+        gc.enable()
     resolved = resolve_config(config, read_architecture(directory))
     return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from triptych.types.facts import Phase, WorkerFacts
@@ -29,7 +31,18 @@ class StatusPublisher:
 
     def __init__(self) -> None:
         self.state = WorkerState()
+        self._has_settled = asyncio.Event()
 
     def change(self, **fields: object) -> None:
         """Replace some fields of the state."""
         self.state = replace(self.state, **fields)  # type: ignore[arg-type]
+        if self.state.phase in (Phase.READY, Phase.ASLEEP, Phase.DRAINING):
+            self._has_settled.set()
+        else:
+            self._has_settled.clear()
+
+    async def wait_settled(self, timeout_s: float) -> None:
+        """Return once the worker is not on its way to readiness, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_settled.wait()

@@ -14,7 +14,7 @@ import numpy as np
 
 from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.base import CompletedStep
+from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.runner.prompt_targets import take_prompt_targets
 from services.worker.runner.request_rows import RequestRows, StepRows
 from services.worker.runner.startup.facts import worker_facts
@@ -90,8 +90,9 @@ class SimulatedRunner:
     def wake(self) -> None:
         """Do nothing: there is no memory to allocate."""
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
         """Carry out one step at once; see `execute`."""
+        on_prepared()
         return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -183,7 +184,7 @@ def create_simulated_runner(
     simulation, architecture = engine.simulation, read_architecture(directory)
     # Like the accelerators that it simulates, and unlike many a CPU, it has native bfloat16.
     config = resolve_for_device(
-        engine, architecture, device=DEVICE, native_bfloat16=True, native_kernels=False
+        engine, architecture, device=DEVICE, prefers_bfloat16=True, native_kernels=False
     )
     _check_eos(simulation, architecture)
     word_ids = read_word_ids(directory, architecture.vocab_size, architecture.eos_token_ids)

@@ -28,7 +28,8 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  #
 _LOW_BITS = np.uint64(0xFFFFFFFF)
 _ONE_EACH: I64 = np.empty(0, np.int64)
 
-NO_LOGITS = RowError.of_client("sampling.logit_bias: the simulated worker has no logits; leave it out")
+_NEED_LOGITS = {"logit_bias": "sampling.logit_bias", "structured_outputs": "structured_outputs"}
+"""Sampling fields that are refused, since there are no logits to change -> their paths in a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +106,10 @@ class SimulatedSampler:
         self._masks_words[slot] = params.min_tokens > 0 and bool(params.stop_token_ids)
         if params.min_tokens:
             self._slot_to_stop_ids[slot] = frozenset(params.stop_token_ids)
-        return NO_LOGITS if params.logit_bias else None
+        for name, path in _NEED_LOGITS.items():
+            if getattr(params, name):
+                return RowError.of_client(f"{path}: the simulated worker has no logits; leave it out")
+        return None
 
     def sample(self, slots: I64, limits: I64 | None = None) -> DrawnTokens:
         """Draw the next tokens of each slot, and extend its prefix by them.

@@ -159,6 +159,7 @@ class _AttentionBetweenGraphs:
 
     def __init__(self, attention: AttentionBackend, max_num_tokens: int) -> None:
         self.name = attention.name
+        self.writer = attention.writer
         self._attention = attention
         self._max_num_tokens = max_num_tokens
         self._batch: AttentionBatch | None = None

@@ -23,6 +23,7 @@ from services.worker.context.device import (
     use_device,
     use_threads,
 )
+from services.worker.context.machine import describe_rates
 from services.worker.context.rank_group import RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.weights import weight_bytes
@@ -40,11 +41,15 @@ from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
 from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
 from services.worker.runner.startup.warm_up import warm_up
+from services.worker.sampling.grammars import GrammarCompiler
 from triptych.errors import ConfigError, ModelError
 from triptych.types.facts import Phase
 from triptych_kernels.cpu.library import amx_refusal, isa
+from triptych_kernels.cpu.machine import rates
 
 log = logging.getLogger(__name__)
+
+GRAMMARS_AFTER_S = 10.0  # the first tokens of a worker that has just started are more urgent
 
 
 def create_runner(
@@ -71,6 +76,8 @@ def create_runner(
     num_threads = use_threads(engine.worker.num_threads)
     if device.type == "cpu":
         report_host(num_threads, host.numa_nodes(), host.huge_pages())
+        if isa():
+            log.info("%s; activations in %s", describe_rates(rates()), config.dtype)
         warn_of_missing_kernels(missing_kernels(), config.dtype)
         report_rounding(config)
     on_phase(Phase.LOADING, 0.0)
@@ -105,6 +112,11 @@ def create_runner(
         load_s=load_s,
     )
 
+    grammars = GrammarCompiler(
+        directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
+    )
+    grammars.prepare_after(GRAMMARS_AFTER_S)
+
     def load_again() -> CausalLM:
         checkpoint, found = _open(config, directory)  # the files may be new ones
         if found != identity:
@@ -124,6 +136,7 @@ def create_runner(
             stream=CudaStream(device) if device.type == "cuda" else None,
             group=group,
             max_graph_tokens=graph_token_limit(config.architecture),
+            grammars=grammars,
         )
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
@@ -135,7 +148,7 @@ def create_runner(
         log.info("warmed up in %.1f s", time.perf_counter() - warming_since)
         return runner
 
-    needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.block_bytes, kv.activation_bytes)
+    needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.shape.block_bytes, kv.activation_bytes)
     return SleepableRunner(model, device=device, needs=needs, load=load_again, start=start)
 
 
@@ -143,7 +156,15 @@ def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
     """Open the checkpoint and compute its fingerprint."""
     engine, device = config.engine, torch.device(config.rank.device)
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
-    return checkpoint, fingerprint(checkpoint, config.architecture, config.dtype, config.quantization)
+    return checkpoint, fingerprint(
+        checkpoint,
+        config.architecture,
+        dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
+        quantization=config.quantization,
+        activation_bits=config.activation_bits,
+        kv_dtype=config.kv_dtype,
+    )
 
 
 def _compiled_ahead(
@@ -199,7 +220,7 @@ def _plan_kv_cache(
         "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
         kv.shape.num_blocks,
         kv.shape.block_size,
-        kv.shape.num_blocks * kv.block_bytes >> 20,
+        kv.shape.num_blocks * kv.shape.block_bytes >> 20,
         activation_bytes >> 20,
     )
     return kv
@@ -258,6 +279,4 @@ def report_rounding(config: ResolvedConfig) -> None:
             "model.dtype: the checkpoint's float16 is rounded to bfloat16, 8 of 11 significant bits; float32 keeps all"
         )
     else:
-        log.info(
-            "model.dtype: the checkpoint's float16 is computed in float32, which is exact and takes twice the memory"
-        )
+        log.info("model.dtype: the checkpoint's float16 is computed in float32, which is exact")

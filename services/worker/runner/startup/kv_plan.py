@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.parallel.shares import share_kv_heads
@@ -11,8 +11,6 @@ from triptych.types.facts import KvShape
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
 _MIB = 1 << 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +18,6 @@ class KvPlan:
     """The size of a KV cache that is not allocated yet."""
 
     shape: KvShape
-    block_bytes: int
-    """Bytes of one block in all layers."""
     max_model_len: int
     """Tokens of prompt and output together: min(the model's or the operator's, the tokens that the blocks hold)."""
     activation_bytes: int = 0
@@ -31,7 +27,8 @@ class KvPlan:
 def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: int = 0) -> KvPlan:
     """Decide the number of blocks: the operator's, or `cache.memory_fraction` of the free memory.
 
-    The latter never exceeds the number that `max_num_seqs` requests of `max_model_len` tokens can fill.
+    The latter never exceeds the number that `max_num_seqs` requests of `max_model_len` tokens can fill. On a CPU
+    `cache.soft_memory_fraction` of the free memory is the soft limit.
 
     Args:
         free_bytes: Memory that this process can still allocate on the device, measured after loading.
@@ -41,12 +38,16 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
         ConfigError: The operator's blocks do not fit, or not even one block does; or ranks cannot share the heads.
     """
     cache, architecture = config.engine.cache, config.architecture
-    vector_bytes = architecture.head_dim * _DTYPE_BYTES[config.kv_dtype] + _SCALE_BYTES.get(
-        config.kv_dtype, 0
-    )
     _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
-    token_bytes = architecture.num_layers * 2 * num_kv_heads * vector_bytes
-    block_bytes = token_bytes * cache.block_size
+    shape = KvShape(
+        num_blocks=0,
+        block_size=cache.block_size,
+        num_layers=architecture.num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=config.kv_dtype,
+    )
+    block_bytes = shape.block_bytes
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:
         num_blocks = _check_num_blocks(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
@@ -63,16 +64,12 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
                 f"{_mib(_MIN_BLOCKS * block_bytes)}; free memory, raise cache.memory_fraction or lower "
                 "cache.block_size"
             )
-    shape = KvShape(
-        num_blocks=num_blocks,
-        block_size=cache.block_size,
-        num_layers=architecture.num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=architecture.head_dim,
-        dtype=config.kv_dtype,
-    )
+    soft_num_blocks = None
+    if config.rank.device == "cpu":
+        soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
+    shape = replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
     num_tokens = (num_blocks - 1) * cache.block_size
-    return KvPlan(shape, block_bytes, min(max_model_len, num_tokens), activation_bytes)
+    return KvPlan(shape, min(max_model_len, num_tokens), activation_bytes)
 
 
 def _default_fraction(device: str) -> float:

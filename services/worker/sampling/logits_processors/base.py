@@ -13,7 +13,7 @@ the copy by itself. Masks and penalties commute, so it does not matter that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -97,8 +97,12 @@ class FusedProcessor(LogitsProcessor, Protocol):
 class DirectProcessor(LogitsProcessor, Protocol):
     """A processor that changes logits by itself."""
 
-    def apply(self, logits: Tensor, changed: ChangedRows, own: Sequence[OwnRow]) -> None:
+    def apply(self, logits: Tensor, changed: ChangedRows, own: Sequence[OwnRow]) -> Mapping[int, RowError]:
         """Change some rows in place. The device is not waited for.
+
+        Returns:
+            Rows of the copy that it leaves without a usable logit because they failed, and why. An error counts before
+            the `fault` of any processor.
 
         Args:
             logits: [num_changed, vocab_size] float32, a copy.

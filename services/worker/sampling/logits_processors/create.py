@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.allowed_ids import AllowedIds
 from services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
 from services.worker.sampling.logits_processors.logit_bias import LogitBias
 from services.worker.sampling.logits_processors.min_tokens import MinTokens
 from services.worker.sampling.logits_processors.penalties import Penalties
+from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from services.worker.sampling.params import TokenHistory
 
 
 def create_logits_processors(
-    *, max_num_seqs: int, eos_token_ids: Sequence[int], history: TokenHistory
+    *,
+    max_num_seqs: int,
+    eos_token_ids: Sequence[int],
+    history: TokenHistory,
+    grammars: GrammarCompiler | None,
 ) -> list[FusedProcessor | DirectProcessor]:
     """Return the processors in the order in which they apply.
 
     If a request is left with no usable logit, the first of its processors that has a `fault` gives the reason.
+
+    Args:
+        grammars: Compiler of structured outputs; None: they are refused.
     """
     return [
         AllowedIds(max_num_seqs),
         MinTokens(max_num_seqs, eos_token_ids=eos_token_ids, history=history),
         LogitBias(max_num_seqs),
         Penalties(max_num_seqs, history=history),
+        StructuredForms(max_num_seqs, compiler=grammars, eos_token_ids=eos_token_ids, history=history),
     ]
