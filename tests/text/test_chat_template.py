@@ -129,3 +129,33 @@ def test_messages_are_left_as_they_were() -> None:
     with pytest.raises(InvalidRequest):
         with_template("{% set x = messages[0].update({'content': 1}) %}{{ x }}").render(messages)
     assert messages == [USER]
+
+
+@pytest.mark.parametrize("content", ["Par", "  Par \n", "Pa r\u00e9"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]\n{% endfor %}",
+    ],
+)
+def test_the_last_message_is_continued(source: str, content: str) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_backend(), chat_template=source)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ours = with_template(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert ours == expected
+
+
+def test_a_message_that_is_not_shown_cannot_be_continued() -> None:
+    template = with_template("{{ messages[0].content }}")
+    messages = [USER, {"role": "assistant", "content": "Par"}]
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        template.render(messages, continue_final_message=True)
+
+
+def test_documents_are_shown() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    assert with_template("{{ documents | tojson }}").render([USER], documents=documents) == (
+        '[{"title": "a", "text": "b"}]'
+    )

@@ -9,12 +9,16 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import InvalidRequest, ModelError
 from triptych.text.tokenizer import Tokenizer
+
+# Stands behind a content that is continued; the space tells whether the template trims contents.
+_CONTINUED = "\x02continued\x03 "
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else the template reads (`tool_calls`, `name`)."""
@@ -45,9 +49,14 @@ class ChatTemplate:
             if value is not None
         }
         self._template: jinja2.Template | None = None
+        self.knows_tools = False
+        """Whether the template has a place for tools."""
         if tokenizer.chat_template is not None:
+            environment = _environment()
             try:
-                self._template = _environment().from_string(tokenizer.chat_template)
+                self._template = environment.from_string(tokenizer.chat_template)
+                parsed = environment.parse(tokenizer.chat_template)
+                self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(f"chat_template: line {error.lineno}: {error.message}") from error
 
@@ -56,7 +65,9 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt, special tokens spelled out: encode it with `add_special_tokens=False`.
@@ -64,7 +75,9 @@ class ChatTemplate:
         Args:
             messages: oldest first; left unchanged.
             add_generation_prompt: end with the header of the assistant's answer.
+            continue_final_message: end with the content of the last message, so that the model goes on with it.
             tools: JSON schemas of functions that the model may call.
+            documents: texts that the answer may draw on.
             variables: passed to the template as they are (`enable_thinking=False`).
         Raises:
             InvalidRequest: on `messages`: the model has no template, or its template refuses them.
@@ -75,17 +88,32 @@ class ChatTemplate:
                 "this model has no chat template; send a plain prompt instead, or "
                 "add `chat_template` to its tokenizer_config.json",
             )
+        if continue_final_message:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": f"{last.get('content') or ''}{_CONTINUED}"}]
         try:
-            return self._template.render(
+            prompt = self._template.render(
                 **self._variables | variables,
                 messages=messages,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:
             # A template is a program that came with the model: given messages of an odd form it fails in
             # ways of its own (TypeError, KeyError, recursion), and none of our code runs inside it.
             raise InvalidRequest("messages", f"the model's chat template refused them: {error}") from error
+        return _cut_behind_content(prompt) if continue_final_message else prompt
+
+
+def _cut_behind_content(prompt: str) -> str:
+    """Return the prompt up to the mark, which stands behind the content of the last message."""
+    before, mark, behind = prompt.rpartition(_CONTINUED.rstrip())
+    if not mark:
+        why = "the model's chat template does not show the content of the last message, so it cannot be continued"
+        raise InvalidRequest("messages", why)
+    # a template that trims contents has trimmed the mark, and would have trimmed what is before it
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -119,6 +119,11 @@ class Tokenizer:
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
+    def to_json(self) -> str:
+        """Return the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""
         token_id: int | None = self._backend.token_to_id(token)

@@ -1,0 +1,260 @@
+"""The text of an answer while it streams, and how pieces of it are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Reads text; yields when it needs more than has come."""
+
+
+class MalformedCallError(Exception):
+    """The text began like a call and is none."""
+
+
+class AnswerEndedError(Exception):
+    """The answer has ended where more text was needed."""
+
+
+class AnswerText:
+    """The text of an answer as far as it has come. Methods that read are generators: `yield from` them."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark = 0
+        """Text from here on is kept."""
+        self.is_ended = False
+
+    def push(self, text: str) -> None:
+        if self._mark:
+            self._text = self._text[self._mark :]
+            self._at -= self._mark
+            self._mark = 0
+        self._text += text
+
+    def forget(self) -> None:
+        """Keep only what has not been read."""
+        self._mark = self._at
+
+    def rewind(self) -> None:
+        """Read again what has been read since `forget`."""
+        self._at = self._mark
+
+    def take(self, count: int) -> str:
+        """Read the next characters, which have come."""
+        taken = self._text[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def take_all(self) -> str:
+        """Read everything that has come."""
+        return self.take(len(self._text) - self._at)
+
+    @property
+    def unread(self) -> str:
+        return self._text[self._at :]
+
+    @property
+    def num_held(self) -> int:
+        """Characters that have been read since `forget`."""
+        return self._at - self._mark
+
+    def wait(self) -> Reading[None]:
+        """Wait for more text.
+
+        Raises:
+            AnswerEndedError: There is no more.
+        """
+        if self.is_ended:
+            raise AnswerEndedError
+        yield
+
+    def starts_with(self, text: str) -> Reading[bool]:
+        """Return whether this comes next; wait only as long as it may."""
+        while True:
+            num_unread = len(self._text) - self._at
+            if num_unread >= len(text) or self.is_ended:
+                return self._text.startswith(text, self._at)
+            if not text.startswith(self._text[self._at :]):
+                return False
+            yield from self.wait()
+
+    def take_if(self, text: str) -> Reading[bool]:
+        """Read this text if it comes next."""
+        is_next = yield from self.starts_with(text)
+        if is_next:
+            self._at += len(text)
+        return is_next
+
+    def expect(self, text: str) -> Reading[None]:
+        """Read this text.
+
+        Raises:
+            MalformedCallError: Another one comes next.
+        """
+        if not (yield from self.take_if(text)):
+            if self.is_ended and text.startswith(self.unread):
+                raise AnswerEndedError
+            raise MalformedCallError
+
+    def skip_space(self) -> Reading[None]:
+        """Read white space up to something else or the end of the answer."""
+        while True:
+            while self._at < len(self._text):
+                if not self._text[self._at].isspace():
+                    return
+                self._at += 1
+            if self.is_ended:
+                return
+            yield
+
+    def peek(self) -> Reading[str]:
+        """Return the next character without reading it."""
+        while self._at == len(self._text):
+            yield from self.wait()
+        return self._text[self._at]
+
+    def take_until(self, *ends: str) -> Reading[str]:
+        """Read up to the first of these texts and past it; return what is before it."""
+        while True:
+            place, end = find_first(self._text, ends, self._at)
+            if end:
+                taken = self._text[self._at : place]
+                self._at = place + len(end)
+                return taken
+            yield from self.wait()
+
+    def take_while(self, accepts: Callable[[str], bool]) -> Reading[str]:
+        """Read the next characters that are accepted."""
+        taken = ""
+        while accepts((yield from self.peek())):
+            taken += self.take(1)
+        return taken
+
+    def take_string(self) -> Reading[str]:
+        """Read a JSON string and return its value."""
+        raw = yield from self.take_value()
+        try:
+            value = json.loads(raw, strict=False)
+        except ValueError:
+            raise MalformedCallError from None
+        if not isinstance(value, str):
+            raise MalformedCallError
+        return value
+
+    def take_value(self, on_piece: Callable[[str], None] | None = None) -> Reading[str]:
+        """Read one JSON value without checking it. Return its text, or nothing if `on_piece` takes its pieces."""
+        scan = _ValueScan()
+        pieces: list[str] = []
+        while True:
+            if self._at == len(self._text):
+                yield from self.wait()
+                continue
+            count = scan.find_end(self._text, self._at)
+            piece = self.take(count)
+            if on_piece is None:
+                pieces.append(piece)
+            elif piece:
+                on_piece(piece)
+            if scan.is_complete:
+                return "".join(pieces)
+
+    def take_balanced(self) -> Reading[str]:
+        """Read up to the bracket that closes one read before, and past it; return what is before it.
+
+        Brackets inside of quoted strings, as Python writes them, do not count.
+        """
+        depth, quote, taken = 0, "", ""
+        while True:
+            yield from self.peek()
+            character = self.take(1)
+            if quote:
+                if character == "\\":
+                    yield from self.peek()
+                    character += self.take(1)
+                elif character == quote:
+                    quote = ""
+            elif character in "'\"":
+                quote = character
+            elif character in "([{":
+                depth += 1
+            elif character in ")]}":
+                if depth == 0:
+                    return taken
+                depth -= 1
+            taken += character
+
+
+class _ValueScan:
+    """Finds the end of a JSON value in pieces of text."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._is_scalar = False
+
+    def find_end(self, text: str, start: int) -> int:
+        """Return how many characters from `start` on belong to the value; sets `is_complete`."""
+        for place in range(start, len(text)):
+            character = text[place]
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_string = False
+                    if self._depth == 0:
+                        return self._complete(place + 1 - start)
+            elif self._is_scalar:
+                if character in ",]}" or character.isspace():
+                    return self._complete(place - start)
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return self._complete(place + 1 - start)
+                if self._depth < 0:
+                    raise MalformedCallError
+            elif self._depth == 0:
+                if not (character.isalnum() or character == "-"):
+                    raise MalformedCallError
+                self._is_scalar = True
+        return len(text) - start
+
+    def _complete(self, count: int) -> int:
+        self.is_complete = True
+        return count
+
+
+def find_first(text: str, ends: Collection[str], start: int) -> tuple[int, str]:
+    """Return the place of the first of these texts, and which it is; (-1, "") if there is none.
+
+    Of several at one place it is the longest.
+    """
+    best, found = -1, ""
+    for end in ends:
+        place = text.find(end, start)
+        if place >= 0 and (best < 0 or place < best or (place == best and len(end) > len(found))):
+            best, found = place, end
+    return best, found
+
+
+def longest_beginning(text: str, ends: Collection[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of one of these texts."""
+    longest = 0
+    for end in ends:
+        for length in range(min(len(end) - 1, len(text)), longest, -1):
+            if text.endswith(end[:length]):
+                longest = length
+                break
+    return longest

@@ -1,0 +1,224 @@
+"""Answers are split into reasoning, content and tool calls, however their text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.text.answer_parser import AnswerParser
+from triptych.text.tool_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
+
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"enum": ["C", "F"]},
+        },
+    },
+    "add": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+}
+
+Call = tuple[str, Any]
+
+
+def parse(
+    pieces: list[str], *, format: str | None = "hermes", reasoning: str | None = None, **options: Any
+) -> tuple[str, str, list[Call]]:
+    """Return reasoning, content, and the calls with their arguments as text, after checks of each call's parts."""
+    numbers = count()
+    parser = AnswerParser(
+        reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
+        tool_format=TOOL_FORMATS[format] if format else None,
+        tools=TOOLS,
+        new_id=lambda: f"id-{next(numbers)}",
+        **options,
+    )
+    thought = content = ""
+    calls: list[list[str]] = []
+    for piece in (*pieces, None):
+        if piece is None:
+            parser.finish()
+        else:
+            parser.push(piece)
+        parts = parser.take()
+        thought += parts.reasoning
+        content += parts.content
+        for delta in parts.tool_calls:
+            if delta.name:
+                assert delta.index == len(calls)
+                assert delta.id == f"id-{delta.index}"
+                assert not delta.arguments
+                calls.append([delta.name, ""])
+            else:
+                assert delta.index == len(calls) - 1, "calls follow one another"
+                assert not delta.id
+                calls[-1][1] += delta.arguments
+    return thought, content, [(name, arguments) for name, arguments in calls]
+
+
+def decoded(calls: list[Call]) -> list[Call]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+SUM = ("add", {"a": 1, "b": -2.5})
+
+WHOLE_CALLS = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"arguments": {"a": 1, "b": -2.5}, "name": "add"}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>1</parameter>\n"
+    "<parameter=b>\n-2.5\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+    '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": -2.5}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; '
+    '{"name": "add", "parameters": {"a": 1, "b": -2.5}}',
+    "pythonic": "[get_weather(city='Paris', days=3), add(a=1, b=-2.5)]",
+}
+
+# Answers of which every part is known: (format, reasoning, text, what is thought, content, names of the calls)
+ANSWERS = [
+    *((name, None, text, "", "", [PARIS, SUM]) for name, text in WHOLE_CALLS.items()),
+    *(
+        (name, "think", f"<think>\nHm {{…\n\n</think>\n\nWait.\n\n{text}", "Hm {…", "Wait.", [PARIS, SUM])
+        for name, text in WHOLE_CALLS.items()
+        if TOOL_FORMATS[name].openings and name != "llama3_json"
+    ),
+    *(
+        (name, "think", f"<think>\nHm\n</think>\n\n{text}", "Hm", "", [PARIS, SUM])
+        for name, text in WHOLE_CALLS.items()
+    ),
+    ("mistral", None, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": -2.5}[TOOL_CALLS]add[CALL_ID]x9[ARGS]{"a": {"]": 2}}', "", "",
+     [SUM, ("add", {"a": {"]": 2}})]),
+    ("llama3_json", None, '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": -2.5}}', "", "", [SUM]),
+    ("hermes", None, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": -2.5}"}</tool_call>', "", "",
+     [SUM]),
+    ("hermes", None, '<tool_call>{"name": "add"}</tool_call> after', "", "after", [("add", {})]),
+    # a brace is missing
+    ("hermes", None, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": -2.5}</tool_call>ok', "", "ok", [SUM]),
+    ("hermes", None, '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>{\\"}"}}</tool_call>', "", "",
+     [("add", {"a": '</tool_call>{"}'})]),
+    ("pythonic", None, "[add(a=[1, {'b': (true, None)}], b='x)]')]", "", "",
+     [("add", {"a": [1, {"b": [True, None]}], "b": "x)]"})]),
+    ("qwen3_coder", None, "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>", "", "",
+     [("get_weather", {"city": "12"})]),
+    # no calls
+    *((name, "think", "Hello  there\n\n ", "", "Hello  there\n\n ", []) for name in TOOL_FORMATS),
+    *((name, None, " \n", "", " \n", []) for name in TOOL_FORMATS),
+    ("hermes", None, "a < b <tool_call> c", "", "a < b <tool_call> c", []),
+    ("hermes", None, "a\n<tool_call>\n{\"nam", "", "a\n<tool_call>\n{\"nam", []),
+    ("hermes", None, '<tool_call>{"name": 3}</tool_call>', "", '<tool_call>{"name": 3}</tool_call>', []),
+    ("hermes", None, 'x <tool_call>y</tool_call>\n<tool_call>{"name": "add"}</tool_call>', "",
+     "x <tool_call>y</tool_call>", [("add", {})]),
+    ("llama3_json", None, '{"name": "Ada", "parameters": 3} so', "", '{"name": "Ada", "parameters": 3} so', []),
+    ("llama3_json", None, '{"answer": [1, 2]}', "", '{"answer": [1, 2]}', []),
+    ("llama3_json", None, '{"name": "add", "parameters": {}}; or so', "", "; or so", [("add", {})]),
+    ("pythonic", None, "[1, 2] is a list", "", "[1, 2] is a list", []),
+    ("pythonic", None, "[add(1, 2)]", "", "[add(1, 2)]", []),
+    ("mistral", None, "[TOOL_CALLS] nothing", "", "[TOOL_CALLS] nothing", []),
+    ("deepseek", None, "<｜tool▁calls▁begin｜>x", "", "<｜tool▁calls▁begin｜>x", []),
+    (None, "think", "<think>all of it ", "all of it ", "", []),
+    (None, "think", "<thin>", "", "<thin>", []),
+    (None, "mistral", "[THINK]a[/THINK]b</think>", "a", "b</think>", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "reasoning", "text", "thought", "content", "calls"), ANSWERS)
+def test_parts_of_an_answer(
+    format: str | None, reasoning: str | None, text: str, thought: str, content: str, calls: list[Call]
+) -> None:
+    parts = parse([text], format=format, reasoning=reasoning)
+    assert (parts[0], parts[1], decoded(parts[2])) == (thought, content, calls)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_split_of_the_text_gives_the_same_parts(data: st.DataObject) -> None:
+    format, reasoning, text, *_ = data.draw(st.sampled_from(ANSWERS))
+    if data.draw(st.booleans()):  # ends anywhere
+        text = text[: data.draw(st.integers(0, len(text)))]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse([text], format=format, reasoning=reasoning)
+    assert parse(pieces, format=format, reasoning=reasoning) == whole
+    assert parse(list(text), format=format, reasoning=reasoning) == whole
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    format=st.sampled_from(list(TOOL_FORMATS)),
+    words=st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "{", "}", '"name"',
+             ":", ",", '"add"', '"arguments"', "[", "]", "add(", ")", "a=1", " ", "\n", "<function=add>", "x",
+             "<parameter=a>", "</parameter>", "</function>", "<|python_tag|>", "<｜tool▁calls▁begin｜>",
+             "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\\", "'"]
+        ),
+        max_size=30,
+    ),
+)  # fmt: skip
+def test_nonsense_is_split_the_same_way(format: str, words: list[str]) -> None:
+    text = "".join(words)
+    whole = parse([text], format=format, reasoning="think")
+    assert parse(words, format=format, reasoning="think") == whole
+    assert parse(list(text), format=format, reasoning="think") == whole
+    if not whole[2] and not text.lstrip().startswith("<think>"):
+        assert whole[1] == text, "what holds no call is content as it was written"
+
+
+def test_calls_begin_as_soon_as_they_are_known() -> None:
+    parser = AnswerParser(tool_format=TOOL_FORMATS["hermes"], tools=TOOLS, new_id=lambda: "id")
+    parser.push('<tool_call>{"name": "add", "arguments": {"a"')
+    first, second = parser.take().tool_calls
+    assert (first.name, second.arguments) == ("add", '{"a"')
+    parser.push(": 12")
+    assert [each.arguments for each in parser.take().tool_calls] == [": 12"]
+
+
+def test_content_is_passed_on_at_once() -> None:
+    parser = AnswerParser(tool_format=TOOL_FORMATS["hermes"], tools=TOOLS, new_id=lambda: "id")
+    parser.push("Hello, <b>you</b> <")
+    assert parser.take().content == "Hello, <b>you</b>"
+    parser.push("i>")
+    assert parser.take().content == " <i>"
+
+
+def test_a_prompt_may_have_opened_the_reasoning() -> None:
+    assert parse(["so\n</think>\n\nYes"], format=None, reasoning="think", is_reasoning=True) == (
+        "so",
+        "Yes",
+        [],
+    )
+
+
+def test_further_calls_are_left_out_on_demand() -> None:
+    _, _, calls = parse([WHOLE_CALLS["hermes"]], max_calls=1)
+    assert decoded(calls) == [PARIS]
+
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_formats_are_found_by_their_templates(name: str) -> None:
+    for mark in TOOL_FORMATS[name].template_marks:
+        found = find_tool_format(f"{{% if tools %}} … {mark} … {{% endif %}}")
+        assert found is TOOL_FORMATS[name]
+    assert find_tool_format("{{ messages }}") is None
+
+
+def test_reasoning_is_found_by_the_template() -> None:
+    assert find_reasoning_format("… </think> …") is REASONING_FORMATS["think"]
+    assert find_reasoning_format("{{ messages }}") is None
