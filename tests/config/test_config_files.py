@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tools.example_config import EXAMPLE, render
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, TlsConfig
 from triptych.config.loader import iter_options, load_config, rank_config, shared_config
 from triptych.config.option import Option
 
@@ -26,6 +26,7 @@ SHARED = {
         for section in ("frontend", "engine", "worker")
         for name in ("host", "port", "metrics_port")
     },
+    **{f"tls.{name}": "libs/triptych/rpc/tls.py" for name in TlsConfig.__dataclass_fields__},
 }
 """Options that libs read on behalf of every service that calls them."""
 

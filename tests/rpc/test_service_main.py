@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, TlsConfig
 from triptych.config.loader import ServiceArguments
 from triptych.errors import ConfigError, EngineFailure, StaleEpoch
+from triptych.rpc import service_main
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp, run
 from triptych.types.exit_codes import ExitCode
@@ -137,3 +138,60 @@ async def test_a_port_that_is_taken_is_a_config_error(arguments) -> None:
     with pytest.raises(ConfigError, match=r"worker\.port: cannot bind"):
         await code_of(replace(arguments, config=replace(arguments.config, worker=worker)))
     await taken.stop(0)
+
+
+# Ports that other machines reach
+
+
+def exposed(section: str, tls: TlsConfig, **options: Any) -> App:
+    config = EngineConfig()
+    config = replace(config, tls=tls, **{section: replace(getattr(config, section), **options)})
+    app = App.__new__(App)  # which has read no files
+    app.section, app.keys_option = section, "api_keys_file" if section == "frontend" else ""  # type: ignore[misc]
+    app.config = config
+    return app
+
+
+SERVES_TLS = TlsConfig(certificate="c", key="k")
+MTLS = replace(SERVES_TLS, client_ca="ca")
+
+
+@pytest.mark.parametrize(
+    ("section", "tls", "options", "advice"),
+    [
+        ("worker", TlsConfig(), {}, None),
+        ("worker", TlsConfig(), {"host": "::1"}, None),
+        (
+            "worker",
+            TlsConfig(),
+            {"host": "0.0.0.0"},
+            ["worker.host = 0.0.0.0", "tls.client_ca", "tls.certificate"],
+        ),
+        ("engine", SERVES_TLS, {"host": "10.0.0.7"}, ["engine.host = 10.0.0.7", "tls.client_ca"]),
+        ("engine", MTLS, {"host": "10.0.0.7"}, None),
+        ("frontend", TlsConfig(), {"host": "localhost"}, None),
+        (
+            "frontend",
+            TlsConfig(),
+            {"host": "::"},
+            ["frontend.host = ::", "frontend.api_keys_file", "tls.certificate"],
+        ),
+        (
+            "frontend",
+            TlsConfig(),
+            {"admin_host": "0.0.0.0"},
+            ["admin_host = 0.0.0.0", "frontend.api_keys_file"],
+        ),
+        ("frontend", TlsConfig(), {"host": "::", "api_keys_file": "f"}, ["tls.certificate"]),
+        ("frontend", SERVES_TLS, {"host": "::", "api_keys_file": "f"}, None),
+        ("frontend", SERVES_TLS, {"host": "::"}, ["frontend.api_keys_file or tls.client_ca"]),
+    ],
+)
+def test_a_port_that_others_reach_warns_once(section, tls, options, advice, caplog):
+    service_main._warn_if_open(exposed(section, tls, **options))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (0 if advice is None else 1)
+    for words in advice or ():
+        assert words in lines[0]
+    if advice and "frontend.api_keys_file" not in " ".join(advice):
+        assert "api_keys_file" not in lines[0]

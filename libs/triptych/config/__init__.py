@@ -14,6 +14,7 @@ from triptych.config.process_fields import (
     JournalConfig,
     LogConfig,
     SimulationConfig,
+    TlsConfig,
     WorkerConfig,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "SimulationConfig",
+    "TlsConfig",
     "WorkerConfig",
 ]

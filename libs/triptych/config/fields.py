@@ -17,6 +17,7 @@ from triptych.config.process_fields import (
     JournalConfig,
     LogConfig,
     SimulationConfig,
+    TlsConfig,
     WorkerConfig,
 )
 
@@ -41,12 +42,22 @@ class ModelConfig:
         "none",
         "Quantization of linear layers. none: weights in `model.dtype`. q4, q8: of weights only; blocks of 4 "
         "and 8 bits that a GGUF file holds are kept, everything else is quantized in groups of 32, the output "
-        "head to 8 bits. int8, fp8: of weights and their inputs, with a scale per output and per token, the "
-        "output head as with q8; on CUDA devices only, fp8 from compute capability 8.9 on. auto: q4 where the "
-        "native kernels for CPUs serve it, else none.",
+        "head to 8 bits. int8, fp8: of weights and their inputs, on CUDA devices with a scale per output and per "
+        "token, on CPUs (int8 only) in groups of 32; the output head as with q8; fp8 from compute capability 8.9 "
+        "on. auto: q4 where the native kernels for CPUs serve it, else none.",
         ENGINE + WORKER,
         choices=("none", "q4", "q8", "int8", "fp8", "auto"),
         shared=True,
+    )
+    activation_bits: str = value(
+        "auto",
+        "Bits that inputs of products with weights of q4, q8 and int8 are rounded to on CPUs, in groups of 32; "
+        "the output head keeps 16. 16: finer than bfloat16. 8: with a zero point per group, coarser than bfloat16 "
+        "at the same answers' accuracy as a model in bfloat16, and up to twice as fast. auto: 8 where the "
+        "processor multiplies bytes at least 1.2 times as fast (`triptych env` shows it) and `cache.dtype` is not "
+        "int8; and always with int8 weights.",
+        WORKER,
+        choices=("auto", "8", "16"),
     )
     batch_invariant: str = value(
         "auto",
@@ -88,7 +99,8 @@ class CacheConfig:
     block_size: int = value(16, "Tokens per KV block.", ENGINE + WORKER, ge=1, le=256, shared=True)
     dtype: str = value(
         "auto",
-        "Precision of keys and values; auto: `model.dtype`. int8 rounds each key and each value to 8 bits with a scale "
+        "Precision of keys and values; auto: `model.dtype`, or bfloat16 if that is auto and means float32 on a CPU "
+        "that would emulate the checkpoint's bfloat16. int8 rounds each key and each value to 8 bits with a scale "
         "of its own, so that almost twice the tokens of bfloat16 fit. float8_e4m3fn does the same with 8-bit "
         "floats, which are coarser and converted by the device itself: on CUDA devices only, from compute capability "
         "8.9 on.",
@@ -106,6 +118,15 @@ class CacheConfig:
         WORKER,
         ge=0,
         le=0.98,
+    )
+    soft_memory_fraction: float = value(
+        0.1,
+        "On a CPU: share of the memory free after loading that KV blocks take without need. Above it the blocks of "
+        "requests that have ended are used again first; the cache grows further where running requests need it, or "
+        "where prefixes come again after their blocks were used for others. 1: until the cache is full.",
+        WORKER,
+        ge=0,
+        le=1,
     )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
 
@@ -208,4 +229,5 @@ class EngineConfig:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     log: LogConfig = field(default_factory=LogConfig)

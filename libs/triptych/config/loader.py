@@ -86,6 +86,12 @@ def load_config(
     return EngineConfig(**leaves)
 
 
+def section_from_env(leaf: str) -> Mapping[str, str]:
+    """Return name -> text of the options of one section that the environment sets, for programs without a config."""
+    options = [option for option in iter_options() if option.leaf == leaf]
+    return {option.name: os.environ[option.env] for option in options if option.env in os.environ}
+
+
 def add_config_flags(parser: argparse.ArgumentParser, leaves: Sequence[str] | None = None) -> None:
     """Add `--config` and one flag per option of `leaves` (None: all), with derived help."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="yaml file; see config/example.yaml")

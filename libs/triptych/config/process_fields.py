@@ -17,7 +17,16 @@ class FrontendConfig:
         50050, "gRPC port of the operator's AdminService; 0: any free one.", FRONTEND, ge=0, le=65535
     )
     admin_host: str = value(
-        "127.0.0.1", "Address to bind the admin port to. Whoever reaches it can stop the engines.", FRONTEND
+        "127.0.0.1",
+        "Address to bind the admin port to. Whoever reaches it can stop the engines, unless "
+        "`frontend.api_keys_file` asks for a key.",
+        FRONTEND,
+    )
+    serve_http: bool = value(
+        True,
+        "Serve the OpenAI-compatible HTTP API beside gRPC. A stack that LLM or AsyncLLM starts for itself serves none, "
+        "unless told to: so it starts sooner.",
+        FRONTEND,
     )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
@@ -27,12 +36,45 @@ class FrontendConfig:
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
     )
+    tool_call_parser: str = value(
+        "auto",
+        "How the model writes calls of tools. auto: as its chat template shows; none: calls stay text.",
+        FRONTEND,
+        choices=(
+            "auto", "none", "qwen3_coder", "hermes", "mistral", "deepseek", "llama3_json", "pythonic",
+        ),
+    )  # fmt: skip
+    reasoning_parser: str = value(
+        "auto",
+        "How the model writes what it thinks before it answers. auto: as its chat template shows; none: it stays text.",
+        FRONTEND,
+        choices=("auto", "none", "think", "mistral"),
+    )
     client_timeout_s: float = value(
         60.0,
         "Seconds that a client may take to send an HTTP request, or read nothing of an answer that waits for it; then "
         "its connection or call ends and the request is aborted.",
         FRONTEND,
         gt=0,
+    )
+    api_keys_file: str = value(
+        "",
+        "File of the API keys that clients must send, see `triptych keys --help`; read again when it changes. "
+        "Empty: none is asked for, and every client is believed.",
+        FRONTEND,
+    )
+    unknown_fields: str = value(
+        "refuse",
+        "What becomes of fields in HTTP requests that the API does not have, which some gateways add. warn: they are "
+        "left out, and each name is logged once.",
+        FRONTEND,
+        choices=("refuse", "warn"),
+    )
+    cors_origins: str = value(
+        "",
+        "Origins whose web pages may call the HTTP API from a browser, comma-separated: https://app.example; `*`: any. "
+        "Empty: none.",
+        FRONTEND,
     )
     max_connection_age_s: float = value(
         0.0,
@@ -193,6 +235,40 @@ class JournalConfig:
         "recording ends.",
         ENGINE,
         ge=1 << 16,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS of gRPC and HTTP ports, and of what a process dials. Files are read again when they change."""
+
+    certificate: str = value(
+        "",
+        "PEM file with this process's certificate and its chain: it serves with it, and shows it where it dials. "
+        "Empty: it serves in plain text.",
+        ALL,
+        per_rank=True,
+    )
+    key: str = value(
+        "", "PEM file with the certificate's private key, without a passphrase.", ALL, per_rank=True
+    )
+    client_ca: str = value(
+        "",
+        "PEM file with the CAs of clients: every client of this process's ports must show a certificate that one of "
+        "them has signed (mTLS). Empty: none is asked for.",
+        ALL,
+        per_rank=True,
+    )
+    ca: str = value(
+        "",
+        "PEM file with the CAs of the servers that this process dials; `public`: the public ones that gRPC brings. "
+        "Empty: it dials in plain text.",
+        FRONTEND + ENGINE,
+    )
+    server_name: str = value(
+        "",
+        "Name that the certificates of dialed servers must have. Empty: the host that is dialed.",
+        FRONTEND + ENGINE,
     )
 
 

@@ -109,7 +109,7 @@ class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 SERVER_INTERCEPTORS: tuple[grpc.aio.ServerInterceptor, ...] = (CallInterceptor(),)
-"""Interceptors of every server, outermost first. Authentication and tracing belong in front."""
+"""Interceptors of every server, outermost first. Tracing belongs in front; the frontend's own stand before them."""
 CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdInterceptor(),)
 """Interceptors of every asyncio channel. gRPC applies each to one kind of call, none to the long-lived streams."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from triptych.errors import ConfigError
 from triptych.rpc.channel import KEEPALIVE, message_limits
 from triptych.rpc.health import NOT_SERVING, SERVING, Health
 from triptych.rpc.interceptors import SERVER_INTERCEPTORS
+from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class RpcServer:
         limit_bytes: int,
         other_services: Mapping[str, bool] = MappingProxyType({}),
         max_connection_age_s: float = 0.0,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: ServerTls | None = None,
     ) -> None:
         """Make a server that is bound to nothing yet.
 
@@ -48,10 +52,13 @@ class RpcServer:
             services: Full names of the services that are healthy while `set_ready` says so.
             other_services: Full names of services with a health of their own, and whether that is SERVING.
             max_connection_age_s: Connections are asked to end after so long; their calls finish. 0: never.
+            interceptors: In front of those that every server has, outermost first.
+            tls: None: plain text.
         """
+        self._tls = tls
         age = (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
         self.grpc = grpc.aio.server(
-            interceptors=SERVER_INTERCEPTORS,
+            interceptors=(*interceptors, *SERVER_INTERCEPTORS),
             options=(
                 *message_limits(limit_bytes),
                 *KEEPALIVE,
@@ -84,7 +91,10 @@ class RpcServer:
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self.grpc.add_insecure_port(address)
+            if self._tls is None:
+                bound = self.grpc.add_insecure_port(address)
+            else:
+                bound = self.grpc.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as error:
             raise ConfigError(
                 f"{option}: cannot bind {address}; another process has it, or the address is not ours ({error})"
@@ -119,6 +129,14 @@ class RpcServer:
                 await self._health.set(name, SERVING if is_serving else NOT_SERVING)
         except TimeoutError:
             log.warning("a health watcher of %r does not read; it may have missed a change", name)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a port that is bound to a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def write_ready_file(path: Path | None, ports: Mapping[str, int]) -> None:

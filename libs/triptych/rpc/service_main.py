@@ -20,7 +20,8 @@ from triptych.errors import ConfigError
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import serve_metrics
-from triptych.rpc.server import RpcServer, stop_event, write_ready_file
+from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
+from triptych.rpc.tls import create_server_tls
 from triptych.types.exit_codes import ExitCode
 
 log = logging.getLogger(__name__)
@@ -38,10 +39,18 @@ class ServiceApp(ABC):
     """Errors that end a background task, and their exit codes; the first that fits. All others: FAILED."""
     server: RpcServer
     """Set by the subclass, which adds its servicers."""
+    keys_option: ClassVar[str] = ""
+    """The option that makes the service ask for API keys. Empty: it has none, and only mTLS keeps callers out."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Wire up the service, bound to nothing yet. Called on the event loop."""
+        """Wire up the service, bound to nothing yet. Called on the event loop.
+
+        Raises:
+            ConfigError: Certificates cannot be used; names the file and what is wrong with it.
+        """
         self.config = config
+        self.server_tls = create_server_tls(config.tls)
+        """The certificates of the service's servers. None: they serve in plain text."""
         self.background: dict[str, asyncio.Future[Any]] = {}
         """Name -> what runs as long as the process. One that ends before that has died."""
 
@@ -94,6 +103,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
             section.host, section.metrics_port, option=f"{app.section}.metrics_port"
         ),
     }
+    _warn_if_open(app)
     await app.server.start()
     ports |= await app.start()
     write_ready_file(arguments.ready_file, ports)
@@ -114,6 +124,27 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     await asyncio.gather(*tasks, return_exceptions=True)
     log.info("stopped")
     return code
+
+
+def _warn_if_open(app: ServiceApp) -> None:
+    """Say once what an operator should set who lets other machines reach the ports."""
+    config = app.config
+    hosts = {
+        f"{app.section}.{option}": getattr(getattr(config, app.section), option, "")
+        for option in ("host", "admin_host")
+    }
+    reachable = [f"{option} = {host}" for option, host in hosts.items() if host and not is_loopback(host)]
+    if not reachable:
+        return
+    has_keys = app.keys_option and getattr(getattr(config, app.section), app.keys_option)
+    advice = []
+    if not has_keys and not config.tls.client_ca:
+        options = f"{app.section}.{app.keys_option} or tls.client_ca" if app.keys_option else "tls.client_ca"
+        advice.append(f"anyone who reaches the port may use it: set {options}")
+    if not config.tls.certificate:
+        advice.append("all is sent in plain text: set tls.certificate and tls.key")
+    if advice:
+        log.warning("%s is not loopback; %s", ", ".join(reachable), "; ".join(advice))
 
 
 def _ended(app: ServiceApp) -> Sequence[str]:

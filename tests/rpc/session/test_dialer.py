@@ -23,9 +23,10 @@ FRESH, RESUMED = Welcome(), Welcome(is_resumed=True)
 
 @dataclass
 class Client:
-    """Answers each attempt with the next of a script: a welcome, an error, or None for silence."""
+    """Answers each attempt with the next of a script: a welcome, an error, None for silence, or a late refusal after so
+    many seconds."""
 
-    script: Iterator[Welcome | Exception | None]
+    script: Iterator[Welcome | Exception | float | None]
     failures: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
 
@@ -33,13 +34,16 @@ class Client:
         outcome = next(self.script)
         if outcome is None:
             await asyncio.Event().wait()
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+            outcome = EngineUnavailable("late")
         if isinstance(outcome, Exception):
             raise outcome
         assert outcome is not None
         return outcome
 
 
-def make(*script: Welcome | Exception | None) -> tuple[Client, Dialer[Welcome]]:
+def make(*script: Welcome | Exception | float | None) -> tuple[Client, Dialer[Welcome]]:
     client = Client(iter(script))
     dialer = Dialer(
         client.connect,
@@ -70,6 +74,13 @@ async def test_delays_double_from_50_ms_to_1_s(clock: list[float]) -> None:
     assert clock == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert client.failures == ["refused"] * 7
     assert dialer.has_session
+
+
+async def test_a_server_that_held_the_caller_is_dialed_again_at_once(clock: list[float]) -> None:
+    loading = EngineUnavailable("loading")
+    _, dialer = make(loading, loading, loading, 2.0, loading, FRESH)
+    await dialer.dial()
+    assert clock == [0.05, 0.1, 0.2, 2.0, 0.05, 0.1]
 
 
 async def test_a_fatal_error_ends_the_dialing(clock: list[float]) -> None:

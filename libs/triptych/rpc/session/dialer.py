@@ -72,11 +72,15 @@ class Dialer(Generic[WelcomedT]):
     async def dial(self) -> WelcomedT:
         """Dial until the server welcomes this client; after failures wait for 50 ms, doubling to 1 s.
 
+        A failure that itself took as long as the longest wait, such as a server's that holds the caller until it is
+        ready, is followed by the shortest.
+
         Raises:
             Exception: One of the fatal errors.
         """
-        delay_s = FIRST_REDIAL_S
+        loop, delay_s = asyncio.get_running_loop(), FIRST_REDIAL_S
         while True:
+            dialed_at = loop.time()
             try:
                 async with asyncio.timeout_at(self._deadline):
                     welcomed = await self._connect()
@@ -90,6 +94,8 @@ class Dialer(Generic[WelcomedT]):
             else:
                 self._note_welcome(welcomed)
                 return welcomed
+            if loop.time() - dialed_at >= MAX_REDIAL_S:
+                delay_s = FIRST_REDIAL_S
             await asyncio.sleep(self._until_deadline(delay_s))
             self._expire()
             delay_s = min(2 * delay_s, MAX_REDIAL_S)
