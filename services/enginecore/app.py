@@ -21,6 +21,7 @@ from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp
+from triptych.rpc.tls import create_client_tls
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import EngineStatus
 
@@ -38,7 +39,9 @@ class EngineCoreApp(ServiceApp):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.server = RpcServer(services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self.server = RpcServer(
+            services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.server_tls
+        )
         epoch = time.time_ns() // 1_000_000
         self._metrics = EngineMetrics.create()
         self._readiness: asyncio.Queue[bool] = asyncio.Queue()
@@ -50,6 +53,7 @@ class EngineCoreApp(ServiceApp):
                 epoch=epoch,
                 shared_config=shared_config(config),
                 max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
+                tls=create_client_tls(config.tls),
             ),
             epoch=epoch,
             metrics=self._metrics,
@@ -103,6 +107,7 @@ def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineSta
     metrics.waiting.set(status.num_waiting)
     metrics.used_blocks.set(status.num_used_blocks)
     metrics.blocks.set(status.num_blocks)
+    metrics.touched_blocks.set(status.num_touched_blocks)
     metrics.asleep.set(status.asleep)
     for counter, name in (
         (metrics.steps, "num_steps"),

@@ -123,6 +123,7 @@ class EngineCore:
             enable_prefix_caching=self._config.cache.enable_prefix_caching,
             clock=self._clock,
             max_samples_per_row=facts.max_samples_per_row,
+            soft_num_blocks=facts.kv.soft_num_blocks,
         )
         self._facts = facts
         if previous is not None:
@@ -287,7 +288,7 @@ class EngineCore:
             paused=self.is_paused,
             journal=self._listener.state if self._listener else "off",
         )
-        if self._scheduler is None:
+        if self._scheduler is None or self._facts is None:
             return status
         snapshot = self._scheduler.snapshot()
         return replace(
@@ -297,6 +298,9 @@ class EngineCore:
             num_blocks=snapshot.num_blocks,
             num_used_blocks=snapshot.num_used_blocks,
             num_cached_blocks=snapshot.num_cached_blocks,
+            num_touched_blocks=snapshot.num_touched_blocks,
+            soft_num_blocks=self._facts.kv.soft_num_blocks,
+            block_bytes=self._facts.kv.block_bytes,
             **asdict(snapshot.counters),
         )
 

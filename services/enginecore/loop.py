@@ -34,16 +34,14 @@ from triptych.types.submit import EngineWelcome, SubmitRequest
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.01  # of operators' calls that wait for the loop
-_TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens
+_TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens; longer than most steps
 # Frontends that send faster than turns come are read no further.
 _MAX_INBOX = 4096
 MAX_INBOX_BYTES = 64 << 20
 # A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
 # requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
 MAX_PENDING = 16384
-MAX_PENDING_BYTES = (
-    256 << 20
-)  # log-probabilities of 1,024 requests with 20 alternatives each are 0.2 MB a step
+MAX_PENDING_BYTES = 256 << 20  # log-probabilities of 1,024 requests with 20 alternatives are 0.2 MB a step
 INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
 
 _T = TypeVar("_T")
@@ -98,6 +96,8 @@ class EngineLoop:
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if there is none, why."""
         self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._ask)
+        self._turned_at = time.monotonic()
+        """When the last turn began."""
         self._is_draining = False
         self._is_stopping = False
         self.facts: WorkerFacts | None = None
@@ -291,6 +291,7 @@ class EngineLoop:
     async def _turn(self) -> None:
         """Take in what has come, plan, send outputs, and wait for more."""
         engine = self._engine
+        self._turned_at = time.monotonic()
         self._wake.clear()
         self._drain_inbox()
         while results := self._executor.receive():  # until there are none; raises the loss behind them
@@ -317,14 +318,18 @@ class EngineLoop:
         self._metrics.step_seconds.observe(received_at - sent_at)
 
     async def _tick(self) -> None:
-        """Wake the loop now and then, so that it notices deadlines and a silent worker.
+        """Wake the loop when nothing has for a while, so that it notices deadlines and a silent worker.
 
         One timer for all turns is cheaper than one for each.
         """
+        rest_s = _TICK_S
         while True:
-            await asyncio.sleep(_TICK_S)
-            if self._engine.num_requests:
-                self._wake.set()
+            await asyncio.sleep(rest_s)
+            rest_s = self._turned_at + _TICK_S - time.monotonic()
+            if rest_s <= 0:
+                rest_s = _TICK_S
+                if self._engine.num_requests:
+                    self._wake.set()
 
     def _post(self, call: _Call) -> None:
         self._inbox.append(call)

@@ -39,8 +39,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(4, 60),
         max_samples_per_row=st.sampled_from([1, 1, 2, 5]),
+        soft_num_blocks=st.none() | st.integers(0, 12),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, max_samples_per_row: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        max_samples_per_row: int,
+        soft_num_blocks: int | None,
+    ) -> None:
         budget = max(budget, max_num_seqs)
         self.clock = Clock()
         config = make_config(
@@ -52,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
             model=ModelFacts(
                 "naive", "f" * 64, VOCAB_SIZE, MAX_MODEL_LEN, (EOS,), "float32", "float32", "none"
             ),
-            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
+            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32", soft_num_blocks),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_steps_in_flight=MOST_IN_FLIGHT,

@@ -17,15 +17,24 @@ class BlockManager:
     of its holder will be planned, whatever is still in flight for the holder.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        soft_num_blocks: int | None = None,
+    ) -> None:
         """Start with all blocks free.
 
         Args:
             num_blocks: Number of KV blocks, including the null block.
             block_size: Tokens per block.
             enable_prefix_caching: Whether requests share blocks of equal content.
+            soft_num_blocks: Number of blocks above which cached blocks are taken before blocks that were never held;
+                None: no such limit.
         """
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, soft_num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._newly_cached: list[int] = []
@@ -47,6 +56,11 @@ class BlockManager:
     def num_cached(self) -> int:
         """Number of free blocks with content that can still be hit."""
         return self._pool.num_cached_free
+
+    @property
+    def num_touched(self) -> int:
+        """Number of blocks that have been held since the start."""
+        return self._pool.num_touched
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -12,17 +12,17 @@ _ABSENT = -1
 
 
 class FreeQueue:
-    """The blocks that no request holds, least recently used first.
+    """The touched blocks that no request holds, least recently used first.
 
     A doubly linked list of block ids in two arrays, with the null block, which is never free, as its sentinel. Every
     operation on one block is O(1), also in the middle: a hit takes a cached block out of there.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Fill the queue with blocks 1 .. num_blocks - 1, in this order."""
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
-        self._size = num_blocks - 1
+        """Create an empty queue for blocks 1 .. num_blocks - 1."""
+        self._next = [NULL_BLOCK, *[_ABSENT] * (num_blocks - 1)]
+        self._previous = self._next[:]
+        self._size = 0
 
     def __len__(self) -> int:
         return self._size
@@ -87,12 +87,43 @@ class FreeQueue:
         self._size += 1
 
 
+class EvictedHashes:
+    """The hashes of content that was evicted although untouched blocks were left, the latest to be evicted last.
+
+    All of it would still be cached if the untouched blocks had been taken instead.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[bytes, None] = {}
+
+    def add(self, block_hash: bytes, limit: int) -> None:
+        """Remember a hash, and the latest `limit` hashes at most."""
+        hashes = self._hashes
+        hashes.pop(block_hash, None)
+        hashes[block_hash] = None
+        while len(hashes) > limit:
+            del hashes[next(iter(hashes))]
+
+    def forget(self, block_hashes: Iterable[bytes]) -> int:
+        """Forget these hashes, whose content was computed again, and return how many of them were remembered."""
+        hashes, before = self._hashes, len(self._hashes)
+        if hashes:
+            for block_hash in block_hashes:
+                hashes.pop(block_hash, None)
+        return before - len(hashes)
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
     """A copy of the state of a pool, for tests and for debugging."""
 
     free: tuple[int, ...]
     """Free blocks, the next to be taken first."""
+    num_touched: int
+    """Blocks that have been held since the start."""
     references: tuple[int, ...]
     """[num_blocks] requests that hold each block."""
     hash_to_block: dict[bytes, int]
@@ -104,10 +135,27 @@ class BlockPool:
 
     A block is *held* (referenced) or *free*. A free block may still be *cached*: its content has a hash and can be
     hit until the block is taken for something else. Of two blocks with equal content only the first is cached.
+
+    A block is *touched* once it has been held. On a CPU only touched blocks take memory. They are touched in order:
+
+        1 .. num_touched | num_touched + 1 .. num_blocks - 1
+        held or free       untouched, and free
+
+    Above the soft limit a cached block that no request holds is taken before an untouched one. The limit rises by one
+    for each block of content that has to be computed again because of it (docs/adr/0021).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, soft_num_blocks: int | None = None) -> None:
+        """Start with all blocks free and untouched.
+
+        Args:
+            num_blocks: Number of blocks, including the null block.
+            soft_num_blocks: The soft limit at the start; None: touching blocks costs nothing.
+        """
         self._num_blocks = num_blocks
+        self._soft_limit = num_blocks if soft_num_blocks is None else soft_num_blocks
+        self._num_touched = 0
+        self._evicted = EvictedHashes()
         self._free = FreeQueue(num_blocks)
         self._references = [0] * num_blocks
         self._block_to_hash: list[bytes | None] = [None] * num_blocks
@@ -118,8 +166,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken, the cached ones included."""
-        return len(self._free)
+        """Number of blocks that can be taken, the cached and the untouched ones included."""
+        return len(self._free) + self._num_untouched
+
+    @property
+    def num_touched(self) -> int:
+        """Number of blocks that have been held since the start."""
+        return self._num_touched
 
     @property
     def num_cached_free(self) -> int:
@@ -128,7 +181,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self._num_blocks - 1 - len(self._free)
+        return self._num_touched - len(self._free)
 
     def find_run(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks with these hashes, up to the first hash that is not cached."""
@@ -146,13 +199,24 @@ class BlockPool:
         return self._references[block]
 
     def take(self, count: int) -> list[int]:
-        """Hold the `count` least recently used free blocks. Their cached content is evicted."""
-        taken = self._free.take(count)
-        references, block_to_hash = self._references, self._block_to_hash
+        """Hold `count` free blocks: those without content, then untouched ones within the soft limit, then the least
+        recently used ones, whose cached content is evicted, then further untouched ones. There must be as many."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        num_blank = min(count, len(self._free) - self._num_cached_free)
+        num_evicted = min(max(count - num_blank - self._num_within_limit, 0), self._num_cached_free)
+        num_untouched = count - num_blank - num_evicted
+        first_untouched = self._num_touched + 1
+        self._num_touched += num_untouched
+        taken = self._free.take(num_blank + num_evicted)
+        references, block_to_hash, num_left = self._references, self._block_to_hash, self._num_untouched
+        for block in taken[num_blank:]:
+            block_hash = block_to_hash[block]
+            self._evict(block)
+            if num_left and block_hash is not None:
+                self._evicted.add(block_hash, limit=num_left)
+        self._num_cached_free -= num_evicted
+        taken += range(first_untouched, first_untouched + num_untouched)
         for block in taken:
-            if block_to_hash[block] is not None:
-                self._evict(block)
-                self._num_cached_free -= 1
             references[block] = 1
         return taken
 
@@ -196,6 +260,8 @@ class BlockPool:
                 block_to_hash[block] = block_hash
                 cached.append(block)
         self.num_shareable_gained += len(cached)
+        if num_again := self._evicted.forget(block_hashes):
+            self._soft_limit = max(self._soft_limit, self._num_touched) + num_again
         return cached
 
     def uncache(self, block: int) -> None:
@@ -214,10 +280,19 @@ class BlockPool:
         self._block_to_hash = [None] * self._num_blocks
         self._hash_to_block.clear()
         self._num_cached_free = 0
+        self._evicted.clear()
 
     def snapshot(self) -> PoolSnapshot:
         """Copy everything. Takes time in proportion to the number of blocks."""
-        return PoolSnapshot(tuple(self._free), tuple(self._references), dict(self._hash_to_block))
+        free, num_blank = tuple(self._free), len(self._free) - self._num_cached_free
+        untouched = tuple(range(self._num_touched + 1, self._num_blocks))
+        within, above = untouched[: self._num_within_limit], untouched[self._num_within_limit :]
+        return PoolSnapshot(
+            free[:num_blank] + within + free[num_blank:] + above,
+            self._num_touched,
+            tuple(self._references),
+            dict(self._hash_to_block),
+        )
 
     def check_integrity(self, references: dict[int, int]) -> None:
         """Check every block.
@@ -234,11 +309,24 @@ class BlockPool:
         for block in blocks:
             counted, noted = references.get(block, 0), self._references[block]
             assert counted == noted, f"block {block} has {noted} references, {counted} requests hold it"
-        self._free.check_integrity(block for block in blocks if not self._references[block])
+        touched, untouched = blocks[: self._num_touched], blocks[self._num_touched :]
+        assert not any(self._references[block] for block in untouched), "an untouched block is held"
+        self._free.check_integrity(block for block in touched if not self._references[block])
+        blank = [self._block_to_hash[block] is None for block in self._free]
+        assert blank == sorted(blank, reverse=True), "a block without content is behind a cached one"
         hashes = {name: block for block, name in enumerate(self._block_to_hash) if name is not None}
         assert hashes == self._hash_to_block, "hashes and blocks disagree"
         cached_free = sum(block in self._free for block in hashes.values())
         assert cached_free == self._num_cached_free, "the count of cached free blocks is wrong"
+
+    @property
+    def _num_untouched(self) -> int:
+        return self._num_blocks - 1 - self._num_touched
+
+    @property
+    def _num_within_limit(self) -> int:
+        """Number of untouched blocks within the soft limit."""
+        return max(min(self._soft_limit, self._num_blocks - 1) - self._num_touched, 0)
 
     def _evict(self, block: int) -> None:
         block_hash = self._block_to_hash[block]

@@ -53,6 +53,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         clock: Callable[[], float],
         max_samples_per_row: int = 1,
+        soft_num_blocks: int | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -65,6 +66,7 @@ class Scheduler:
             enable_prefix_caching: Whether requests share blocks of equal content.
             clock: Monotonic time in seconds.
             max_samples_per_row: Tokens that one row can get in a step, as the worker says.
+            soft_num_blocks: As in `KvShape`.
 
         Raises:
             ConfigError: The config cannot work with this worker; names both values.
@@ -75,7 +77,10 @@ class Scheduler:
         policy = create_policy(config)
         self._rows = RunningRows(config.max_num_seqs, block_size, eos_token_ids)
         self._blocks = BlockManager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            soft_num_blocks=soft_num_blocks,
         )
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
@@ -128,6 +133,7 @@ class Scheduler:
             num_blocks=self._num_blocks - 1,
             num_used_blocks=self._blocks.num_used,
             num_cached_blocks=self._blocks.num_cached,
+            num_touched_blocks=self._blocks.num_touched,
             num_heap_entries=self._states.num_entries,
             num_watched_tokens=len(self._rows.watched),
             counters=replace(self.counters, num_finished=dict(self.counters.num_finished)),

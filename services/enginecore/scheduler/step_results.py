@@ -194,6 +194,8 @@ class SchedulerSnapshot:
     """Blocks that requests hold."""
     num_cached_blocks: int
     """Free blocks with content that can still be hit."""
+    num_touched_blocks: int
+    """Blocks that requests have held since the start."""
     num_heap_entries: int
     """Entries of all heaps, those of requests that left included."""
     num_watched_tokens: int

@@ -14,10 +14,11 @@ import grpc.aio
 from services.enginecore.workers.base import Connected, WorkerLost
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
 from triptych.internal.v1 import session_pb2, step_pb2, worker_pb2, worker_pb2_grpc
-from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
 from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
+from triptych.rpc.tls import ClientTls
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
@@ -43,9 +44,15 @@ class GrpcExecutor:
         epoch: int,
         shared_config: Mapping[str, str],
         max_steps_in_flight: int,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`max_steps_in_flight`: what the engine wants; the worker may grant less."""
+        """
+        Args:
+            max_steps_in_flight: What the engine wants; the worker may grant less.
+            tls: None: the worker is dialed in plain text.
+        """
         self._address = address
+        self._tls = tls
         self._hello = worker_pb2.Hello(
             engine_id=engine_id,
             epoch=epoch,
@@ -68,7 +75,7 @@ class GrpcExecutor:
         await self._hang_up()
         if not resume:
             self._begin_session("")
-        self._channel = open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self._channel = self._open_channel()
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Execute()
         self._hello.session.CopyFrom(session_hello(self._session_name, self._steps.num_confirmed))
         welcome = await self._greet(self._call)
@@ -109,7 +116,7 @@ class GrpcExecutor:
 
     async def call(self, method: str, *, timeout_s: float, **fields: object) -> Any:
         request = getattr(worker_pb2, f"{method}Request")(**fields)
-        async with open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES) as channel:
+        async with self._open_channel() as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 return await getattr(stub, method)(request, timeout=timeout_s)
@@ -129,6 +136,11 @@ class GrpcExecutor:
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("the worker did not hear the goodbye: %r", error)
         await self._hang_up()
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        return open_channel(
+            self._address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=credentials_of(self._tls)
+        )
 
     def _begin_session(self, name: str) -> None:
         """Forget the session before. Nothing of it will be waited for."""
