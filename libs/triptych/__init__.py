@@ -17,15 +17,25 @@ if TYPE_CHECKING:
     from triptych.client.llm import LLM
     from triptych.types.outputs import CompletionOutput, RequestOutput
     from triptych.types.sampling import SamplingParams
+    from triptych.types.structured import StructuredOutputs
 
     __version__: str
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 _NAME_TO_MODULE = {
     "LLM": "triptych.client.llm",
     "AsyncLLM": "triptych.client.async_llm",
     "SamplingParams": "triptych.types.sampling",
+    "StructuredOutputs": "triptych.types.structured",
     "CompletionOutput": "triptych.types.outputs",
     "RequestOutput": "triptych.types.outputs",
 }

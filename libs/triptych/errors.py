@@ -82,6 +82,18 @@ class FeatureDisabled(TriptychError):
         super().__init__(f"{', '.join(self.features)}: {why}")
 
 
+class Unauthenticated(TriptychError):
+    """The call has no API key that this server knows. It never says what is wrong with the one that came."""
+
+    code = "INVALID_API_KEY"
+
+
+class PermissionDenied(TriptychError):
+    """The API key is known, but must not do this."""
+
+    code = "PERMISSION_DENIED"
+
+
 class WrongState(TriptychError):
     """The call is supported, but not in the present state of the engine."""
 
@@ -108,6 +120,12 @@ class DeadlineUnreachable(QueueFull):
     """The predicted time to the first token is past the request's deadline."""
 
     code = "DEADLINE_UNREACHABLE"
+
+
+class RateLimited(QueueFull):
+    """The API key has used up a limit of its own; try again after `retry_after_s`."""
+
+    code = "RATE_LIMIT_EXCEEDED"
 
 
 class DeadlineExceeded(TriptychError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -15,9 +16,10 @@ import pytest
 from tests.helpers.fake_frontend import SERVICE, FakeFrontend
 from triptych.cli import env, main
 from triptych.cli.streaming import write_now
+from triptych.config.api_keys import read_api_keys
 from triptych.errors import EngineFailure
 
-COMMANDS = ("serve", "chat", "complete", "demo", "bench", "env", "health", "admin")
+COMMANDS = ("serve", "chat", "complete", "demo", "bench", "keys", "env", "health", "admin")
 NOBODY = "127.0.0.1:1"
 
 
@@ -275,10 +277,71 @@ def test_a_model_that_is_not_there_is_one_line(capsys):
 def test_env_prints_what_a_system_without_proc_tells(monkeypatch, capsys):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(env, "read_key_values", lambda path: {})
+    monkeypatch.setattr(env, "_EXAMINE", "no.such.module")
     assert exit_code("env") == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line)
     assert lines["cores"].startswith(f"{os.cpu_count()} usable of ")
     assert lines["memory"].endswith(" GiB")
+    assert lines["kernels"].startswith("not examined: ")
+    assert "no.such" in lines["kernels"] or "'no'" in lines["kernels"]
+
+
+def test_env_says_what_the_kernels_do_here(capsys):
+    assert exit_code("env", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    kernels = found["kernels"]
+    assert found["versions"]["triptych"]
+    assert {"none", "attention"} <= kernels["arithmetic"].keys()
+    assert (kernels["rates_of_one_thread"]["float32"] > 0) == bool(kernels["instruction_set"])
+    assert kernels["instruction_set"] not in kernels["why_not_wider"]
+
+
+def test_env_lists_rates_and_reasons(monkeypatch, capsys):
+    found = {
+        "instruction_set": "avx512",
+        "why_not_wider": {"amx": "the processor has no amx_tile"},
+        "threads": 3,
+        "rates_of_one_thread": {"float32": 100.4, "bfloat16": 0.0, "l1": 200.0, "memory": 12.0},
+        "rates_of_all_threads": {"float32": 300.0, "bfloat16": 0.0, "l1": 600.0, "memory": 30.0},
+        "arithmetic": {"none": "float32: it is faster"},
+        "huge_pages": "always",
+    }
+    monkeypatch.setattr(env, "_examine", lambda: found)
+    assert exit_code("env") == 0
+    out = capsys.readouterr().out
+    for line in (
+        ["not", "amx", "the", "processor", "has", "no", "amx_tile"],
+        [
+            "3",
+            "threads",
+            "10^9",
+            "operations/s:",
+            "float32",
+            "300;",
+            "GB/s",
+            "from",
+            "l1",
+            "600,",
+            "memory",
+            "30",
+        ],
+        [
+            "1",
+            "thread",
+            "10^9",
+            "operations/s:",
+            "float32",
+            "100;",
+            "GB/s",
+            "from",
+            "l1",
+            "200,",
+            "memory",
+            "12",
+        ],
+        ["none", "float32:", "it", "is", "faster"],
+    ):
+        assert line in [shown.split() for shown in out.splitlines()]
 
 
 def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
@@ -292,3 +355,32 @@ def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
     assert lines["TRIPTYCH_LOG_LEVEL"] == "debug"
     assert "GiB" in lines["memory"]
     assert ended.stdout.splitlines()[-1] == "False"
+
+
+# keys
+
+
+def test_a_new_key_is_printed_once_and_its_hash_written(tmp_path, capsys):
+    file = tmp_path / "keys.yaml"
+    assert exit_code("keys", "new", "alice", "--tenant", "acme", "--file", str(file)) == 0
+    key = capsys.readouterr().out.strip()
+    limits = ("--requests-per-minute", "60", "--tokens-per-minute", "1000")
+    assert exit_code("keys", "new", "operator", "--admin", *limits, "--file", str(file)) == 0
+    alice, operator = read_api_keys(file)
+    assert (alice.name, alice.sha256, alice.tenant) == (
+        "alice",
+        hashlib.sha256(key.encode()).hexdigest(),
+        "acme",
+    )
+    assert (operator.tenant, operator.admin) == ("operator", True)
+    assert (operator.requests_per_minute, operator.tokens_per_minute) == (60, 1000)
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    assert exit_code("keys", "new", "alice", "--file", str(file)) == 2
+    assert len(read_api_keys(file)) == 2
+    capsys.readouterr()
+    assert exit_code("keys", "new", "bob") == 0
+    printed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    file.write_text(printed["line"].strip())
+    (bob,) = read_api_keys(file)
+    assert bob.sha256 == hashlib.sha256(printed["key"].strip().encode()).hexdigest()

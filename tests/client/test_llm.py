@@ -93,7 +93,7 @@ def test_parallel_sampling_params_go_with_their_prompts(llm, frontend):
 
 
 def test_a_thousand_prompts_keep_within_the_window(llm, frontend):
-    frontend.token_delay_s = 0.2
+    frontend.waits_for_running = batch.MAX_IN_FLIGHT
     assert len(llm.generate(["a"] * 1000, use_tqdm=False)) == 1000
     assert frontend.max_running == batch.MAX_IN_FLIGHT
     assert frontend.num_refused == 0

@@ -7,6 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from triptych.client.conversation import ChatOptions
 from triptych.client.request import (
     DEFAULT_OPTIONS,
     RequestOptions,
@@ -50,7 +51,7 @@ def test_one_prompt_and_many_are_told_apart(given, count):
         ([[1, 2], [3, None]], r"prompts\[1\]"),
         ([{"role": "user"}], r"prompt.messages\[0\]"),
         ([[{"role": "user", "content": 5}]], r"prompts\[0\].messages\[0\].content"),
-        ([{"role": "user", "content": "x", "tool_calls": "y"}], r"prompt.messages\[0\]"),
+        ([{"role": "user", "content": "x", "tool_calls": "y"}], r"prompt.messages\[0\].tool_calls"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name(given, field):
@@ -157,3 +158,41 @@ def test_logprobs_come_with_their_bytes():
     generation = build_generation("text", SamplingParams(logprobs=2, prompt_logprobs=-1), DEFAULT_OPTIONS)
     assert (generation.response.logprobs.top, generation.response.logprobs.with_bytes) == (2, True)
     assert generation.response.prompt_logprobs.WhichOneof("candidates") == "whole_vocabulary"
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_and_calls_are_sent() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm"},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]
+    chosen = {"type": "function", "function": {"name": "add"}}
+    options = RequestOptions(
+        chat=ChatOptions([ADD], chosen, False, {"enable_thinking": False}, add_generation_prompt=False)
+    )
+    chat = build_generation(messages, None, options).chat
+    assert [part.text for part in chat.messages[0].parts] == ["a", "b"]
+    assert (chat.messages[1].reasoning, chat.messages[1].tool_calls[0].name) == ("Hm", "add")
+    assert chat.messages[2].tool_call_id == "c"
+    assert (chat.tools[0].name, chat.tools[0].parameters_json) == ("add", '{"type": "object"}')
+    assert chat.tool_choice.tool_name == "add"
+    assert (chat.HasField("parallel_tool_calls"), chat.parallel_tool_calls) == (True, False)
+    assert (chat.HasField("add_generation_prompt"), chat.add_generation_prompt) == (True, False)
+    assert chat.template_kwargs_json == '{"enable_thinking": false}'
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (ChatOptions([{"name": "add"}]), r"tools\[0\]"),
+        (ChatOptions([ADD], "perhaps"), "tool_choice"),
+        (ChatOptions(template_kwargs={"a": object()}), "chat_template_kwargs"),
+    ],
+)
+def test_options_that_cannot_be_sent_are_named(options: ChatOptions, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        build_generation(HELLO, None, RequestOptions(chat=options))

@@ -65,6 +65,8 @@ def test_preferences_yield_to_whatever_was_said(monkeypatch):
 def test_the_model_is_what_to_serve_or_whom_to_ask():
     assert stack_config("here/it/is", None, {}).model.model == "here/it/is"
     assert stack_config(None, None, {}).model.model == "embedded"
+    assert not stack_config(None, None, {}).frontend.serve_http
+    assert stack_config(None, None, {"serve_http": True}).frontend.serve_http
     assert stack_config("name", "host:1", {}) is None
     assert (request_model("name", "host:1"), request_model("name", None), request_model(None, "host:1")) == (
         "name", "", "",

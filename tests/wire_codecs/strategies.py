@@ -35,6 +35,7 @@ from triptych.types.step import (
     StepResult,
     StepTimings,
 )
+from triptych.types.structured import compiled
 from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
@@ -78,6 +79,7 @@ sampling = build(
     prompt_logprobs=st.none() | st.integers(-1, 20),
     logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=token_ids,
+    structured_outputs=st.none() | words.filter(bool).map(compiled),
     bad_words=st.lists(words, max_size=3).map(tuple),
     detokenize=st.booleans(),
     skip_special_tokens=st.booleans(),
@@ -251,6 +253,7 @@ worker_facts = build(
         num_kv_heads=u32,
         head_dim=u32,
         dtype=words,
+        soft_num_blocks=st.none() | u32,
     ),
     max_num_seqs=u32,
     max_num_batched_tokens=u32,
@@ -348,7 +351,7 @@ def output_batches(draw: Any) -> OutputBatch:
 statuses = build(
     EngineStatus,
     **{
-        field.name: {"str": words, "bool": st.booleans(), "int": u32}.get(
+        field.name: {"str": words, "bool": st.booleans(), "int": u32, "int | None": st.none() | u32}.get(
             str(field.type), st.dictionaries(words, u64, max_size=3)
         )
         for field in dataclasses.fields(EngineStatus)

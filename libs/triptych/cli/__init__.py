@@ -17,6 +17,7 @@ _COMMAND_TO_HELP = {
     "demo": "start a stack, answer one prompt token by token, stop",
     "bench": "measure throughput and latency of a stack",
     "admin": "look into an engine and steer it: status, pause, drain, sleep",
+    "keys": "make API keys for a frontend that asks for them",
     "env": "print what this machine and installation have, for bug reports",
     "health": "ask a service whether it is alive or ready; for probes",
 }

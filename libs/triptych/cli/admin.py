@@ -20,8 +20,11 @@ from typing import Any
 import grpc
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych.rpc.channel import open_blocking_channel
+from triptych.cli.streaming import add_access_arguments
+from triptych.cli.tls import tls_of
+from triptych.rpc.channel import credentials_of, open_blocking_channel, with_api_key
 from triptych.rpc.status import from_rpc_error
+from triptych.rpc.tls import create_client_tls
 from triptych.types.facts import PauseMode, SleepLevel
 from triptych.wire.admin import pause_mode_to_proto
 
@@ -65,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     if action.names_engine:
         fields["engine_id"] = arguments.engine_id
     request = getattr(admin_pb2, f"{action.method}Request")(**fields)
-    with open_blocking_channel(arguments.address) as channel:
-        call = getattr(admin_pb2_grpc.AdminServiceStub(channel), action.method)
+    credentials = credentials_of(create_client_tls(tls_of(arguments)))
+    with open_blocking_channel(arguments.address, credentials) as channel:
+        stub = with_api_key(admin_pb2_grpc.AdminServiceStub(channel), arguments.api_key)
+        call = getattr(stub, action.method)
         try:
             print(action.say(call(request, timeout=arguments.timeout_s)))
         except grpc.RpcError as error:
@@ -84,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="HOST:PORT",
             help=f"admin port of the frontend, or port of an engine (default: {DEFAULT_ADDRESS})",
         )
+        add_access_arguments(subparser)
         subparser.add_argument(
             "--engine-id", default="", metavar="ID", help="which one, of several behind a frontend"
         )
@@ -122,6 +128,8 @@ def _show_status(response: Any) -> str:
         if field.name == "num_finished":
             outcomes = admin_pb2.Outcome.DESCRIPTOR
             value = ", ".join(f"{_word(outcomes, entry.outcome)} {entry.count}" for entry in value) or "0"
+        elif field.has_presence and not response.status.HasField(field.name):
+            value = "-"
         elif field.enum_type is not None:
             value = _word(field.enum_type, value)
         lines.append(f"{field.name:<22} {value}")

@@ -17,10 +17,9 @@ import dataclasses
 import json
 import sys
 
-from triptych.cli.stack import address_of_stack
-from triptych.cli.streaming import add_address_argument
+from triptych.cli.stack import stack_to_use
+from triptych.cli.streaming import Frontend, add_address_argument
 from triptych.client.bench import Round, Summary, Workload, measure, summarize
-from triptych.client.grpc_client import GenerationClient
 from triptych.config.loader import add_config_flags
 from triptych.errors import ConfigError
 
@@ -51,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments)
-    with address_of_stack(arguments) as address:
-        summary = asyncio.run(_measure(address, workload, arguments.rounds))
+    with stack_to_use(arguments) as frontend:
+        summary = asyncio.run(_measure(frontend, workload, arguments.rounds))
     if arguments.json:
         report = {"workload": dataclasses.asdict(workload), "rounds": arguments.rounds}
         print(json.dumps({**report, **dataclasses.asdict(summary)}))
@@ -75,12 +74,12 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return workload
 
 
-async def _measure(address: str, workload: Workload, num_rounds: int) -> Summary:
+async def _measure(frontend: Frontend, workload: Workload, num_rounds: int) -> Summary:
     def show(done: Round) -> None:
         rate = summarize([done]).output_tokens_per_s
         print(f"round: {rate:.1f} output tokens/s in {done.wall_s:.2f} s", file=sys.stderr)
 
-    async with GenerationClient(address) as client:
+    async with frontend.open_client() as client:
         return await measure(client, workload, num_rounds, show)
 
 

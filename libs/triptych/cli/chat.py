@@ -13,9 +13,10 @@ import contextlib
 import importlib
 import sys
 
-from triptych.cli.streaming import add_address_argument, write_now
+from triptych.cli.streaming import add_address_argument, frontend_of, write_now
+from triptych.client.conversation import Message
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.request import Message, RequestOptions
+from triptych.client.request import RequestOptions
 from triptych.errors import TriptychError
 from triptych.types.events import DeltaEvent
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
     with asyncio.Runner() as runner:  # one loop for all turns, whose Ctrl-C cancels the turn that runs
-        client = runner.run(_open_client(arguments.address))
+        client = runner.run(_open_client(arguments))
         try:
             models = runner.run(client.list_models())
             name = arguments.model or ", ".join(model.name for model in models)
@@ -91,5 +92,5 @@ def _answer(
     return "".join(parts)
 
 
-async def _open_client(address: str) -> GenerationClient:
-    return GenerationClient(address)  # a channel belongs to the loop that it is made on
+async def _open_client(arguments: argparse.Namespace) -> GenerationClient:
+    return frontend_of(arguments).open_client()  # a channel belongs to the loop that it is made on

@@ -12,8 +12,7 @@ import asyncio
 import sys
 from typing import Any
 
-from triptych.cli.streaming import add_address_argument, print_answer, write_now
-from triptych.client.grpc_client import GenerationClient
+from triptych.cli.streaming import add_address_argument, frontend_of, print_answer, write_now
 from triptych.client.request import Prompt, RequestOptions
 
 
@@ -43,7 +42,7 @@ async def _complete(arguments: argparse.Namespace) -> int:
     wanted: dict[str, Any] = {
         name: getattr(arguments, name) for name in ("max_tokens", "temperature", "seed", "stop")
     }
-    async with GenerationClient(arguments.address) as client:
+    async with frontend_of(arguments).open_client() as client:
         stats = await print_answer(client, prompt, wanted, RequestOptions(model=arguments.model))
     write_now("\n")
     if arguments.stats:

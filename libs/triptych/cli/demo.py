@@ -12,9 +12,8 @@ import argparse
 import asyncio
 import sys
 
-from triptych.cli.stack import address_of_stack
-from triptych.cli.streaming import print_answer, write_now
-from triptych.client.grpc_client import GenerationClient
+from triptych.cli.stack import stack_to_use
+from triptych.cli.streaming import Frontend, print_answer, write_now
 from triptych.client.request import DEFAULT_OPTIONS
 from triptych.config.loader import add_config_flags
 
@@ -29,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # The embedded model is nearly undecided about its first token (0.08 between the two best logits, to "What
     # is the capital of France?"); bfloat16 rounds by more than that, so only float32 says the same everywhere.
-    with address_of_stack(arguments, {"model.dtype": "float32"}) as address:
-        stats = asyncio.run(_answer(address, arguments.prompt, arguments.max_tokens))
+    with stack_to_use(arguments, {"model.dtype": "float32"}) as frontend:
+        stats = asyncio.run(_answer(frontend, arguments.prompt, arguments.max_tokens))
     print(stats, file=sys.stderr)
     return 0
 
 
-async def _answer(address: str, text: str, max_tokens: int) -> object:
+async def _answer(frontend: Frontend, text: str, max_tokens: int) -> object:
     messages = [{"role": "user", "content": text}]
-    async with GenerationClient(address) as client:
+    async with frontend.open_client() as client:
         stats = await print_answer(
             client, messages, {"temperature": 0.0, "max_tokens": max_tokens}, DEFAULT_OPTIONS
         )

@@ -1,20 +1,27 @@
-"""Print what matters in a bug report: versions, CPU, memory, GPU, options in the environment."""
+"""Print what matters in a bug report: versions, CPU, memory, GPU, options, and what the kernels do on this machine.
+
+The machine is measured at the first time, for about a second, and so is it when the worker starts first.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = (
     "triptych", "torch", "grpcio", "protobuf", "numpy", "tokenizers", "safetensors", "gguf",
     "huggingface_hub", "fastapi", "uvicorn", "transformers",
 )  # fmt: skip
+_PLACES = ("l1", "l2", "l3", "memory")
 # What the kernels may use: vector width, half precision, int8 dot products, matrix units.
 _CPU_FLAGS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
@@ -22,14 +29,69 @@ _CPU_FLAGS = (
 )  # fmt: skip
 
 
+_EXAMINE = "services.worker.context.machine"
+_EXAMINE_TIMEOUT_S = 120.0  # torch is imported, which a loaded machine takes long for
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name, value in (*_versions(), *_machine(), *_gpus(), *_options()):
+    kernels = _examine()
+    if arguments.json:
+        found = {
+            "versions": dict(_versions()),
+            "machine": dict(_machine()),
+            "gpus": [value for _, value in _gpus()],
+            "options": dict(_options()),
+            "kernels": kernels,
+        }
+        print(json.dumps(found, indent=2))
+        return 0
+    for name, value in (*_versions(), *_machine(), *_gpus(), *_options(), *_kernels(kernels)):
         print(f"{name:<16} {value}")
     return 0
+
+
+def _examine() -> dict[str, Any]:
+    """Return what the worker knows of its kernels here, or a dict with the one key `problem`.
+
+    Another process imports torch, which the command itself does not.
+    """
+    command = [sys.executable, "-P", "-m", _EXAMINE]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_EXAMINE_TIMEOUT_S, check=False
+        )
+        found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        return {"problem": f"not examined within {_EXAMINE_TIMEOUT_S:.0f} s"}
+    except (IndexError, ValueError):
+        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        return {"problem": f"not examined: {said[-1]}"}
+
+
+def _kernels(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if "problem" in found:
+        yield "kernels", found["problem"]
+        return
+    yield "kernels", found["instruction_set"] or "none: plain torch"
+    for isa, reason in found["why_not_wider"].items():
+        yield f"  not {isa}", reason
+    yield "huge pages", found["huge_pages"]
+    for name, threads in (("one", "1 thread"), ("all", f"{found['threads']} threads")):
+        rates = {
+            field: rate
+            for field, rate in found[f"rates_of_{name}_thread{'s' * (name == 'all')}"].items()
+            if rate
+        }
+        products = ", ".join(f"{field} {rate:.0f}" for field, rate in rates.items() if field not in _PLACES)
+        reads = ", ".join(f"{field} {rate:.0f}" for field, rate in rates.items() if field in _PLACES)
+        yield threads, f"10^9 operations/s: {products or 'not measured'}; GB/s from {reads or 'not measured'}"
+    for form, arithmetic in found["arithmetic"].items():
+        yield f"  {form}", arithmetic
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -12,21 +12,25 @@ Options can also be set in a yaml file (--config) or in the environment; flags w
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 import sys
 import time
 from types import FrameType
 
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli.stack import given_options
 from triptych.cli.streaming import DEFAULT_ADDRESS
-from triptych.client.grpc_client import GenerationClient
 from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, load_config
 from triptych.errors import ConfigError
+from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.launcher.launch import launch
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.observe import logging as observe_logging
+from triptych.rpc.channel import credentials_of, open_blocking_channel
+from triptych.rpc.tls import ClientCredentials, create_client_tls
+
+_STATUS_TIMEOUT_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,27 +96,54 @@ def _load(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _banner(cluster: LocalCluster, elapsed_s: float) -> str:
-    name = asyncio.run(_model_name(cluster.address))
+    """Describe the stack as engine and worker know it: the frontend may ask for a key."""
+    credentials = credentials_of(create_client_tls(cluster.config.tls))
+    name = _model_name(cluster.config.engine.worker_address, credentials)
+    http = f"{'https' if cluster.config.tls.certificate else 'http'}://{cluster.http_address}"
     simulated = " (simulated: the answers are made-up words)" if cluster.config.simulation.enabled else ""
     to_chat = "triptych chat"
     if cluster.address != DEFAULT_ADDRESS:
         to_chat += f" --address {cluster.address}"
+    key = " -H 'Authorization: Bearer KEY'" if cluster.config.frontend.api_keys_file else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     return f"""
 Triptych serves {name}{simulated}, ready after {elapsed_s:.1f} s.
 
   gRPC   {cluster.address}
   admin  {cluster.admin_address}   (triptych admin --help)
-  HTTP   http://{cluster.http_address}/v1   (OpenAI-compatible; try it at http://{cluster.http_address}/docs)
+  HTTP   {http}/v1   (OpenAI-compatible; try it at {http}/docs)
+  cache  {_describe_cache(_status(cluster.engine_address, credentials))}
 
   Try    {to_chat}
-         curl http://{cluster.http_address}/v1/chat/completions -H 'Content-Type: application/json' \\
+         curl {http}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
            -d '{body}'
 
   Ctrl-C stops it.
 """
 
 
-async def _model_name(address: str) -> str:
-    async with GenerationClient(address) as client:
-        return (await client.list_models())[0].name
+def _model_name(worker_address: str, credentials: ClientCredentials | None) -> str:
+    with open_blocking_channel(worker_address, credentials) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_STATUS_TIMEOUT_S).info
+    return str(info.facts.model.name)
+
+
+def _status(engine_address: str, credentials: ClientCredentials | None) -> admin_pb2.EngineStatus:
+    with open_blocking_channel(engine_address, credentials) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        return stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S).status
+
+
+def _describe_cache(status: admin_pb2.EngineStatus) -> str:
+    """Say how much memory keys and values take now, and how much they may take."""
+
+    def size(num_blocks: int) -> str:
+        return f"{num_blocks * status.block_bytes / 1e9:.1f} GB"
+
+    if not status.HasField("soft_num_blocks"):
+        return f"{size(status.num_blocks)} of keys and values"
+    return (
+        f"{size(status.num_touched_blocks)} of keys and values now, {size(status.soft_num_blocks)} in light use, "
+        f"at most {size(status.num_blocks)}   (cache.soft_memory_fraction, cache.memory_fraction)"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from triptych.cli.streaming import Frontend, frontend_of
 from triptych.errors import ConfigError
 from triptych.launcher.launch import QUIET, config_from_overrides, launch
 
@@ -17,10 +18,10 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def address_of_stack(
+def stack_to_use(
     arguments: argparse.Namespace, preferred: Mapping[str, str] | None = None
-) -> Iterator[str]:
-    """`--address`, or the address of a stack that lives as long as the block.
+) -> Iterator[Frontend]:
+    """The frontend at `--address`, or that of a stack that lives as long as the block.
 
     Args:
         preferred: values for options that the user has not set; see `config_from_overrides`.
@@ -35,11 +36,11 @@ def address_of_stack(
             config_from_overrides(options, file=arguments.config, preferred={**QUIET, **(preferred or {})})
         )
         try:
-            yield cluster.address
+            yield Frontend(cluster.address, None, cluster.config.tls)
         finally:
             cluster.stop()
     elif options or arguments.config:
         names = ", ".join(options) or "config"
         raise ConfigError(f"{names}: the stack at --address {address} has its own options")
     else:
-        yield address
+        yield frontend_of(arguments)

@@ -12,7 +12,7 @@ from typing import Any
 from triptych.client.collect import stream_outputs
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import Prompt, RequestOptions
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, TlsConfig
 from triptych.errors import EngineUnavailable
 from triptych.launcher.launch import (
     CONNECT_TIMEOUT_S,
@@ -43,6 +43,8 @@ class AsyncLLM:
         model: str | None = None,
         *,
         address: str | None = None,
+        api_key: str | None = None,
+        tls: TlsConfig | None = None,
         ready_timeout_s: float | None = None,
         **overrides: Any,
     ) -> None:
@@ -50,6 +52,8 @@ class AsyncLLM:
         self._config = stack_config(model, address, overrides)
         self._address = address
         self._model_name = request_model(model, address)
+        self._api_key = api_key
+        self._tls = tls if self._config is None else self._config.tls
         self._ready_timeout_s = ready_timeout_s
         self._cluster: LocalCluster | None = None
         self._client: GenerationClient | None = None
@@ -76,7 +80,7 @@ class AsyncLLM:
                     self._cluster = await _launch_on_thread(self._config, self._ready_timeout_s)
                 address = self._cluster.address if self._cluster else str(self._address)
                 self._client = await GenerationClient.connect(
-                    address, self._ready_timeout_s or CONNECT_TIMEOUT_S
+                    address, self._ready_timeout_s or CONNECT_TIMEOUT_S, api_key=self._api_key, tls=self._tls
                 )
             return self._client
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from triptych.types.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs, append_calls
 
 
 class OutputCollector:
@@ -68,7 +68,8 @@ async def stream_outputs(
             choice = index_to_total.setdefault(event.index, choice)
         _append(choice, event)
         if is_cumulative:
-            choice = replace(choice, token_ids=choice.token_ids.copy())
+            calls = [replace(call) for call in choice.tool_calls]
+            choice = replace(choice, token_ids=choice.token_ids.copy(), tool_calls=calls)
         output = _delta_output(admitted, prompt, [choice], prompt_logprobs)
         if event.finish_reason is not None:
             held = output
@@ -107,6 +108,8 @@ def _delta_output(
 
 def _append(choice: CompletionOutput, delta: DeltaEvent) -> None:
     choice.text += delta.text
+    choice.reasoning += delta.reasoning
+    append_calls(choice.tool_calls, delta.tool_calls)
     choice.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]

@@ -22,10 +22,13 @@ from triptych.client.request import (
     build_generation,
     build_tokenize_request,
 )
+from triptych.config import TlsConfig
+from triptych.config.loader import section_from_env
 from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, TriptychError
-from triptych.rpc.channel import open_channel
+from triptych.rpc.channel import credentials_of, open_channel, with_api_key
 from triptych.rpc.health import GENERATION_SERVICE
 from triptych.rpc.status import from_rpc_error
+from triptych.rpc.tls import ClientCredentials, create_client_tls
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.wire.generation import event_from_proto
@@ -64,11 +67,46 @@ class GenerationClient:
     if no server answers at the address, GenerationLost where the connection broke after output had come.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str | None = None, tls: TlsConfig | None = None) -> None:
+        """
+        Args:
+            address: host:port of the frontend's gRPC server.
+            api_key: The key that each call sends. None: $TRIPTYCH_API_KEY, if it is set.
+            tls: How to dial: in plain text where `ca` is empty. None: as $TRIPTYCH_TLS_CA and the like say.
+
+        Raises:
+            ConfigError: Files of `tls` cannot be used; names them.
+        """
         self.address = address
-        self._channel = open_channel(address)
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        tls = TlsConfig(**section_from_env("tls")) if tls is None else tls
+        self._tls = create_client_tls(tls)
+        self._api_key = api_key
+        self._channels: list[grpc.aio.Channel] = []
+        """The last is in use. Earlier ones carry calls that began before certificates were renewed."""
+        self._dial(credentials_of(self._tls))
+
+    def _dial(self, credentials: ClientCredentials | None) -> None:
+        self._credentials = credentials
+        channel = open_channel(self.address, credentials=credentials)
+        self._channels.append(channel)
+        self._generation_stub = with_api_key(
+            generation_pb2_grpc.GenerationServiceStub(channel), self._api_key
+        )
+        self._model_stub = with_api_key(model_pb2_grpc.ModelServiceStub(channel), self._api_key)
+
+    def _take_renewed_certificates(self) -> None:
+        if (credentials := credentials_of(self._tls)) is not self._credentials:
+            self._dial(credentials)
+
+    @property
+    def _stub(self) -> generation_pb2_grpc.GenerationServiceStub:
+        self._take_renewed_certificates()
+        return self._generation_stub
+
+    @property
+    def _models(self) -> model_pb2_grpc.ModelServiceStub:
+        self._take_renewed_certificates()
+        return self._model_stub
 
     async def __aenter__(self) -> GenerationClient:
         return self
@@ -79,9 +117,11 @@ class GenerationClient:
         await self.close()
 
     @classmethod
-    async def connect(cls, address: str, timeout_s: float) -> GenerationClient:
+    async def connect(
+        cls, address: str, timeout_s: float, *, api_key: str | None = None, tls: TlsConfig | None = None
+    ) -> GenerationClient:
         """A client whose frontend is ready; EngineUnavailable where it is not after `timeout_s`."""
-        client = cls(address)
+        client = cls(address, api_key=api_key, tls=tls)
         try:
             await client.wait_ready(timeout_s)
         except BaseException:
@@ -91,7 +131,8 @@ class GenerationClient:
 
     async def close(self) -> None:
         """End what still runs and hang up."""
-        await self._channel.close(grace=None)
+        for channel in self._channels:
+            await channel.close(grace=None)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as the frontend can take requests.
@@ -99,7 +140,7 @@ class GenerationClient:
         Raises:
             EngineUnavailable: it cannot after `timeout_s`; the message carries its last reason.
         """
-        stub = health_pb2_grpc.HealthStub(self._channel)
+        stub = health_pb2_grpc.HealthStub(self._channels[-1])
         state = "no answer"
         try:
             async with asyncio.timeout(timeout_s):

@@ -6,20 +6,20 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from triptych.client.batch import Batch, Job, ProgressBar
+from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import (
-    Conversation,
     Prompt,
     RequestOptions,
     split_conversations,
     split_prompts,
 )
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, TlsConfig
 from triptych.errors import InvalidRequest
 from triptych.launcher.launch import (
     CONNECT_TIMEOUT_S,
@@ -48,6 +48,8 @@ class LLM:
         model: str | None = None,
         *,
         address: str | None = None,
+        api_key: str | None = None,
+        tls: TlsConfig | None = None,
         ready_timeout_s: float | None = None,
         **overrides: Any,
     ) -> None:
@@ -57,6 +59,8 @@ class LLM:
             model: without `address`, what to serve: a directory, a .gguf file, a hub id or `embedded`,
                 the default. With it, which of the models served there to use; None where it is the only one.
             address: host:port of a frontend's gRPC server.
+            api_key: for a frontend that asks for one; None: $TRIPTYCH_API_KEY, if it is set.
+            tls: for a frontend that serves TLS: `TlsConfig(ca="ca.pem")`; None: as $TRIPTYCH_TLS_CA and the like say.
             ready_timeout_s: None: 600 for a stack of our own, 30 for another.
             overrides: options of a stack of our own, by key or bare name: `max_num_seqs=16`,
                 `**{"scheduler.max_num_seqs": 16}`.
@@ -69,7 +73,7 @@ class LLM:
         self._session = _Session()
         self._finalizer = weakref.finalize(self, self._session.close)
         try:
-            self._session.open(config, address, ready_timeout_s)
+            self._session.open(config, address, api_key, tls, ready_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -130,11 +134,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or a list of them: the assistant's next turn in each."""
-        options = RequestOptions(model=self._model_name, priority=priority, cache_salt=cache_salt)
+        """`generate` for one conversation or a list of them: the assistant's next turn in each.
+
+        Args:
+            tools: functions that the model may call, in OpenAI's form. Calls come as `tool_calls` of the output.
+            tool_choice: auto, none, required, or `{"type": "function", "function": {"name": …}}`. None: auto.
+            parallel_tool_calls: an answer may hold several calls.
+            chat_template_kwargs: extra variables for the chat template, as `{"enable_thinking": False}`.
+            add_generation_prompt: open the assistant's turn.
+        """
+        chat = ChatOptions(
+            tools, tool_choice, parallel_tool_calls, chat_template_kwargs or {}, add_generation_prompt
+        )
+        options = RequestOptions(model=self._model_name, priority=priority, cache_salt=cache_salt, chat=chat)
         return self._run(split_conversations(messages), sampling_params, options, use_tqdm)
 
     def _run(
@@ -166,12 +186,21 @@ class _Session:
         self._client: GenerationClient | None = None
         self._cluster: LocalCluster | None = None
 
-    def open(self, config: EngineConfig | None, address: str | None, ready_timeout_s: float | None) -> None:
+    def open(
+        self,
+        config: EngineConfig | None,
+        address: str | None,
+        api_key: str | None,
+        tls: TlsConfig | None,
+        ready_timeout_s: float | None,
+    ) -> None:
         if config is not None:
             self._cluster = launch(config, ready_timeout_s=ready_timeout_s or READY_TIMEOUT_S)
-            address = self._cluster.address
+            address, tls = self._cluster.address, config.tls
         self._client = self.loop.run(
-            GenerationClient.connect(str(address), ready_timeout_s or CONNECT_TIMEOUT_S)
+            GenerationClient.connect(
+                str(address), ready_timeout_s or CONNECT_TIMEOUT_S, api_key=api_key, tls=tls
+            )
         )
 
     @property

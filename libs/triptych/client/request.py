@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
+from triptych.client.conversation import DEFAULT_CHAT, ChatOptions, Conversation, fill_chat, fill_messages
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams
-from triptych.v1 import common_pb2, generation_pb2
+from triptych.types.structured import StructuredOutputs
+from triptych.v1 import chat_pb2, common_pb2, generation_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, SAMPLING_PATHS
+from triptych.wire.structured import structured_to_proto
 
-Message: TypeAlias = Mapping[str, str]
-"""One turn: `role`, `content` and, where the template uses it, `name`."""
-Conversation: TypeAlias = Sequence[Message]
 Prompt: TypeAlias = str | Sequence[int] | Conversation
 """Text, token ids, or a conversation for the model's chat template."""
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
@@ -23,7 +23,6 @@ Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
 the fields that it names, and None nothing; the model's generation_config.json, then the server's defaults,
 stand for what is not sent."""
 
-_MESSAGE_KEYS = {"role", "content", "name"}
 # Wrong values are shown in errors by their beginning: a list of thousands of prompts must not print itself.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -50,6 +49,8 @@ class RequestOptions:
     truncate_prompt_tokens: int | None = None
     whole_choices: bool = False
     """Send each choice only when it has ended."""
+    chat: ChatOptions = DEFAULT_CHAT
+    """Options of a conversation; others ignore them."""
     emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Go on with an answer that broke off: index of each choice to go on with -> its output tokens so far."""
 
@@ -119,7 +120,7 @@ def build_generation(
     response = generation.response
     response.whole_choices = options.whole_choices
     response.timings = True
-    _set_prompt(generation, prompt)
+    _set_prompt(generation, prompt, options.chat)
     response.prompt_token_ids = not generation.HasField("token_ids")  # else we have them
     if sampling is not None:
         _set_sampling(generation, sampling)
@@ -137,15 +138,17 @@ def build_tokenize_request(prompt: Prompt, model: str) -> generation_pb2.Tokeniz
     return request
 
 
-def _set_prompt(request: generation_pb2.Generation | generation_pb2.TokenizeRequest, prompt: Prompt) -> None:
+def _set_prompt(
+    request: generation_pb2.Generation | generation_pb2.TokenizeRequest,
+    prompt: Prompt,
+    chat: ChatOptions = DEFAULT_CHAT,
+) -> None:
     prompt = _check_prompt(prompt, "prompt")
     if isinstance(prompt, str):
         _assign(request, "text.text", prompt, "prompt")
         request.text.SetInParent()  # an empty text is there, and refused by the server as what it is
     elif is_conversation(prompt):
-        for message in cast(Conversation, prompt):
-            parts = [{"text": message["content"]}]
-            request.chat.messages.add(role=message["role"], name=message.get("name", ""), parts=parts)
+        fill_chat(request.chat, cast(Conversation, prompt), chat)
     elif isinstance(request, generation_pb2.Generation):
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, cast("Sequence[int]", prompt), "prompt")
@@ -158,23 +161,13 @@ def _check_prompt(prompt: Any, where: str) -> Prompt:
         return prompt
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         if all(isinstance(item, Mapping) for item in prompt):
-            return [_check_message(item, f"{where}.messages[{i}]") for i, item in enumerate(prompt)]
+            fill_messages(chat_pb2.Chat(), cast(Conversation, prompt), f"{where}.messages")  # checks them
+            return cast(Conversation, prompt)
         if all(isinstance(item, Integral) for item in prompt):
             return cast("Sequence[int]", prompt)
     raise InvalidRequest(
         where, f"expected text, a list of token ids or a list of messages, not {_show(prompt)}"
     )
-
-
-def _check_message(message: Mapping[Any, Any], where: str) -> Message:
-    if not {"role", "content"} <= message.keys() <= _MESSAGE_KEYS:
-        raise InvalidRequest(
-            where, f"expected role, content and perhaps name, not {sorted(message, key=str)}"
-        )
-    for key, value in message.items():
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{where}.{key}", f"expected text, not {_show(value)}")
-    return message
 
 
 def _set_sampling(
@@ -210,6 +203,8 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
             _extend(column, value, path)
         case FieldKind.BIASES:
             _set_biases(_find(generation, path), value, path)
+        case FieldKind.STRUCTURED:
+            _set_form(generation, value, path)
         case _ if name in LOGPROB_FIELDS:
             options = getattr(generation.response, name)
             options.with_bytes = True
@@ -219,6 +214,21 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
                 _assign(generation, path, value)
         case _:
             _assign(generation, path, value)
+
+
+def _set_form(generation: generation_pb2.Generation, form: Any, field: str) -> None:
+    """Set the form of the output.
+
+    Args:
+        form: A `StructuredOutputs`, or a mapping of its fields.
+    """
+    try:
+        form = StructuredOutputs(**form) if isinstance(form, Mapping) else form
+        if not isinstance(form, StructuredOutputs):
+            raise TypeError("expected StructuredOutputs, or a mapping of its fields")
+        generation.structured_outputs.CopyFrom(structured_to_proto(form))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, f"{_show(form)} cannot be sent: {error}") from None
 
 
 def _set_biases(column: Any, biases: Any, field: str) -> None:

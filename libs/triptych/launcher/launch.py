@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, TlsConfig
 from triptych.config.loader import iter_options, load_config
 from triptych.config.option import Option
 from triptych.errors import ConfigError
@@ -19,6 +19,7 @@ from triptych.hub import resolve_model
 from triptych.hub.progress import ProgressLine
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.readiness import Progress
+from triptych.rpc.tls import create_client_tls, create_server_tls
 from triptych.types.facts import Phase
 
 READY_TIMEOUT_S = 600.0
@@ -30,11 +31,13 @@ _write_lock = threading.Lock()
 
 
 # A program's stderr is its own; what goes wrong still shows.
-QUIET = {"log.level": "warning"}
+QUIET: Mapping[str, Any] = {"log.level": "warning"}
+# It calls over gRPC, and waits for the first token.
+OWN: Mapping[str, Any] = {**QUIET, "frontend.serve_http": False}
 
 
 def config_from_overrides(
-    overrides: Mapping[str, Any], *, file: Path | None = None, preferred: Mapping[str, str] = QUIET
+    overrides: Mapping[str, Any], *, file: Path | None = None, preferred: Mapping[str, Any] = QUIET
 ) -> EngineConfig:
     """The config of a stack that a program starts for itself.
 
@@ -63,7 +66,7 @@ def stack_config(model: str | None, address: str | None, overrides: dict[str, An
     if address is None:
         if model is not None:
             overrides = {"model.model": model, **overrides}
-        return config_from_overrides(overrides)
+        return config_from_overrides(overrides, preferred=OWN)
     if overrides:
         raise ConfigError(
             f"{', '.join(overrides)}: options of a stack that is started here; "
@@ -109,6 +112,7 @@ def launch(
     Raises:
         ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
     """
+    _check_tls(config.tls)
     # Here and not in the services: its progress needs the terminal, and its errors need no quoting.
     resolve_model(config.model.model, progress=show_progress)
     cluster = LocalCluster(config, on_log_line=on_log_line or write_log_line)
@@ -127,6 +131,14 @@ def launch(
         cluster.stop(grace_s=2.0)
         raise
     return cluster
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    """Raise what is wrong with the files here, where it is said once, and not in each service."""
+    create_server_tls(tls)
+    create_client_tls(tls)
+    if tls.certificate and not tls.ca:
+        raise ConfigError("tls.ca: needed with tls.certificate, since the three services dial each other")
 
 
 def write_log_line(line: str) -> None:

@@ -18,6 +18,7 @@ from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
 from triptych.launcher.readiness import Progress, ReadinessProbe
 from triptych.observe.logging import message_of
+from triptych.rpc.tls import create_client_tls
 from triptych.types.facts import Phase
 
 log = logging.getLogger(__name__)
@@ -132,8 +133,13 @@ class LocalCluster:
         return dial_address(frontend.admin_host, frontend.admin_port)
 
     @property
+    def engine_address(self) -> str:
+        """Address of the engine core, host:port; valid once bound."""
+        return dial_address(self.config.engine.host, self.config.engine.port)
+
+    @property
     def http_address(self) -> str:
-        """Address of the frontend's HTTP server, host:port; valid once bound."""
+        """Address of the frontend's HTTP server, host:port; valid once bound, if it serves HTTP."""
         frontend = self.config.frontend
         return dial_address(frontend.host, frontend.http_port)
 
@@ -177,7 +183,8 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_s
         self.wait_bound(timeout_s, on_progress)
         config = self.config
-        with ReadinessProbe(self.address, config.engine.worker_address) as probe:
+        tls = create_client_tls(config.tls)
+        with ReadinessProbe(self.address, config.engine.worker_address, tls) as probe:
             while not probe.is_ready():
                 self.check()
                 if time.monotonic() > deadline:

@@ -10,8 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
-from triptych.rpc.channel import open_blocking_channel
+from triptych.rpc.channel import credentials_of, open_blocking_channel
 from triptych.rpc.health import GENERATION_SERVICE
+from triptych.rpc.tls import ClientTls
 from triptych.types.facts import Phase
 
 _CALL_TIMEOUT_S = 0.1
@@ -34,9 +35,9 @@ class Progress:
 class ReadinessProbe:
     """Asks a frontend and its worker for their state. Synchronous, for threads without an event loop."""
 
-    def __init__(self, frontend_address: str, worker_address: str) -> None:
-        self._frontend = open_blocking_channel(frontend_address)
-        self._worker = open_blocking_channel(worker_address)
+    def __init__(self, frontend_address: str, worker_address: str, tls: ClientTls | None = None) -> None:
+        self._frontend = open_blocking_channel(frontend_address, credentials_of(tls))
+        self._worker = open_blocking_channel(worker_address, credentials_of(tls))
         self._health = health_pb2_grpc.HealthStub(self._frontend)
         self._info = worker_pb2_grpc.WorkerServiceStub(self._worker)
 

@@ -56,6 +56,7 @@ class EngineMetrics:
     waiting: Gauge
     used_blocks: Gauge
     blocks: Gauge
+    touched_blocks: Gauge
     steps: Counter
     scheduled_tokens: Counter
     preemptions: Counter
@@ -79,6 +80,9 @@ class EngineMetrics:
             waiting=gauge("waiting_requests", "Requests waiting for one."),
             used_blocks=gauge("used_blocks", "KV blocks held."),
             blocks=gauge("blocks", "KV blocks that requests may hold."),
+            touched_blocks=gauge(
+                "touched_blocks", "KV blocks held at least once; on a CPU they take memory."
+            ),
             steps=counter("steps", "Steps completed."),
             scheduled_tokens=counter("scheduled_tokens", "Tokens planned, recomputed ones included."),
             preemptions=counter("preemptions", "Requests that lost their blocks to another."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, Usage
+from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
 from triptych.types.step import U32, PromptLogprobs
 
 
@@ -44,6 +44,9 @@ class DeltaEvent:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    """New text of what the model thinks before it answers."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

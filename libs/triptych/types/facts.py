@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+_KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+_KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -19,6 +22,15 @@ class KvShape:
     """KV heads of this worker: its share if ranks divide the model's heads."""
     head_dim: int
     dtype: str
+    soft_num_blocks: int | None = None
+    """Blocks that the engine may touch without need, where a block takes memory once it is touched. None where all
+    blocks have memory from the start."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        vector_bytes = self.head_dim * _KV_DTYPE_BYTES[self.dtype] + _KV_SCALE_BYTES.get(self.dtype, 0)
+        return self.num_layers * 2 * self.num_kv_heads * vector_bytes * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +136,9 @@ class EngineStatus:
     """off, recording, full, failed, closed."""
     asleep: bool = False
     """The worker sleeps until an operator wakes it."""
+    num_touched_blocks: int = 0
+    """Blocks that requests have held since the worker was ready. On a CPU only these take memory."""
+    soft_num_blocks: int | None = None
+    """As in `KvShape`."""
+    block_bytes: int = 0
+    """Bytes of one block in all layers of a rank."""

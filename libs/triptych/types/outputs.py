@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -18,12 +19,14 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    TOOL_CALLS = 4
+    """The model calls tools, which a frontend has read in its answer. Engines say STOP."""
     UNKNOWN = 255
     """A reason that a later version has added. Only a client sees it."""
 
     @property
     def word(self) -> str:
-        """The name that clients see: stop, length, abort, unknown."""
+        """The name that clients see: stop, length, abort, tool_calls, unknown."""
         return self.name.lower()
 
 
@@ -142,6 +145,20 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A new part of a call that the model makes."""
+
+    index: int
+    """Which call of the choice, 0, 1, …"""
+    id: str = ""
+    """In the call's first part: its name for the answer to refer to. Empty in others."""
+    name: str = ""
+    """In the call's first part: the tool. Empty in others."""
+    arguments: str = ""
+    """More of the arguments' JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Counts in tokens."""
 
@@ -152,18 +169,41 @@ class Usage:
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """A call that the model makes; grows while it streams."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """JSON text, as the model wrote it."""
+
+
+def append_calls(calls: list[ToolCall], deltas: Sequence[ToolCallDelta]) -> None:
+    """Add new parts to the calls of a choice."""
+    for delta in deltas:
+        if delta.id:
+            calls.append(ToolCall(delta.id, delta.name))
+        calls[-1].arguments += delta.arguments
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request; grows while it streams."""
 
     index: int = 0
     text: str = ""
+    """The text. In a conversation it has neither reasoning nor calls."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
-    """stop, length, abort, or unknown for one of a later version; None while it runs."""
+    """stop, length, abort, tool_calls, or unknown for one of a later version; None while it runs."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it."""
+    reasoning: str = ""
+    """The text that the model thought before it answered."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls of tools, in their order."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from enum import Enum, IntEnum, auto
 from operator import attrgetter
 from typing import Any
 
+from triptych.types.structured import StructuredOutputs
+
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
 MAX_CHOICES = 16384  # the largest n
 MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
@@ -49,6 +51,8 @@ class FieldKind(Enum):
     """An ascending tuple of ids below the vocabulary's size."""
     BIASES = auto()
     """A tuple of (token id, number) pairs, ascending by id."""
+    STRUCTURED = auto()
+    """A `StructuredOutputs`, or None."""
     OUTPUT_KIND = auto()
     """An `OutputKind`; part of the request, not of the sampling message."""
 
@@ -239,6 +243,12 @@ class SamplingParams:
         is_supported=False,
         is_common=False,
     )
+    structured_outputs: StructuredOutputs | None = field(
+        default=None,
+        metadata=_row(
+            FieldKind.STRUCTURED, None, "Force the output into a form. None: free text.", is_common=False
+        ),
+    )
     detokenize: bool = _boolean(True, "Turn tokens into text.", is_common=False)
     skip_special_tokens: bool = _boolean(True, "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = _boolean(True, "Put spaces between special tokens.")
@@ -257,6 +267,8 @@ class SamplingParams:
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
         num_bytes = _NUMBER_BYTES * len(SAMPLING_FIELDS)
+        if self.structured_outputs is not None:
+            num_bytes += sum(_CHAR_BYTES * len(text) for text in self.structured_outputs.texts)
         if not any(_get_lists(self)):
             return num_bytes
         for name, entry_bytes in _LISTS:

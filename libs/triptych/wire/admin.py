@@ -32,6 +32,9 @@ _PLAIN = (
     "prefix_hits",
     "num_preemptions",
     "num_scheduled_tokens",
+    "num_touched_blocks",
+    "soft_num_blocks",
+    "block_bytes",
 )
 
 

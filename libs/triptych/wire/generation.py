@@ -9,7 +9,7 @@ import numpy as np
 
 from triptych.errors import ProtocolViolation
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, ToolCallDelta, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
 
@@ -33,6 +33,7 @@ SAMPLING_PATHS: Mapping[str, str] = {
     },
     **{name: f"response.{flag}" for name, flag in RESPONSE_FLAGS.items()},
     **{name: f"response.{name}.top" for name in LOGPROB_FIELDS},
+    "structured_outputs": "structured_outputs",
 }
 """Field of `triptych.types.sampling.SamplingParams` -> its path in a `Generation`."""
 
@@ -40,7 +41,9 @@ _PROTO_REASON = {
     FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: output_pb2.FINISH_REASON_ABORT,
+    FinishReason.TOOL_CALLS: output_pb2.FINISH_REASON_TOOL_CALLS,
 }
+_STOPPED = (FinishReason.STOP, FinishReason.TOOL_CALLS)
 _REASON = {number: reason for reason, number in _PROTO_REASON.items()}
 
 
@@ -89,6 +92,10 @@ class EventEncoder:
             output = output_pb2.ChoiceOutput(index=event.index, text=event.text)
         if event.logprobs:
             output.logprobs.CopyFrom(_logprobs_to_proto(event.logprobs, self._sends_bytes))
+        if event.reasoning:
+            output.reasoning = event.reasoning
+        for call in event.tool_calls:
+            output.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments_json=call.arguments)
         if event.finish_reason is not None:
             self._finish(output, event)
         return output
@@ -102,7 +109,7 @@ class EventEncoder:
             output.stop_string = event.stop_reason
         elif event.stop_reason in self._stop_token_ids:
             output.stop_token_id = event.stop_reason
-        elif event.finish_reason is FinishReason.STOP and event.token_ids:
+        elif event.finish_reason in _STOPPED and event.token_ids:
             output.eos_token_id = event.token_ids[-1]
 
     def _admitted(self, event: AdmittedEvent) -> output_pb2.Admitted:
@@ -219,6 +226,10 @@ def _output_from_proto(message: output_pb2.ChoiceOutput) -> DeltaEvent:
         logprobs=tuple(_rows(message.logprobs)) if message.HasField("logprobs") else (),
         finish_reason=reason,
         stop_reason=stop_reason,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            ToolCallDelta(call.index, call.id, call.name, call.arguments_json) for call in message.tool_calls
+        ),
     )
 
 
@@ -250,6 +261,8 @@ def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
         yield replace(
             event,
             text="" if start else event.text,
+            reasoning="" if start else event.reasoning,
+            tool_calls=() if start else event.tool_calls,
             token_ids=event.token_ids[rows],
             logprobs=event.logprobs[rows],
             finish_reason=event.finish_reason if is_last else None,

@@ -8,11 +8,13 @@ from typing import Any
 
 from triptych.internal.v1 import sampling_pb2
 from triptych.types.sampling import FieldKind, SamplingParams, fields_of
+from triptych.types.structured import GrammarSyntax, compiled
 
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
 _MAPS = fields_of(FieldKind.BIASES)
+_STRUCTURED = fields_of(FieldKind.STRUCTURED)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
-_NAMES = (*_SCALARS, *_LISTS, *_MAPS)
+_NAMES = (*_SCALARS, *_LISTS, *_MAPS, *_STRUCTURED)
 _get_values = attrgetter(*_NAMES)
 _DEFAULTS = _get_values(replace(SamplingParams(), max_tokens=None))
 _EMPTY = sampling_pb2.SamplingParams()
@@ -38,6 +40,10 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     for name in _MAPS:
         if name in values:
             values[name] = dict(values[name])
+    for name in _STRUCTURED:
+        if name in values:
+            assert values[name].syntax is GrammarSyntax.COMPILED, "the frontend has compiled it"
+            values[name] = values[name].grammar
     return sampling_pb2.SamplingParams(**values)
 
 
@@ -53,5 +59,7 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
             value = tuple(value)
         elif name in _MAPS:
             value = tuple(sorted(value.items()))
+        elif name in _STRUCTURED:
+            value = compiled(value)
         values[name] = value
     return SamplingParams(**values)

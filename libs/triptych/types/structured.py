@@ -1,0 +1,86 @@
+"""The form that an output must take, as users ask for it and as the tiers send it to each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+MAX_FORM_BYTES = 1 << 17
+"""The largest form in bytes of UTF-8: about 5,000 properties of a schema."""
+
+
+class GrammarSyntax(Enum):
+    """The language that a grammar is written in."""
+
+    ANY = "any"
+    """Lark if it has a rule `start`, else GBNF."""
+    GBNF = "gbnf"
+    """llama.cpp's variant of EBNF; it begins with the rule `root`."""
+    LARK = "lark"
+    """llguidance's variant of Lark; it begins with the rule `start`."""
+    COMPILED = "compiled"
+    """llguidance's own JSON, which frontends make of every form. Not for users."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one form that the output must take; the frontend refuses none and several.
+
+        StructuredOutputs(json={"type": "object", "properties": {"age": {"type": "integer"}}})
+        StructuredOutputs(regex="[0-9]{5}")
+        StructuredOutputs(choice=["yes", "no"])
+
+    Behind the frontend it is always a `grammar` whose syntax is COMPILED.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as an object; always text after construction."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that matches the whole output."""
+    choice: Sequence[str] | None = None
+    """Texts of which the output is one; always a tuple after construction."""
+    grammar: str | None = None
+    """A context-free grammar."""
+    syntax: GrammarSyntax = GrammarSyntax.ANY
+    """The language of `grammar`."""
+    any_whitespace: bool = False
+    """Whether JSON may have white space between its tokens, any amount of it."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the white space between the tokens of JSON; None: as `any_whitespace` says."""
+
+    def __post_init__(self) -> None:
+        """Make it hashable.
+
+        Raises:
+            TypeError, ValueError: The schema cannot be written as JSON.
+        """
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", json.dumps(self.json))
+        if self.choice is not None and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def given(self) -> dict[str, str | tuple[str, ...] | bool]:
+        """The forms that are set, by field; a valid object has one."""
+        forms = {name: getattr(self, name) for name in ("json", "json_object", "regex", "choice", "grammar")}
+        return {name: value for name, value in forms.items() if value is not None and value is not False}
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts that the client wrote, in no order."""
+        values = (self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ()))
+        return [text for text in values if isinstance(text, str)]
+
+
+def compiled(grammar: str) -> StructuredOutputs:
+    """Return the form as it is behind the frontend.
+
+    Args:
+        grammar: JSON that llguidance takes.
+    """
+    return StructuredOutputs(grammar=grammar, syntax=GrammarSyntax.COMPILED)
