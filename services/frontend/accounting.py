@@ -7,6 +7,7 @@ import logging
 import time
 from types import TracebackType
 
+from services.frontend.access.caller import current_caller
 from triptych.errors import TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics
@@ -25,6 +26,7 @@ class RequestRecord:
         self._metrics = metrics
         self._api = api
         self._request_id = request_id
+        self._key_name = current_caller().name
         self._arrived = time.monotonic()
         self._submitted = self._arrived
         self._time_to_first_token_s: float | None = None
@@ -80,6 +82,8 @@ class RequestRecord:
             "total_ms": total_s * 1000,
             "finish": outcome,
         }
+        if self._key_name:
+            fields["key"] = self._key_name
         if self._time_to_first_token_s is not None:
             fields["ttft_ms"] = self._time_to_first_token_s * 1000
         if not self.finish and isinstance(error, TriptychError):

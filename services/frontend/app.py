@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from services.frontend.access.keys import ApiKeys, create_api_keys
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
 from services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
+from services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError, TriptychError
@@ -27,6 +29,7 @@ from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
+from triptych.rpc.tls import ServerTls, create_client_tls
 from triptych.types.exit_codes import ExitCode
 from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
 
@@ -45,6 +48,7 @@ class FrontendApp(ServiceApp):
     """The tokenizing gateway."""
 
     section = "frontend"
+    keys_option = "api_keys_file"
     exit_codes = ((TriptychError, ExitCode.MISCONFIGURED),)
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,8 +58,9 @@ class FrontendApp(ServiceApp):
         self._router = Router()
         self._router.engines = _create_engines(config, self._router)
         self._generator = Generator(self._router, FrontendMetrics.create())
-        self.server = create_server(config.frontend, self._generator)
-        self._admin_server = create_admin_server(self._router)
+        self._keys = create_api_keys(config.frontend)
+        self.server = create_server(config.frontend, self._generator, self._keys, self.server_tls)
+        self._admin_server = create_admin_server(self._router, self._keys, self.server_tls)
         self._http: HttpServer | None = None
         self.start_background("load-tokenizer", self._load_text_model())
 
@@ -63,24 +68,39 @@ class FrontendApp(ServiceApp):
         for engine in self._router.engines:
             self.start_background(f"engine-{engine.address}", engine.run())
 
-        # Slow to import; the engines are dialed in the meantime.
-        from services.frontend.openai.server import HttpServer
-
         config = self.config.frontend
         admin_port = self._admin_server.bind(
             config.admin_host, config.admin_port, option="frontend.admin_port"
         )
         await self._admin_server.start()
         await self._admin_server.set_ready(True)
-        self._http = HttpServer(
-            self._generator, config.host, config.http_port, client_timeout_s=config.client_timeout_s
-        )
-        http_port = await self._http.start()
+        ports = {"admin_port": admin_port}
+        if config.serve_http:
+            ports["http_port"] = await self._start_http()
         log.info("dialing engines %s", config.engine_addresses)
         readiness = follow_readiness(self.server, self._generator, self._router, self._started_at)
         self.start_background("follow-readiness", readiness)
+        return ports
+
+    async def _start_http(self) -> int:
+        """Start the HTTP server and return its port."""
+        # Slow to import; the engines are dialed in the meantime.
+        from services.frontend.openai.server import HttpServer
+
+        config = self.config.frontend
+        self._http = HttpServer(
+            self._generator,
+            config.host,
+            config.http_port,
+            client_timeout_s=config.client_timeout_s,
+            keys=self._keys,
+            tls=self.server_tls,
+            cors_origins=_split(config.cors_origins),
+            refuses_unknown=config.unknown_fields == "refuse",
+        )
+        port = await self._http.start()
         self.start_background("http", self._http.wait_stopped())
-        return {"admin_port": admin_port, "http_port": http_port}
+        return port
 
     async def drain(self) -> None:
         log.info("stopping: draining %d requests", self._generator.num_active)
@@ -90,17 +110,19 @@ class FrontendApp(ServiceApp):
             log.warning("%d requests did not finish within frontend.drain_s = %g", num_left, drain_s)
 
     async def stop(self) -> None:
-        assert self._http is not None, "it has started"
-        await asyncio.gather(
-            super().stop(), self._admin_server.stop(STOP_GRACE_S), self._http.stop(STOP_GRACE_S)
-        )
+        servers: list[RpcServer | HttpServer] = [self._admin_server]
+        if self._http is not None:
+            servers.append(self._http)
+        await asyncio.gather(super().stop(), *(server.stop(STOP_GRACE_S) for server in servers))
 
     async def _load_text_model(self) -> None:
         """Load on a thread of its own, which a stop does not wait for: the first time, it fetches the model."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="load-tokenizer")
-        text = await asyncio.get_running_loop().run_in_executor(thread, _load, self.config.model.model)
+        text = await asyncio.get_running_loop().run_in_executor(thread, _load, self.config)
         if text.defaults:
             log.info("sampling defaults of the checkpoint", extra=with_fields(**text.defaults))
+        if text.formats:
+            log.info("answers to conversations are split", extra=with_fields(**text.formats))
         self._generator.set_text_model(text)
         # What is loaded now stays. Without this every full garbage collection walks it: 20 ms, with all streams idle.
         gc.collect()
@@ -108,11 +130,15 @@ class FrontendApp(ServiceApp):
         await asyncio.Event().wait()
 
 
-def _load(model: str) -> TextModel:
+def _load(config: EngineConfig) -> TextModel:
     from services.frontend.text_model import TextModel
     from triptych.hub import resolve_model
 
-    return TextModel.from_directory(resolve_model(model))
+    return TextModel.from_directory(
+        resolve_model(config.model.model),
+        tool_call_parser=config.frontend.tool_call_parser,
+        reasoning_parser=config.frontend.reasoning_parser,
+    )
 
 
 async def follow_readiness(server: RpcServer, generator: Generator, router: Router, started: float) -> None:
@@ -130,24 +156,39 @@ async def follow_readiness(server: RpcServer, generator: Generator, router: Rout
 
 
 def _create_engines(config: EngineConfig, router: Router) -> list[EngineClient]:
-    addresses = [text.strip() for text in config.frontend.engine_addresses.split(",") if text.strip()]
+    addresses = _split(config.frontend.engine_addresses)
     if not addresses:
         raise ConfigError("frontend.engine_addresses: names no engine; give host:port, comma-separated")
     frontend_id = f"{socket.gethostname()}:{os.getpid()}"
     boot_id = str(uuid.uuid4())
+    tls = create_client_tls(config.tls)
     return [
-        EngineClient(address, frontend_id=frontend_id, boot_id=boot_id, on_change=router.on_change)
+        EngineClient(address, frontend_id=frontend_id, boot_id=boot_id, on_change=router.on_change, tls=tls)
         for address in dict.fromkeys(addresses)
     ]
 
 
-def create_server(config: FrontendConfig, generator: Generator) -> RpcServer:
-    """Make the frontend's server with all its public services."""
+def _split(text: str) -> list[str]:
+    """Return the parts of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def create_server(
+    config: FrontendConfig, generator: Generator, keys: ApiKeys | None = None, tls: ServerTls | None = None
+) -> RpcServer:
+    """Make the frontend's server with all its public services.
+
+    Args:
+        keys: None: no API key is asked for.
+        tls: None: plain text.
+    """
     server = RpcServer(
         services=(SERVICE,),
         other_services={MODEL_SERVICE: True},  # it answers without an engine
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
+        interceptors=() if keys is None else (KeyInterceptor(keys),),
+        tls=tls,
     )
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
@@ -155,8 +196,16 @@ def create_server(config: FrontendConfig, generator: Generator) -> RpcServer:
     return server
 
 
-def create_admin_server(router: Router) -> RpcServer:
+def create_admin_server(
+    router: Router, keys: ApiKeys | None = None, tls: ServerTls | None = None
+) -> RpcServer:
     """Make the server of the operator's calls, which are needed most when no engine is ready."""
-    server = RpcServer(services=(ADMIN_SERVICE,), limit_bytes=PUBLIC_MESSAGE_BYTES)
+    asks_key = () if keys is None else (KeyInterceptor(keys, needs_admin=True),)
+    server = RpcServer(
+        services=(ADMIN_SERVICE,),
+        limit_bytes=PUBLIC_MESSAGE_BYTES,
+        interceptors=(AuditInterceptor(), *asks_key),
+        tls=tls,
+    )
     server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router),))
     return server

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
+from services.frontend.access.caller import current_caller
+from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
+from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed
@@ -25,7 +28,6 @@ from services.frontend.requests.sampling import find_bad_token_id, why_not_text
 from services.frontend.text_model import TextModel
 from triptych.errors import (
     DeadlineExceeded,
-    DuplicateRequest,
     EngineUnavailable,
     FieldViolation,
     InvalidRequest,
@@ -62,9 +64,8 @@ class Generator:
         self._router = router
         self._metrics = metrics
         self._text: TextModel | None = None
-        self._alive: dict[str, RequestOutputs] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._alive = AliveRequests()
+        self._rate_limits = RateLimits()
         self._is_draining = False
         self._started_unix_s = int(time.time())
 
@@ -123,13 +124,19 @@ class Generator:
         # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
         outputs = RequestOutputs(request_id)
-        with RequestRecord(self._metrics, raw.api, request_id) as record, self._claim(outputs):
+        caller = current_caller()
+        with (
+            RequestRecord(self._metrics, raw.api, request_id) as record,
+            self._alive.claim(outputs, raw) as raw,
+        ):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
+            self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
                 await self._place(request, outputs, record)
+                self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 yield AdmittedEvent(
                     request_id,
                     record.model,
@@ -150,15 +157,16 @@ class Generator:
             finally:
                 outputs.close()
                 record.usage = _usage(request, outputs)
+                self._rate_limits.charge(caller, outputs.num_tokens)
                 if alarm is not None:
                     alarm.cancel()
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests with what they have; returns those of the ids that were alive, each once."""
-        alive = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._alive]
-        for request_id in alive:
-            self._alive[request_id].abort()
-        return alive
+        """End requests of the caller's tenant with what they have.
+
+        Returns those of the ids that were alive, each once. The requests of others count as not alive.
+        """
+        return self._alive.abort(request_ids)
 
     def max_choices(self, model: str) -> int:
         """See `Router.max_choices`."""
@@ -182,22 +190,23 @@ class Generator:
         *,
         model: str = "",
         add_special_tokens: bool | None = None,
-        path: str = "prompt",
-        kwargs_path: str = "template_kwargs",
+        paths: Mapping[str, str] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids of a text or a conversation.
 
         Args:
             add_special_tokens: None: for a text, yes; a chat template has written its own.
-            path, kwargs_path: of the prompt and its template variables, in the client's words.
+            paths: As those of a `RawRequest`.
 
         Raises:
             InvalidRequest, ModelNotFound, EngineUnavailable
         """
         text = self._require_text()
         self._router.find(model)
+        path = paths.get("prompt", "prompt")
         if isinstance(prompt, RawChat):
-            violations = await text.run(prompt.size, check_chat, prompt, path, kwargs_path)
+            path_of = functools.partial(_look_up, paths)
+            violations = await text.run(prompt.size, check_chat, prompt, path_of)
         else:
             violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
         if violations:
@@ -234,7 +243,7 @@ class Generator:
         self._router.on_change()
         try:
             async with asyncio.timeout(drain_s):
-                await self._idle.wait()
+                await self._alive.wait_idle()
         except TimeoutError:
             pass
         return self.num_active
@@ -281,6 +290,7 @@ class Generator:
                 request.echo,
                 index=index,
                 min_interval_tokens=raw.min_interval_tokens,
+                split=request.split,
             )
             if emitted := raw.emitted.get(index):
                 await self._go_on(choice, emitted, f"{raw.path('emitted')}[{number}].token_ids")
@@ -344,23 +354,6 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         return self._text
 
-    @contextmanager
-    def _claim(self, outputs: RequestOutputs) -> Iterator[None]:
-        """Hold the id while the request is alive."""
-        request_id = outputs.request_id
-        if request_id in self._alive:
-            raise DuplicateRequest(
-                f"request_id: a request {request_id!r} is alive; choose another id, or wait"
-            )
-        self._alive[request_id] = outputs
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            del self._alive[request_id]
-            if not self._alive:
-                self._idle.set()
-
 
 def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:
     return Usage(len(request.prompt_token_ids), outputs.num_tokens, outputs.num_cached_tokens)
@@ -370,3 +363,8 @@ def _remaining_ms(raw: RawRequest, record: RequestRecord) -> int | None:
     if raw.deadline_s is None:
         return None
     return max(1, round((raw.deadline_s - record.elapsed_s) * 1000))
+
+
+def _look_up(paths: Mapping[str, str], name: str) -> str:
+    """Return the path of a field in the client's words."""
+    return paths.get(name, name)

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from services.frontend.answer_text import AnswerSplitter, visible_tokens
 from services.frontend.logprobs import BatchLogprobs, PromptReport
+from services.frontend.requests.tools import AnswerSplit
 from triptych.errors import EngineUnavailable, GenerationLost
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.stop import StopChecker
@@ -52,16 +54,20 @@ class RequestOutputs:
         *,
         index: int | None = None,
         min_interval_tokens: int = 0,
+        split: AnswerSplit | None = None,
     ) -> Choice:
         """Add a choice, to be submitted now, by default with the next index.
 
         Args:
             echo: Stands at the head of its text.
             min_interval_tokens: New tokens to gather before they are sent.
+            split: How its text is split into parts; None: it stays one text.
         """
         index = len(self.choices) if index is None else index
         report = None if self.choices else self._report
-        choice = Choice(self, index, sampling, tokenizer, prompt_token_ids, echo, report, min_interval_tokens)
+        choice = Choice(
+            self, index, sampling, tokenizer, prompt_token_ids, echo, report, min_interval_tokens, split
+        )
         self.choices.append(choice)
         self._num_open += 1
         return choice
@@ -204,6 +210,7 @@ class Choice:
         echo: str,
         report: PromptReport | None = None,
         min_interval_tokens: int = 0,
+        split: AnswerSplit | None = None,
     ) -> None:
         """
         Args:
@@ -247,6 +254,7 @@ class Choice:
         self._text = [echo] if echo else []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._splitter = None if split is None else AnswerSplitter(split)
 
     def go_on_from(self, emitted: Sequence[int]) -> None:
         """Take the state that these output tokens, which the client has seen, had left behind.
@@ -258,9 +266,11 @@ class Choice:
         self._text = []  # it was sent with the first of them
         if self._detokenizer is not None:
             pieces = self._detokenizer.pieces(emitted)
-            _, match = self._stop_checker.push(pieces, num_exempt=self._sampling.min_tokens)
+            text, match = self._stop_checker.push(pieces, num_exempt=self._sampling.min_tokens)
             if match is not None:
                 raise ValueError(f"hold the stop string {match.stop!r}, which has ended the choice")
+            if self._splitter is not None:
+                self._splitter.skip(text)
 
     def on_admitted(self) -> None:
         if not self._is_admitted:
@@ -324,7 +334,7 @@ class Choice:
             stop_reason=self._stop_reason,
         )
         self._text, self._token_ids, self._logprobs = [], [], []
-        return event
+        return event if self._splitter is None else self._splitter.split(event)
 
     def _add(
         self,
@@ -361,7 +371,7 @@ class Choice:
         """
         if self._detokenizer is None:
             return len(token_ids)
-        pieces = self._detokenizer.pieces(_visible(token_ids, finish, self._sampling))
+        pieces = self._detokenizer.pieces(visible_tokens(token_ids, finish, self._sampling))
         if finish is not None:
             pieces.append(self._detokenizer.flush())
         # A stop string that is complete within the first min_tokens tokens does not count.
@@ -386,15 +396,3 @@ class Choice:
         if not self._is_settled:
             self._is_settled = True
             self._outputs.note_settled()
-
-
-def _visible(token_ids: list[int], finish: FinishedRequest | None, sampling: SamplingParams) -> list[int]:
-    """Return the tokens that have text.
-
-    The engine ends a request with STOP only by its last token: an end-of-sequence token or one of
-    `stop_token_ids`. That token has no text, unless the client wants what ended the output.
-    """
-    is_stopped = finish is not None and finish.reason is FinishReason.STOP
-    if is_stopped and not sampling.include_stop_str_in_output:
-        return token_ids[:-1]
-    return token_ids

@@ -8,20 +8,26 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from services.frontend.requests.forced_calls import FORCED_FORMAT
+from services.frontend.requests.grammars import GrammarChecker
 from services.frontend.requests.parse import prompt_has_too_many_chars
+from services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
 from services.frontend.requests.raw import RawChat
 from services.frontend.requests.sampling import check_defaults
+from services.frontend.requests.tools import TOOL_CHOICES, AnswerSplit, schemas_of
 from services.frontend.work_threads import WorkThreads
 from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import Tokenizer
+from triptych.text.tool_formats import choose_reasoning_format, choose_tool_format
 from triptych.types.step import U32
 
 # 4 kB tokenize in about 1.3 ms: as long as a small model's step. What is longer goes to a thread.
 INLINE_SIZE = 4096
 _NUM_THREADS = 2
+_OPENING_TOKENS = 16  # at the end of a prompt, of which the opening of a reasoning takes fewer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,17 +36,37 @@ R = TypeVar("R")
 class TextModel:
     """Tokenizer, chat template and sampling defaults of one checkpoint; immutable."""
 
-    def __init__(self, tokenizer: Tokenizer, defaults: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, float],
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        """
+        Args:
+            tool_call_parser, reasoning_parser: See `FrontendConfig`.
+        """
         self.tokenizer = tokenizer
+        template = tokenizer.chat_template or ""
+        self._template = ChatTemplate(tokenizer)
+        if tool_call_parser == "auto" and tokenizer.chat_template and not self._template.knows_tools:
+            tool_call_parser = PLAIN_FORMAT
+        self._tool_format = choose_tool_format(tool_call_parser, template)
+        self._reasoning_format = choose_reasoning_format(reasoning_parser, template)
+        formats = {"tool_calls": self._tool_format, "reasoning": self._reasoning_format}
+        self.formats = {part: each.name for part, each in formats.items() if each is not None}
+        """Parts of answers to conversations -> the names of the formats that they are known by."""
         self.defaults = check_defaults(defaults)
         """Sampling fields that the checkpoint sets for requests that leave them out."""
-        self._template = ChatTemplate(tokenizer)
+        self.grammars = GrammarChecker(tokenizer)
         self._threads = WorkThreads(_NUM_THREADS, inline_size=INLINE_SIZE, what="long prompts")
 
     @classmethod
-    def from_directory(cls, directory: Path) -> TextModel:
+    def from_directory(cls, directory: Path, **parsers: str) -> TextModel:
         """Raises ModelError, naming what is missing or not understood."""
-        return cls(Tokenizer.from_directory(directory), read_generation_defaults(directory))
+        return cls(Tokenizer.from_directory(directory), read_generation_defaults(directory), **parsers)
 
     async def run(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that works on a prompt: here if it is short, else on a thread.
@@ -90,6 +116,31 @@ class TextModel:
             len(text), self.tokenizer.find_offsets, text, add_special_tokens=add_special_tokens
         )
 
+    def split_answer(self, chat: RawChat, prompt_token_ids: U32) -> AnswerSplit | None:
+        """Return how the answer to a conversation is split, or None if it stays one text."""
+        reasoning, tool_format = self._reasoning_format, self._tool_format
+        if chat.template_tools is None:
+            tool_format = None
+        elif chat.demands_calls:
+            reasoning, tool_format = None, FORCED_FORMAT
+        if reasoning is None and tool_format is None:
+            return None
+        is_reasoning = False
+        if reasoning is not None:
+            end = self.tokenizer.decode(
+                prompt_token_ids[-_OPENING_TOKENS:].tolist(), skip_special_tokens=False
+            )
+            is_reasoning = end.rstrip().endswith(reasoning.opening)
+        return AnswerSplit(
+            reasoning=reasoning,
+            is_reasoning=is_reasoning,
+            tool_format=tool_format,
+            tools=schemas_of(chat.tools),
+            max_calls=None if chat.parallel_tool_calls else 1,
+            sends_reasoning=chat.includes_reasoning,
+            names_tool=chat.tool_choice not in TOOL_CHOICES,
+        )
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids, each in the vocabulary."""
         return await self.run(
@@ -113,9 +164,20 @@ class TextModel:
         return np.array(ids, dtype=np.uint32)
 
     def _render(self, chat: RawChat, path: str) -> str:
+        tools, messages = chat.template_tools, chat.messages
+        if tools is not None and not chat.demands_calls and self._tool_format is None:
+            why = "it is not known how this model writes calls of tools; set frontend.tool_call_parser"
+            raise InvalidRequest("tools", why)
         try:
+            if not self._template.knows_tools:
+                messages = with_plain_tools(messages, tools or ())
             return self._template.render(
-                chat.messages, add_generation_prompt=chat.add_generation_prompt, **chat.template_kwargs
+                messages,
+                tools=tools,
+                documents=chat.documents or None,
+                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+                continue_final_message=chat.continue_final_message,
+                **chat.template_kwargs,
             )
         except InvalidRequest as error:
             raise InvalidRequest([FieldViolation(path, v.description) for v in error.violations]) from error

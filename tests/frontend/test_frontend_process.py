@@ -121,6 +121,23 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
     assert "Traceback" not in stderr
 
 
+async def test_it_serves_grpc_alone(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path)
+    options = {"frontend__serve_http": "false"}
+    async with (
+        FakeEngine() as engine,
+        start(tmp_path, str(model), frontend__engine_addresses=engine.address, **options) as frontend,
+    ):
+        ports = await frontend.ports()
+        assert "http_port" not in ports
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
+            await until_ready(channel)
+        frontend.process.send_signal(signal.SIGTERM)
+        code, stderr = await frontend.end()
+    assert code == 0, stderr
+    assert "Traceback" not in stderr
+
+
 async def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
     flags = {"frontend__drain_s": "0.05"}

@@ -248,6 +248,21 @@ async def test_a_prompt_is_truncated_from_the_left_on_demand() -> None:
         assert got.finished.usage.num_prompt_tokens == 2
 
 
+async def test_a_prompt_may_be_truncated_to_what_fits() -> None:
+    async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
+        asked: list[dict[str, object]] = [
+            {},
+            {"sampling": {"max_tokens": 4}},
+            {"takes_rest_of_context": True},
+        ]
+        for prompt in ("x" * 100, TOKENIZER.encode("x" * 100)):
+            kept = [
+                await answer(core.generator, raw_request(prompt, truncate_prompt_tokens=-1, **fields))
+                for fields in asked
+            ]
+            assert [each.finished.usage.num_prompt_tokens for each in kept] == [64 - 16, 64 - 4, 64 - 1]
+
+
 async def test_echo_repeats_the_prompt_before_the_output_of_each_choice() -> None:
     async with FakeEngine(say(" world")) as engine, frontend_core(engine) as core:
         for prompt in ("Hello", TOKENIZER.encode("Hello")):

@@ -128,14 +128,20 @@ async def test_every_violation_travels_with_its_path() -> None:
         (ask(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
         (ask(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
         (
-            ask(chat={"messages": [{"role": "user", "parts": [{"text": "x"}]}], "tools": [{"name": "f"}]}),
-            errors.FeatureDisabled,
-            r"^chat\.tools: ",
+            ask(
+                chat={
+                    "messages": [{"role": "user", "parts": [{"text": "x"}]}],
+                    "continue_final_message": True,
+                    "add_generation_prompt": True,
+                }
+            ),
+            errors.InvalidRequest,
+            r"^chat\.add_generation_prompt: true contradicts",
         ),
         (
-            ask(chat={"messages": [{"role": "user", "parts": [{"image": {"url": "x"}}], "reasoning": "y"}]}),
+            ask(chat={"messages": [{"role": "user", "parts": [{"image": {"url": "x"}}]}]}),
             errors.FeatureDisabled,
-            r"^chat\.messages\[0\]\.reasoning, chat\.messages\[0\]\.parts\[0\]\.image: ",
+            r"^chat\.messages\[0\]\.parts\[0\]\.image: ",
         ),
         (
             ask(text="x", cache={"bypass": True}, response={"logprobs": {"whole_vocabulary": {}}}),
@@ -153,9 +159,9 @@ async def test_every_violation_travels_with_its_path() -> None:
             r"chat\.template_kwargs_json: is not a JSON object",
         ),
         (
-            ask(text="x", structured_outputs={"regex": "a"}),
+            ask(text="x", structured_outputs={"structural_tag_json": "{}"}),
             errors.FeatureDisabled,
-            r"^structured_outputs: ",
+            r"^structured_outputs\.structural_tag_json: ",
         ),
     ],
 )
@@ -442,7 +448,11 @@ async def test_models_come_in_pages() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
         (model,) = (await servicer.models.ListModels(model_pb2.ListModelsRequest())).models
         assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 64, 300)
-        assert list(model.capabilities) == [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_CHAT]
+        assert list(model.capabilities) == [
+            model_pb2.CAPABILITY_GENERATE,
+            model_pb2.CAPABILITY_STRUCTURED_OUTPUTS,
+            model_pb2.CAPABILITY_CHAT,
+        ]
         assert model.create_time.seconds > 1_700_000_000
         found = await servicer.models.GetModel(model_pb2.GetModelRequest(name="tiny"))
         assert found.model == model

@@ -159,22 +159,17 @@ async def test_each_bad_field_is_named(api: HttpApi, fields: dict[str, Any], par
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
         ),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].image_url",
@@ -197,3 +192,33 @@ async def test_neutral_values_of_unsupported_fields_are_accepted(api: HttpApi) -
     }  # fmt: skip
     answer = await api.client.chat.completions.create(model=MODEL, messages=USER, extra_body=neutral)
     assert answer.choices[0].message.content == ALL
+
+
+async def test_unknown_fields_may_be_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    message = {"role": "user", "content": "a", "provider": {"x": 1}, "extra": 2}
+    body = {
+        "model": MODEL,
+        "messages": [message],
+        "max_tokenz": 3,
+        "stream_options": {"odd": 1},
+        "stream": False,
+    }
+    async with open_api(refuses_unknown=False) as api:
+        for _ in range(2):
+            answer = await api.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400, "the rest is checked"
+            assert answer.json()["error"]["param"] == "stream_options"
+        del body["stream_options"]
+        assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 200
+        prompt = api.generator.requests[-1].prompt
+    assert isinstance(prompt, RawChat)
+    assert prompt.messages == [{"role": "user", "content": "a"}]
+    warned = [record.args for record in caplog.records if "left out the field" in record.message]
+    assert sorted(warned) == [
+        ("max_tokenz",),
+        ("messages[0].extra",),
+        ("messages[0].provider",),
+        ("stream_options.odd",),
+    ]
+    async with open_api() as api:
+        assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 400

@@ -234,3 +234,23 @@ async def test_tokenize_and_detokenize_are_inverse(api: HttpApi) -> None:
     assert back.json() == {"prompt": "hé"}
     chat = await api.http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
     assert chat.json()["tokens"] == list(b"user:x")
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [(-1, None), (-2, (1 << 64) - 2), (-(1 << 63), 1 << 63), (0, 0), ((1 << 64) - 1, (1 << 64) - 1)],
+)
+async def test_seeds_may_have_a_sign(api: HttpApi, sent: int, meant: int | None) -> None:
+    await api.client.completions.create(model=MODEL, prompt="a", seed=sent)
+    assert api.generator.requests[-1].sampling["seed"] == meant
+
+
+async def test_names_of_vllm_are_known(api: HttpApi) -> None:
+    fields = {
+        "truncate_prompt_tokens": 5, "truncation_side": "right", "add_special_tokens": False, "request_id": "mine",
+        "session_id": "s", "guided_json": None, "return_token_ids": False, "use_beam_search": False,
+    }  # fmt: skip
+    await api.client.completions.create(model=MODEL, prompt="a", extra_body=fields)
+    raw = api.generator.requests[-1]
+    assert (raw.truncate_prompt_tokens, raw.keeps_beginning, raw.add_special_tokens) == (5, True, False)
+    assert raw.request_id.startswith("mine")

@@ -20,10 +20,11 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.observe.logging import with_fields
-from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
+from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
 from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
 from triptych.rpc.session.handshake import SessionTerms, check_resumed, greet, session_hello
 from triptych.rpc.status import from_rpc_error
+from triptych.rpc.tls import ClientTls
 from triptych.types.submit import EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
 
@@ -49,10 +50,17 @@ class EngineClient:
         frontend_id: str,
         boot_id: str,
         on_change: Callable[[], None] = lambda: None,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`on_change` is called whenever readiness or facts may have changed."""
+        """
+        Args:
+            on_change: Called whenever readiness or facts may have changed.
+            tls: None: the engine is dialed in plain text.
+        """
         self.address = address
-        self.channel: grpc.aio.Channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self._tls = tls
+        self._credentials = credentials_of(tls)
+        self.channel: grpc.aio.Channel = self._open_channel()
         self.welcome: EngineWelcome | None = None
         """The engine's state as last reported. It stays after a loss, so that the engine can still be named."""
         self._frontend_id = frontend_id
@@ -140,6 +148,7 @@ class EngineClient:
 
     async def _connect(self) -> _Stream:
         """Open a stream that resumes the session, or begins a new one."""
+        await self._renew_channel()
         session, abandoned = self._session, self._abandoned
         name, last_batch_seen = ("", 0) if session is None else (session.name, session.last_batch_seen)
         hello = engine_core_pb2.ConnectHello(
@@ -163,6 +172,16 @@ class EngineClient:
             raise
         self.welcome = welcome_from_proto(welcome)
         return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        return open_channel(self.address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=self._credentials)
+
+    async def _renew_channel(self) -> None:
+        """Take certificates that were renewed since the channel was opened. Operators' calls on it end."""
+        if (credentials := credentials_of(self._tls)) is not self._credentials:
+            self._credentials, old = credentials, self.channel
+            self.channel = self._open_channel()
+            await old.close(None)
 
     def _begin(self, stream: _Stream) -> None:
         """Take a stream that the engine has welcomed into use."""

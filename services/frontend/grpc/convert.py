@@ -9,10 +9,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
+from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import OutputKind
-from triptych.v1 import chat_pb2, common_pb2, generation_pb2
+from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS
+from triptych.wire.structured import structured_from_proto
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
 _MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
@@ -20,25 +22,37 @@ _MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
 _REFUSED_MESSAGES = ({"role": "user", "content": ""},)
 _PROMPT_PATHS = {"text": "text.text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _KWARGS_PATH = "chat.template_kwargs_json"
+CHAT_PATHS = {
+    "template_kwargs": _KWARGS_PATH,
+    "tools": "chat.tools",
+    "tools.function": "",
+    "tool_choice": "chat.tool_choice",
+}
+"""Fields of a `RawChat` besides its messages -> their paths in a `Generation`."""
 _PATHS = {
     **SAMPLING_PATHS,
     "cache_salt": "cache.salt",
     "truncate_prompt_tokens": "truncation.max_tokens",
     "echo": "response.echo",
-    "template_kwargs": _KWARGS_PATH,
+    **CHAT_PATHS,
     "deadline_s": "the call's deadline",
 }
 _LEFT_SIDES = (common_pb2.TRUNCATION_SIDE_UNSPECIFIED, common_pb2.TRUNCATION_SIDE_LEFT)
-_UNSUPPORTED = ("structured_outputs", "cache.bypass")
-_UNSUPPORTED_OF_CHAT = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "continue_final_message",
-    "documents",
-    "reasoning_effort",
-)
-_UNSUPPORTED_OF_MESSAGE = ("tool_calls", "tool_call_id", "reasoning")
+_UNSUPPORTED = ("structured_outputs.structural_tag_json", "cache.bypass")
+_FORM_PATHS = {"json_schema": "json_schema.schema", "choice": "choice.values", "grammar": "grammar.text"}
+_TOOL_MODES = {
+    chat_pb2.TOOL_MODE_UNSPECIFIED: "auto",
+    chat_pb2.TOOL_MODE_AUTO: "auto",
+    chat_pb2.TOOL_MODE_NONE: "none",
+    chat_pb2.TOOL_MODE_REQUIRED: "required",
+}
+_EFFORTS = {
+    chat_pb2.REASONING_EFFORT_UNSPECIFIED: None,
+    chat_pb2.REASONING_EFFORT_NONE: "none",
+    chat_pb2.REASONING_EFFORT_LOW: "low",
+    chat_pb2.REASONING_EFFORT_MEDIUM: "medium",
+    chat_pb2.REASONING_EFFORT_HIGH: "high",
+}
 
 
 def to_raw_request(
@@ -61,6 +75,16 @@ def to_raw_request(
             unsupported += unsupported_of_chat(generation.chat)
     if kind is not None:
         paths = {**_PATHS, "prompt": _PROMPT_PATHS[kind]}
+    if generation.HasField("structured_outputs"):
+        form = generation.structured_outputs
+        name = form.WhichOneof("form")
+        if name != "structural_tag_json":  # refused already
+            sampling["structured_outputs"] = structured_from_proto(form)
+        if name is not None:
+            paths = {**paths, "structured_outputs": f"structured_outputs.{_FORM_PATHS.get(name, name)}"}
+        if form.grammar.syntax not in sampling_pb2.GrammarSyntax.values():
+            path = "structured_outputs.grammar.syntax"
+            violations.append(FieldViolation(path, f"{form.grammar.syntax} is none of 0..2"))
     truncation = generation.truncation if generation.HasField("truncation") else None
     if truncation is not None and truncation.side not in common_pb2.TruncationSide.values():
         violations.append(FieldViolation("truncation.side", f"{truncation.side} is none of 0..2"))
@@ -98,22 +122,62 @@ def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
     """Return the conversation, and what is wrong with how it is written."""
     if (why := why_too_many_messages(len(chat.messages))) is not None:
         return RawChat(_REFUSED_MESSAGES), [FieldViolation("chat.messages", why)]
-    template_kwargs, violations = _template_kwargs(chat.template_kwargs_json)
-    messages = [
-        {"role": message.role, "content": "\n".join(p.text for p in message.parts if p.HasField("text"))}
-        | ({"name": message.name} if message.name else {})
-        for message in chat.messages
-    ]
-    add_generation_prompt = _given(chat, "add_generation_prompt") is not False
-    return RawChat(messages, add_generation_prompt, template_kwargs), violations
+    template_kwargs, violations = _json_object(chat.template_kwargs_json, _KWARGS_PATH)
+    for name, value, known in (
+        ("tool_choice.mode", chat.tool_choice.mode, _TOOL_MODES),
+        ("reasoning_effort", chat.reasoning_effort, _EFFORTS),
+    ):
+        if value not in known:
+            violations.append(FieldViolation(f"chat.{name}", f"{value} is none of 0..{len(known) - 1}"))
+    if _given(chat, "add_generation_prompt") and chat.continue_final_message:
+        why = "true contradicts continue_final_message: a turn is opened or continued"
+        violations.append(FieldViolation("chat.add_generation_prompt", why))
+    tools = tuple(_tool(tool, f"chat.tools[{number}]", violations) for number, tool in enumerate(chat.tools))
+    effort = _EFFORTS.get(chat.reasoning_effort)
+    return RawChat(
+        [_message(message) for message in chat.messages],
+        _given(chat, "add_generation_prompt") is not False,
+        reasoning_variables(effort) | template_kwargs,
+        tools=tools,
+        tool_choice=chat.tool_choice.tool_name or _TOOL_MODES.get(chat.tool_choice.mode, "auto"),
+        parallel_tool_calls=_given(chat, "parallel_tool_calls") is not False,
+        continue_final_message=chat.continue_final_message,
+        documents=tuple(
+            {field.name: value for field, value in document.ListFields()} for document in chat.documents
+        ),
+    ), violations
+
+
+def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
+    """Return a turn as chat templates read it."""
+    content = "\n".join(part.text for part in message.parts if part.HasField("text"))
+    turn: dict[str, Any] = {"role": message.role, "content": content}
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning,
+        "tool_calls": [to_call(call.id, call.name, call.arguments_json) for call in message.tool_calls],
+    }
+    return turn | {name: value for name, value in named.items() if value}
+
+
+def _tool(tool: chat_pb2.Tool, path: str, violations: list[FieldViolation]) -> dict[str, Any]:
+    """Return a tool in OpenAI's form, which chat templates read."""
+    parameters, wrong = _json_object(tool.parameters_json, f"{path}.parameters_json")
+    violations += wrong
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if parameters:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
 
 
 def unsupported_of_chat(chat: chat_pb2.Chat) -> list[str]:
     """Return the paths of the fields that are set and not served."""
-    paths = [f"chat.{name}" for name in _UNSUPPORTED_OF_CHAT if _is_set(chat, name)]
+    paths = []
     for index, message in enumerate(chat.messages):
         where = f"chat.messages[{index}]"
-        paths += [f"{where}.{name}" for name in _UNSUPPORTED_OF_MESSAGE if getattr(message, name)]
         for number, part in enumerate(message.parts):
             if (kind := part.WhichOneof("part")) not in ("text", None):
                 paths.append(f"{where}.parts[{number}].{kind}")
@@ -178,16 +242,17 @@ def _emitted(generation: generation_pb2.Generation, violations: list[FieldViolat
     return emitted
 
 
-def _template_kwargs(text: str) -> tuple[Mapping[str, Any], list[FieldViolation]]:
+def _json_object(text: str, path: str) -> tuple[dict[str, Any], list[FieldViolation]]:
+    """Return the object that a field of JSON text holds, an empty one if it is empty, and what is wrong with it."""
     if not text:
         return {}, []
     try:
-        kwargs = json.loads(text)
-    except ValueError as error:
-        return {}, [FieldViolation(_KWARGS_PATH, f"is not JSON: {error}")]
-    if not isinstance(kwargs, dict):
-        return {}, [FieldViolation(_KWARGS_PATH, "is not a JSON object")]
-    return kwargs, []
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, [FieldViolation(path, f"is not JSON: {error}")]
+    if not isinstance(value, dict):
+        return {}, [FieldViolation(path, "is not a JSON object")]
+    return value, []
 
 
 def _given(message: Any, field: str) -> Any:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from services.frontend.generate import Generator
 from services.frontend.grpc.batch import BatchRun
-from services.frontend.grpc.convert import chat_size, to_raw_request, to_tokenize_prompt
+from services.frontend.grpc.convert import CHAT_PATHS, chat_size, to_raw_request, to_tokenize_prompt
 from services.frontend.identity import unique_request_id
 from services.frontend.requests.raw import RawRequest
 from services.frontend.work_threads import WorkThreads
@@ -119,8 +119,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt,
             model=request.model,
             add_special_tokens=add_special_tokens,
-            path=path,
-            kwargs_path="chat.template_kwargs_json",
+            paths={**CHAT_PATHS, "prompt": path},
         )
         response = generation_pb2.TokenizeResponse(
             token_ids=token_ids, max_model_len=self._generator.find_model(request.model).max_model_len

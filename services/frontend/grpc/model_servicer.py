@@ -65,7 +65,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 def _to_proto(served: ServedModel) -> model_pb2.Model:
-    capabilities = [model_pb2.CAPABILITY_GENERATE]
+    capabilities = [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_STRUCTURED_OUTPUTS]
     if served.has_chat_template:
         capabilities.append(model_pb2.CAPABILITY_CHAT)
     model = model_pb2.Model(

@@ -92,17 +92,35 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class ToolCallAnswer(Answer):
+    id: str
+    """For the message of role tool that answers it."""
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there are only calls."""
     refusal: None
+    reasoning_content: str | None = None
+    """The text that the model thought before it answered."""
+    tool_calls: list[ToolCallAnswer] | None = None
+    """Calls that the model makes."""
 
 
 class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: int | str | None
     """The stop token id or stop string that ended it."""
 
@@ -119,19 +137,40 @@ class ChatCompletionAnswer(Answer):
     usage: UsageAnswer
 
 
+class CalledFunctionDelta(Answer):
+    name: str | None = None
+    """In the first chunk of a call."""
+    arguments: str
+    """More of the JSON text."""
+
+
+class ToolCallDeltaAnswer(Answer):
+    """The new part of a call."""
+
+    index: int
+    """Which call of the choice, 0, 1, …"""
+    id: str | None = None
+    """In the first chunk of a call, like its type."""
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
 class ChatDelta(Answer):
     """The new part of a choice."""
 
     role: Literal["assistant"] | None = None
     """In the first chunk of a choice."""
     content: str | None = None
+    reasoning_content: str | None = None
+    """New text of what the model thinks before it answers."""
+    tool_calls: list[ToolCallDeltaAnswer] | None = None
 
 
 class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it."""
 
@@ -177,6 +216,10 @@ class DetokenizeAnswer(Answer):
 
 class HealthAnswer(Answer):
     status: Literal["ready"]
+
+
+class PingAnswer(Answer):
+    status: Literal["alive"]
 
 
 class VersionAnswer(Answer):

@@ -7,25 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.frontend.identity import unique_request_id
+from services.frontend.openai.conversation import ContentPart, Message, NamedTool
+from services.frontend.openai.form import read_form
 from services.frontend.openai.request_body import unsupported_fields
 from services.frontend.openai.schema import (
     COMMON_SAMPLING_FIELDS,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
-    ContentPart,
     DetokenizeRequest,
-    Message,
     SamplingBody,
     TokenizeRequest,
 )
 from services.frontend.requests.parse import why_not_request_id
 from services.frontend.requests.raw import RawChat, RawRequest
+from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
+
+CHAT_PATHS = {"prompt": "messages", "template_kwargs": "chat_template_kwargs", "tools.function": ".function"}
+"""Fields of a `RawChat` -> their paths in a body, where they differ."""
 
 # Replaces a prompt that `violations` refuse already, so that it is not reported missing as well.
 _REFUSED_PROMPT = "-"
@@ -76,7 +80,7 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
     """Return the conversation as one raw request."""
     base = _common(body, label, deadline_s)
     violations = list(base.violations)
-    paths = {**base.paths, "prompt": "messages", "template_kwargs": "chat_template_kwargs"}
+    paths = {**base.paths, **CHAT_PATHS}
     max_tokens, logprobs = body.max_tokens, None
     if body.max_completion_tokens is not None:
         if max_tokens not in (None, body.max_completion_tokens):
@@ -92,6 +96,9 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
     elif body.top_logprobs:
         violations.append(FieldViolation("top_logprobs", f"{body.top_logprobs} needs logprobs to be true"))
     prompt: RawChat | str | None = to_chat(body)
+    if body.add_generation_prompt and body.continue_final_message:
+        why = "true contradicts continue_final_message: a turn is opened or continued"
+        violations.append(FieldViolation("add_generation_prompt", why))
     if body.messages is None:
         prompt = _REFUSED_PROMPT if _is_refused(body, "messages") else None
     return replace(
@@ -136,10 +143,23 @@ def detokenize_ids(body: DetokenizeRequest) -> list[int]:
 
 def to_chat(body: ChatFields) -> RawChat:
     """Return the conversation as the chat template sees it: each content one text, absent names left out."""
-    return RawChat(
+    choice = body.tool_choice
+    chat = RawChat(
         messages=[_to_message(message) for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        documents=tuple(body.documents or ()),
         template_kwargs=body.chat_template_kwargs or {},
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
+        tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
+    )
+    if not isinstance(body, ChatCompletionRequest):
+        return chat
+    return replace(
+        chat,
+        template_kwargs={**reasoning_variables(body.reasoning_effort), **chat.template_kwargs},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        includes_reasoning=body.include_reasoning is not False,
     )
 
 
@@ -159,9 +179,12 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
     Args:
         label: The X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
     """
+    path = REQUEST_ID_HEADER if body.request_id is None else "request_id"
+    label = label if body.request_id is None else body.request_id
     why_not_label = why_not_request_id(label)
-    bad_label = [] if why_not_label is None else [FieldViolation(REQUEST_ID_HEADER, why_not_label)]
-    paths = {"deadline_s": TIMEOUT_HEADER}
+    bad_label = [] if why_not_label is None else [FieldViolation(path, why_not_label)]
+    form, form_path, bad_form = read_form(body)
+    paths = {"deadline_s": TIMEOUT_HEADER, "structured_outputs": form_path}
     if not body.tenant:
         paths["tenant"] = "user"
     return RawRequest(
@@ -170,14 +193,16 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         request_id="" if bad_label else unique_request_id(label),
         model=body.model or "",
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        sampling=_sampling_fields(body),
+        sampling={**_sampling_fields(body), "structured_outputs": form},
         priority=body.priority or 0,
         tenant=body.tenant or body.user or "",
         cache_salt=body.cache_salt or "",
+        add_special_tokens=body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        keeps_beginning=body.truncation_side == "right",
         deadline_s=deadline_s,
         paths=paths,
-        violations=(*body.violations, *bad_label, *_misuse_of_stream(body)),
+        violations=(*body.violations, *bad_label, *bad_form, *_misuse_of_stream(body)),
         unsupported=tuple(_unsupported(body)),
     )
 
@@ -185,10 +210,18 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
 def _sampling_fields(body: SamplingBody) -> dict[str, Any]:
     """Return the sampling fields that all bodies have, by name; None where the client left one out."""
     values = {name: getattr(body, name) for name in COMMON_SAMPLING_FIELDS}
+    values["seed"] = _seed(body.seed)
     for name in fields_of(FieldKind.STRINGS):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]
     return values
+
+
+def _seed(seed: int | None) -> int | None:
+    """Return a seed as the parser takes it: 64 bits without a sign. -1 means none in many clients."""
+    if seed is None or seed == -1:
+        return None
+    return seed + (1 << 64) if -(1 << 63) <= seed < 0 else seed
 
 
 def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
@@ -201,6 +234,8 @@ def _unsupported(body: SamplingBody) -> list[str]:
     paths = unsupported_fields(body)
     if body.stream_options is not None:
         paths += [f"stream_options.{name}" for name in unsupported_fields(body.stream_options)]
+    if body.structured_outputs is not None:
+        paths += [f"structured_outputs.{name}" for name in unsupported_fields(body.structured_outputs)]
     if isinstance(body, ChatFields):
         paths += _unsupported_messages(body)
     return paths
@@ -223,8 +258,15 @@ def _to_message(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = _joined(content)
-    named = {"role": message.role, "content": content}
-    return named if message.name is None else {**named, "name": message.name}
+    turn: dict[str, Any] = {"role": message.role, "content": content}
+    reasoning = message.reasoning_content or message.reasoning
+    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    turn |= {name: value for name, value in others.items() if value is not None}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            to_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    return turn
 
 
 def _joined(parts: Sequence[ContentPart]) -> str:

@@ -26,6 +26,7 @@ from triptych.errors import (
     ModelNotFound,
     QueueFull,
     TriptychError,
+    Unauthenticated,
 )
 from triptych.observe.logging import with_fields
 from triptych.rpc.status import UNAVAILABLE_RETRY_S, row_of
@@ -98,6 +99,8 @@ def _from_triptych_error(error: TriptychError) -> HttpError:
             param = error.features[0].partition(" ")[0]
         case ModelNotFound():
             param = "model"
+        case Unauthenticated():
+            headers = {"WWW-Authenticate": "Bearer"}
         case QueueFull():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         case EngineUnavailable() | GenerationLost():

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason, Logprob, TokenLogprobs, Usage
+from triptych.types.outputs import (
+    FinishReason,
+    Logprob,
+    TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+    append_calls,
+)
 
 
 def to_json(value: Any) -> str:
@@ -24,12 +32,16 @@ class Choice:
 
     index: int
     texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def add(self, delta: DeltaEvent) -> None:
         self.texts.append(delta.text)
+        self.reasonings.append(delta.reasoning)
+        append_calls(self.tool_calls, delta.tool_calls)
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -146,17 +158,55 @@ class ChatFormat:
 
     def delta(self, delta: DeltaEvent) -> str:
         content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
+        if delta.reasoning or delta.tool_calls:
+            content = to_json(_chat_delta(delta))
         logprobs = to_json(_chat_logprobs(delta.logprobs)) if self._wants_logprobs else "null"
         return f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs},{_ending(delta)}}}'
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "message": _message(choice),
             "logprobs": _chat_logprobs(choice.logprobs) if self._wants_logprobs else None,
             "finish_reason": choice.finish_reason and choice.finish_reason.word,
             "stop_reason": choice.stop_reason,
         }
+
+
+def _chat_delta(delta: DeltaEvent) -> dict[str, Any]:
+    new: dict[str, Any] = {}
+    if delta.text:
+        new["content"] = delta.text
+    if delta.reasoning:
+        new["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        new["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return new
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    text, reasoning = "".join(choice.texts), "".join(choice.reasonings)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if choice.tool_calls:
+        message["content"] = text or None
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in choice.tool_calls
+        ]
+    return message
 
 
 async def whole_answer(

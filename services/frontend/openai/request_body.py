@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
 from json import decoder
@@ -16,6 +17,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     WrapValidator,
     model_validator,
 )
@@ -26,7 +28,10 @@ from services.frontend.openai.in_flight import ClientGone
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import FieldViolation, InvalidRequest
 
+log = logging.getLogger(__name__)
+
 MAX_VIOLATIONS = 64  # reported of one body; a client needs no more to see what is wrong
+MAX_WARNED = 256  # names of unknown fields
 MAX_FIELDS = 256  # of one JSON object; the largest that the API knows has a quarter of that
 _NOT_SERVED = "x-not-served"
 _WORDS = {
@@ -56,6 +61,10 @@ class Part(BaseModel):
         return data
 
 
+LEAVE_OUT_UNKNOWN = object()
+"""Context of a validation that leaves out fields that are not known, where others refuse them."""
+
+
 class Body(Part):
     """The JSON object of a request.
 
@@ -64,31 +73,65 @@ class Body(Part):
     """
 
     _violations: tuple[FieldViolation, ...] = PrivateAttr(default=())
+    _unknown: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def violations(self) -> tuple[FieldViolation, ...]:
         return self._violations
 
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Paths of the fields that were left out, since the API has no such fields and does not refuse them."""
+        return self._unknown
+
     @model_validator(mode="wrap")
     @classmethod
-    def _keep_what_is_right(cls, data: Any, handler: Any) -> Any:
+    def _keep_what_is_right(cls, data: Any, handler: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or len(data) > MAX_FIELDS:
             return handler(data)
-        violations = [
-            FieldViolation(name[:80], _no_such_field(name, cls.model_fields))
-            for name in data
-            if name not in cls.model_fields
-        ]
+        unknown = [name for name in data if name not in cls.model_fields]
         right = {name: value for name, value in data.items() if name in cls.model_fields}
+        violations: list[FieldViolation] = []
+        if info.context is not LEAVE_OUT_UNKNOWN:
+            violations = [
+                FieldViolation(name[:80], _no_such_field(name, cls.model_fields)) for name in unknown
+            ]
+            unknown = []
         try:
             body = handler(right)
         except ValidationError as error:
-            details = error.errors(include_url=False, include_context=False)
+            details: Sequence[Any] = error.errors(include_url=False, include_context=False)
+            if info.context is LEAVE_OUT_UNKNOWN:
+                unknown += _leave_out_unknown(right, details)
+                details = _errors_of(handler, right)
             violations += to_violations(details)
             wrong = {detail["loc"][0] for detail in details}
             body = handler({name: value for name, value in right.items() if name not in wrong})
         body._violations = tuple(violations[:MAX_VIOLATIONS])
+        body._unknown = tuple(name[:80] for name in unknown[:MAX_VIOLATIONS])
         return body
+
+
+def _leave_out_unknown(right: dict[str, Any], details: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Remove the fields of parts that are not known; return their paths."""
+    paths = []
+    for detail in details:
+        if detail["type"] == "extra_forbidden":
+            *parents, name = detail["loc"]
+            part: Any = right
+            for step in parents:
+                part = part[step]
+            del part[name]
+            paths.append(to_path(detail["loc"]))
+    return paths
+
+
+def _errors_of(handler: Any, right: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+    try:
+        handler(right)
+    except ValidationError as error:
+        return error.errors(include_url=False, include_context=False)
+    return ()
 
 
 def not_served(*accepted: Any) -> Any:
@@ -185,7 +228,14 @@ T = TypeVar("T")
 class BodyReader:
     """Reads bodies for the routes; owned by the app."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses_unknown: bool = True) -> None:
+        """
+        Args:
+            refuses_unknown: Fields that the API does not have are refused. Otherwise they are left out, with one
+                warning in the log for each name.
+        """
+        self._refuses_unknown = refuses_unknown
+        self._warned: set[str] = set()
         # One thread: readers of JSON hold the interpreter's lock, so that a second one would only slow the loop.
         self._threads = WorkThreads(1, inline_size=_INLINE_BYTES, what="long bodies")
 
@@ -206,10 +256,18 @@ class BodyReader:
             raise InvalidRequest(
                 "", "the body must be a JSON object, sent with Content-Type: application/json"
             )
-        return await self._threads.run(len(data), _read, data, kind, convert)
+        return await self._threads.run(len(data), self._read, data, kind, convert)
+
+    def _read(self, data: bytes, kind: type[B], convert: Callable[[B], T]) -> T:
+        body = _parse(data, kind, None if self._refuses_unknown else LEAVE_OUT_UNKNOWN)
+        for name in body.unknown_fields:
+            if name not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add(name)
+                log.warning("left out the field %r of a request: the API has none of this name", name)
+        return convert(body)
 
 
-def _read(data: bytes, kind: type[B], convert: Callable[[B], T]) -> T:
+def _parse(data: bytes, kind: type[B], context: object) -> B:
     try:
         value = loads_in_parts(data.decode(json.detect_encoding(data), "surrogatepass"))
     except json.JSONDecodeError as error:
@@ -218,10 +276,9 @@ def _read(data: bytes, kind: type[B], convert: Callable[[B], T]) -> T:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("", f"the body cannot be read: {error}") from None
     try:
-        body = kind.model_validate(value)
+        return kind.model_validate(value, context=context)
     except ValidationError as error:
         raise InvalidRequest([_not_an_object(error)]) from None
-    return convert(body)
 
 
 def loads_in_parts(text: str) -> Any:

@@ -16,14 +16,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.openai import answers, convert, schema
 from services.frontend.openai.convert import REQUEST_ID_HEADER
 from services.frontend.openai.errors import error_response, install_handlers, json_response
 from services.frontend.openai.in_flight import InFlight
+from services.frontend.openai.key_guard import KeyGuard
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
 from services.frontend.openai.request_body import BodyReader
 from services.frontend.openai.schema import (
@@ -53,8 +56,20 @@ _TimeoutS = Annotated[
 router = APIRouter(responses=_ERRORS)
 
 
-def create_app(generator: Generator) -> FastAPI:
-    """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it."""
+def create_app(
+    generator: Generator,
+    keys: ApiKeys | None = None,
+    cors_origins: Sequence[str] = (),
+    *,
+    refuses_unknown: bool = True,
+) -> FastAPI:
+    """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it.
+
+    Args:
+        keys: The API keys that requests must send. None: none is asked for.
+        cors_origins: Origins whose pages may call from a browser; `*`: any.
+        refuses_unknown: See `BodyReader`.
+    """
     app = FastAPIOffline(
         title="Triptych",
         version=VERSION,
@@ -65,11 +80,22 @@ def create_app(generator: Generator) -> FastAPI:
     )
     app.state.generator = generator
     app.state.in_flight = InFlight()
-    app.state.reader = BodyReader()
+    app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
     app.include_router(router)
     app.openapi = functools.cache(functools.partial(build_document, app))  # type: ignore[method-assign]
     install_handlers(app)
-    app.add_middleware(RequestGuard)
+    if keys is not None:
+        app.add_middleware(KeyGuard, keys=keys)
+    app.add_middleware(RequestGuard)  # outside of the others, whose errors it answers
+    if cors_origins:
+        # Outside of that: a page reads no error without these headers, and a preflight has no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+        )
     return app
 
 
@@ -126,8 +152,7 @@ async def tokenize(request: Request) -> Response:
         prompt,
         model=model,
         add_special_tokens=add_special_tokens,
-        path="prompt" if isinstance(prompt, str) else "messages",
-        kwargs_path="chat_template_kwargs",
+        paths={} if isinstance(prompt, str) else convert.CHAT_PATHS,
     )
     max_model_len = generator.find_model(model).max_model_len
     return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
@@ -154,6 +179,12 @@ async def health(request: Request) -> Response:
     if not generator.is_ready:
         raise EngineUnavailable(generator.why_not_ready)
     return json_response({"status": "ready"})
+
+
+@router.get("/ping", responses={200: {"model": answers.PingAnswer}}, tags=["operate"])
+async def ping() -> Response:
+    """200 while the process lives, ready or not."""
+    return json_response({"status": "alive"})
 
 
 @router.get("/version", responses={200: {"model": answers.VersionAnswer}}, tags=["operate"])

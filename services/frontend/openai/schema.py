@@ -7,24 +7,29 @@ fields that all endpoints share are made from the table in `triptych.types.sampl
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import MaxLen
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
-    ValidationError,
-    WrapValidator,
     create_model,
-    model_validator,
 )
-from pydantic.fields import FieldInfo
 
+from services.frontend.openai.conversation import Message, NamedTool, Tool
+from services.frontend.openai.fields import (
+    FirstOnly,
+    Integral,
+    Text,
+    TokenIds,
+    document_as,
+    limits,
+    schema,
+)
 from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
 from services.frontend.requests.parse import MAX_LABEL_BYTES
 from services.frontend.requests.raw import MAX_MESSAGES
+from services.frontend.requests.tools import MAX_TOOLS
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {
@@ -34,63 +39,7 @@ _LOGIT_BIAS: dict[str, Any] = {
 _CHECKPOINTS_DEFAULT = "the model's own default, else "
 _VARIABLE: dict[str, Any] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
-
-
-class FirstOnly(FailFast):
-    """A list stops at its first wrong entry: a million wrong ones must not become a million errors."""
-
-    __hash__ = object.__hash__  # pydantic's own has none, and unions of types need one
-
-
-def schema(**keywords: Any) -> FieldInfo:
-    """Return keywords of JSON Schema that describe in the document what the parser checks."""
-    return Field(json_schema_extra={name: value for name, value in keywords.items() if value is not None})
-
-
-def limits(name: str, *, minimum: int | None = None) -> FieldInfo:
-    """Return the range of a sampling field for the document.
-
-    Args:
-        minimum: The least value, where the endpoint takes fewer than the field has.
-    """
-    spec = SAMPLING_FIELDS[name]
-    low = spec.low if minimum is None else minimum
-    return schema(**{"exclusiveMinimum" if spec.excludes_low else "minimum": low}, maximum=spec.high)
-
-
-def _integral(value: Any) -> Any:
-    """Turn 10.0 into an integer: JSON has one kind of number, and some languages write no other."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _token_ids(value: Any, handler: Any) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:  # looking at each of many ids costs, so only now
-        if not isinstance(value, list) or float not in set(map(type, value)):
-            raise
-        return handler([_integral(entry) for entry in value])
-
-
-Integral = BeforeValidator(_integral)
-
-
-def document_as(*required: str) -> ConfigDict:
-    """Say in the document that these fields are needed. The parser reports their absence: a body always builds."""
-
-    def require(document: dict[str, Any]) -> None:
-        document["required"] = list(required)
-        for name in required:
-            field = document["properties"][name]
-            field.pop("default", None)
-            if "anyOf" in field:
-                field["anyOf"] = [choice for choice in field["anyOf"] if choice != {"type": "null"}]
-
-    return ConfigDict(json_schema_extra=require)
-
-
-TokenId = Annotated[int, schema(minimum=0)]
-TokenIds = Annotated[list[TokenId], FirstOnly(), WrapValidator(_token_ids)]
+MAX_DOCUMENTS = 1024
 
 
 def _annotation(name: str, spec: SamplingField) -> Any:
@@ -145,7 +94,57 @@ class StreamOptions(Part):
 
     include_usage: bool | None = None
     """One more chunk before the end, with no choices and the token counts."""
+    continuous_usage_stats: bool | None = not_served(False)
     include_obfuscation: bool | None = not_served(False)
+
+
+class JsonSchemaFormat(Part):
+    """A JSON schema, as OpenAI's clients send it."""
+
+    model_config = Part.model_config | document_as("schema")
+
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """The schema."""
+    strict: bool | None = None
+    """Ignored: the output always conforms."""
+
+
+class ResponseFormat(Part):
+    """The form of the answer in OpenAI's words."""
+
+    model_config = Part.model_config | document_as("type")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    """Only for the type json_schema."""
+
+
+class StructuredOutputsBody(Part):
+    """Exactly one form of the answer, and how its JSON is written. vLLM has the same object."""
+
+    json_: Annotated[
+        dict[str, Any] | str | None, Field(alias="json"), either("a JSON schema: an object, or its text")
+    ] = None
+    """A JSON schema: an object, or its text."""
+    regex: str | None = None
+    """A regular expression that matches the whole answer."""
+    choice: Annotated[list[Text], FirstOnly(), schema(minItems=1)] | None = None
+    """Texts of which the answer is one."""
+    grammar: str | None = None
+    """A grammar: llguidance's variant of Lark if it has a rule `start`, else GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool | None = None
+    """False: JSON may have white space between its tokens, any amount of it. Null: true."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the white space between the tokens of JSON."""
+
+    disable_additional_properties: Any = not_served(False)
+    structural_tag: Any = not_served()
 
 
 class SamplingBody(SamplingFields):
@@ -153,12 +152,23 @@ class SamplingBody(SamplingFields):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    truncate_prompt_tokens: Annotated[int, Integral, schema(minimum=1)] | None = None
-    """Keep only the last so many tokens of the prompt. Null: refuse what is too long."""
+    seed: Annotated[int, Integral, schema(minimum=-(1 << 63), maximum=(1 << 64) - 1)] | None = None
+    """The same seed gives the same output. Null and -1: one is drawn."""
+    truncate_prompt_tokens: Annotated[int, Integral, schema(minimum=-1)] | None = None
+    """Keep only so many tokens of the prompt, -1: as many as the context has room for beside the output. Null: refuse
+    what is too long."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side on which truncate_prompt_tokens cuts. Null: left."""
+    add_special_tokens: bool | None = None
+    """Begin and end the prompt as the model's prompts do. Null: true for a text, false for a conversation, whose
+    template writes its own."""
+    request_id: str | None = None
+    """Name of the request in logs. Null: the X-Request-Id."""
     priority: Annotated[int, Integral, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
     """Lower runs first. Null: 0."""
     tenant: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
-    """Tenant, at most 256 bytes: tenants get fair shares. It is not verified. Null: `user`."""
+    """Tenant, at most 256 bytes: tenants get fair shares. Without API keys it is not verified; with one, the
+    key decides. Null: `user`."""
     user: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """OpenAI's name of the end user, at most 256 bytes: the tenant where none is given."""
     cache_salt: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
@@ -168,10 +178,30 @@ class SamplingBody(SamplingFields):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
 
-    response_format: Any = not_served({"type": "text"})
+    response_format: ResponseFormat | None = None
+    """Force the answer into a form. Null: free text."""
+    structured_outputs: StructuredOutputsBody | None = None
+    """The same with more forms; at most one of the two."""
+
     bad_words: Any = not_served([])
-    structured_outputs: Any = not_served()
+    chat_template: Any = not_served()
+    guided_choice: Any = not_served()
+    guided_grammar: Any = not_served()
+    guided_json: Any = not_served()
+    guided_regex: Any = not_served()
+    kv_transfer_params: Any = not_served()
+    length_penalty: Any = not_served(1, 1.0)
+    logprob_token_ids: Any = not_served()
+    mm_processor_kwargs: Any = not_served()
     prompt_logprobs: Any = not_served()
+    repetition_detection: Any = not_served()
+    return_token_ids: Any = not_served(False)
+    return_tokens_as_token_ids: Any = not_served(False)
+    stream_interval: Any = not_served(1)
+    thinking_token_budget: Any = not_served()
+    use_beam_search: Any = not_served(False)
+    vllm_xargs: Any = not_served()
+    session_id: Any = ignored()
     metadata: Any = ignored()
     prompt_cache_key: Any = ignored()
     prompt_cache_retention: Any = ignored()
@@ -180,11 +210,10 @@ class SamplingBody(SamplingFields):
     store: Any = ignored()
 
 
-_Text = Annotated[str, schema(minLength=1)]
 _PromptIds = Annotated[TokenIds, schema(minItems=1)]
 Prompt = (
-    _Text
-    | Annotated[list[_Text], FirstOnly(), MaxLen(MAX_PROMPTS), schema(minItems=1)]
+    Text
+    | Annotated[list[Text], FirstOnly(), MaxLen(MAX_PROMPTS), schema(minItems=1)]
     | _PromptIds
     | Annotated[list[_PromptIds], FirstOnly(), MaxLen(MAX_PROMPTS), schema(minItems=1)]
 )
@@ -215,54 +244,26 @@ class CompletionRequest(SamplingBody):
     suffix: Any = not_served("")
 
 
-class ContentPart(Part):
-    """One piece of a message's content; `text` is the only type served."""
-
-    model_config = Part.model_config | {"extra": "allow"} | document_as("type", "text")
-
-    type: Annotated[str, schema(const="text")]
-    text: str | None = None
-
-    @model_validator(mode="after")
-    def _text_has_text(self) -> ContentPart:
-        if self.type == "text" and self.text is None:
-            raise ValueError("a part of type text has a text")
-        return self
-
-
-class Message(Part):
-    """One turn of a conversation."""
-
-    model_config = document_as("role", "content")
-
-    role: _Text
-    """system, user, assistant, or what the model's chat template knows."""
-    content: Annotated[
-        str | Annotated[list[ContentPart], FirstOnly()] | None,
-        either('text, or a list of parts like {"type": "text", "text": "…"}'),
-    ] = None
-    """Text; the texts of several parts are joined by line breaks."""
-    name: str | None = None
-    """The speaker's name, where the template uses it."""
-
-    audio: Any = not_served()
-    function_call: Any = not_served()
-    tool_calls: Any = not_served([])
-    tool_call_id: Any = not_served()
-    # What the `message` of an answer carries, so that it can be sent back as it came.
-    annotations: Any = ignored()
-    refusal: Any = ignored()
-
-
 class ChatFields(Body):
     """A conversation, and how it becomes a prompt."""
 
     messages: Annotated[list[Message], MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
     """The conversation so far, at least one message."""
     add_generation_prompt: bool | None = None
-    """Open the assistant's turn. Null: true."""
+    """Open the assistant's turn. Null: true, unless continue_final_message is."""
+    continue_final_message: bool | None = None
+    """Go on with the last message; open no turn."""
+    documents: Annotated[list[dict[str, Any]], FirstOnly(), MaxLen(MAX_DOCUMENTS)] | None = None
+    """Texts that the answer may draw on, for chat templates that read them: objects with `title` and `text`."""
     chat_template_kwargs: Annotated[dict[str, Any], schema(propertyNames=_VARIABLE)] | None = None
     """Extra variables for the model's chat template."""
+    tools: Annotated[list[Tool], FirstOnly(), MaxLen(MAX_TOOLS)] | None = None
+    """Tools that the model may call."""
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool | None,
+        either('"auto", "none", "required", or {"type": "function", "function": {"name": "…"}}'),
+    ] = None
+    """Whether the model may call tools, must, or which one. Null: it may."""
 
 
 class ChatCompletionRequest(SamplingBody, ChatFields):
@@ -278,18 +279,20 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
     """Report the log-probability of each token."""
     top_logprobs: Annotated[int, Integral, limits("logprobs")] | None = None
     """And those of its so many best rivals, 0..20."""
+    parallel_tool_calls: bool | None = None
+    """The answer may hold several calls; without it, those after the first are left out. Null: true."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    """How long the model thinks, for chat templates that read it. none also sets their `enable_thinking` to false."""
+    include_reasoning: bool | None = None
+    """Send what the model thinks, as reasoning_content. Null: true."""
 
     audio: Any = not_served()
     function_call: Any = not_served("none")
     functions: Any = not_served([])
     modalities: Any = not_served(["text"])
     moderation: Any = not_served()
-    parallel_tool_calls: Any = ignored()
     prediction: Any = not_served()
     prompt_cache_options: Any = ignored()
-    reasoning_effort: Any = not_served("none")
-    tool_choice: Any = not_served("none")
-    tools: Any = not_served([])
     verbosity: Any = not_served()
     web_search_options: Any = not_served()
 

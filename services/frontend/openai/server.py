@@ -10,15 +10,17 @@ import functools
 import logging
 import socket
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
 from services.frontend.openai.routes import create_app
 from triptych.errors import ConfigError
+from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -33,28 +35,47 @@ _TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket
 class HttpServer:
     """Owned by the frontend's app: `start`, `wait_stopped` while it serves, `stop` at the end."""
 
-    def __init__(self, generator: Generator, host: str, port: int, *, client_timeout_s: float = 60.0) -> None:
-        """`port` 0: any free one. `client_timeout_s`: see `BoundedConnection`."""
-        self._app = create_app(generator)
+    def __init__(
+        self,
+        generator: Generator,
+        host: str,
+        port: int,
+        *,
+        client_timeout_s: float = 60.0,
+        keys: ApiKeys | None = None,
+        tls: ServerTls | None = None,
+        cors_origins: Sequence[str] = (),
+        refuses_unknown: bool = True,
+    ) -> None:
+        """
+        Args:
+            port: 0: any free one.
+            client_timeout_s: See `BoundedConnection`.
+            keys: The API keys that requests must send. None: none is asked for.
+            tls: None: plain HTTP.
+            cors_origins, refuses_unknown: See `create_app`.
+        """
+        self._app = create_app(generator, keys, cors_origins, refuses_unknown=refuses_unknown)
         self._host = host
         self._port = port
-        self._server = _Server(
-            uvicorn.Config(
-                self._app,
-                http=cast(
-                    type[asyncio.Protocol],
-                    functools.partial(BoundedConnection, client_timeout_s=client_timeout_s),
-                ),
-                ws="none",
-                loop="none",  # it runs on the loop that is there
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
+        config = uvicorn.Config(
+            self._app,
+            http=cast(
+                type[asyncio.Protocol],
+                functools.partial(BoundedConnection, client_timeout_s=client_timeout_s),
+            ),
+            ws="none",
+            loop="none",  # it runs on the loop that is there
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.http_context()
+        self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:

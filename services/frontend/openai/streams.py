@@ -130,7 +130,8 @@ async def chunks(
         async for event in events:
             match event:
                 case DeltaEvent():
-                    if event.text or event.logprobs or event.finish_reason is not None:
+                    has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
+                    if has_output or event.finish_reason is not None:
                         yield f"{head}{format.delta(event)}{tail}"
                 case PromptLogprobsEvent():
                     format.add_prompt(event)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
 from services.frontend.requests.sampling import check_sampling, find_bad_token_id, to_array, why_not_text
+from services.frontend.requests.tools import check_tools
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
@@ -17,7 +18,9 @@ MAX_DEADLINE_S = 1e9
 MAX_REQUEST_ID_BYTES = 128
 MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
 _I32 = (-(1 << 31), (1 << 31) - 1)
-_TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "self")
+_TEMPLATE_ARGUMENTS = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path)
     values = {"max_tokens": None, **defaults, **checked.values}
     sampling = SamplingParams(**values, output_kind=raw.output_kind)
+    if raw.truncate_prompt_tokens == -1:
+        raw = replace(raw, truncate_prompt_tokens=_most_prompt_tokens(raw, sampling, max_model_len))
     violations = [
         *raw.violations,
         *_check_prompt(raw, vocab_size, max_model_len),
@@ -137,13 +142,15 @@ def prompt_has_too_many_chars(
     return error
 
 
-def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolation]:
+def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolation]:
     """Return what is wrong with a conversation, whatever the template makes of it.
 
     Args:
-        path, kwargs_path: Paths of its messages and its template variables, as the client wrote them.
+        path_of: Gives the paths of "prompt", "template_kwargs" and of the fields that `check_tools` asks for, as the
+            client wrote them.
     """
-    violations = []
+    path = path_of("prompt")
+    violations = check_tools(chat.tools, chat.tool_choice, path_of)
     if not chat.messages:
         violations.append(FieldViolation(path, "the conversation is empty; at least 1 message is needed"))
     if (why := why_too_many_messages(len(chat.messages))) is not None:
@@ -154,12 +161,15 @@ def check_chat(chat: RawChat, path: str, kwargs_path: str) -> list[FieldViolatio
             violations.append(
                 FieldViolation(f"{path}[{index}].role", f"{role!r} is not a role; it is a word")
             )
-        if (why := why_not_text(content)) is not None:
+        is_left_out = content is None and message.get("tool_calls")
+        if not is_left_out and (why := why_not_text(content)) is not None:
             violations.append(FieldViolation(f"{path}[{index}].content", why))
     for name in chat.template_kwargs:
         if name in _TEMPLATE_ARGUMENTS or not name.isidentifier():
             violations.append(
-                FieldViolation(f"{kwargs_path}.{name}", "is not a name that a template variable may have")
+                FieldViolation(
+                    f"{path_of('template_kwargs')}.{name}", "is not a name that a template variable may have"
+                )
             )
     return violations
 
@@ -169,7 +179,7 @@ def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[
     if prompt is None:
         return [FieldViolation(path, "no prompt is given; give text, token ids or messages")]
     if isinstance(prompt, RawChat):
-        violations = check_chat(prompt, path, raw.path("template_kwargs"))
+        violations = check_chat(prompt, raw.path)
         if raw.echo:
             violations.append(FieldViolation(raw.path("echo"), "has no meaning in a chat; leave it out"))
         return violations
@@ -185,6 +195,13 @@ def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[
     if bad is not None:
         return [FieldViolation(f"{path}[{kept.start + bad[0]}]", bad[1])]
     return []
+
+
+def _most_prompt_tokens(raw: RawRequest, sampling: SamplingParams, max_model_len: int) -> int:
+    """Return how many tokens of the prompt the context has room for, beside the output that is asked for."""
+    takes_rest = raw.takes_rest_of_context or isinstance(raw.prompt, RawChat)
+    num_output = sampling.max_tokens or (1 if takes_rest else COMPLETION_MAX_TOKENS)
+    return max(1, max_model_len - num_output)
 
 
 def _kept(raw: RawRequest, token_ids: Sequence[int]) -> slice[int, int, None]:
@@ -222,7 +239,8 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
         )
     truncate = raw.truncate_prompt_tokens
     if truncate is not None and (type(truncate) is not int or truncate < 1):
-        found.append(("truncate_prompt_tokens", f"{truncate!r} is below the limit 1", f"{truncate!r}", "1"))
+        why = f"{truncate!r} is below the limit 1, and not -1, which keeps as many tokens as fit"
+        found.append(("truncate_prompt_tokens", why, f"{truncate!r}", "1"))
     deadline_s = raw.deadline_s
     if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is refused, too
         limit = f"above 0 and at most {MAX_DEADLINE_S:g} seconds"
@@ -242,6 +260,19 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
                 f"{sampling.min_tokens} masks those; allow another, or set min_tokens to 0"
             )
             found.append(("allowed_token_ids", why))
+    forces_calls = isinstance(raw.prompt, RawChat) and raw.prompt.demands_calls
+    if forces_calls and sampling.structured_outputs is not None:
+        why = "has no place beside calls that tool_choice demands; leave one of them out"
+        found.append(("structured_outputs", why))
+    if forces_calls and sampling.ignore_eos:
+        found.append(("ignore_eos", "goes on past the calls that tool_choice demands; leave it out"))
+    if sampling.structured_outputs is not None:
+        assert engine.model is not None, "an engine that was never ready is never chosen"
+        if sampling.ignore_eos:
+            why = "goes on past the end of a form, where nothing may follow; leave it out"
+            found.append(("ignore_eos", why))
+        if not engine.model.eos_token_ids:
+            found.append(("structured_outputs", "cannot end: this model has no end-of-sequence token"))
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
         found.append(("max_tokens", why, "0", "1"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.frontend.identity import draw_seed
+from services.frontend.requests.forced_calls import forced_form
 from services.frontend.requests.parse import fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
+from services.frontend.requests.tools import AnswerSplit
 from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import SamplingParams
@@ -31,6 +33,8 @@ class PreparedRequest:
     seed: int
     echo: str
     tokenize_ns: int
+    split: AnswerSplit | None = None
+    """How the answer to a conversation is split; None: it stays one text."""
 
 
 async def prepare(
@@ -42,10 +46,12 @@ async def prepare(
         engine: A ready engine's welcome, whose facts the request is checked against.
 
     Raises:
-        InvalidRequest, FeatureDisabled, QueueFull: As `parse`, `TextModel.encode` and `fit_to_context`.
+        InvalidRequest, FeatureDisabled, QueueFull: As `parse`, `TextModel.encode`, `fit_to_context` and
+            `GrammarChecker.compile`.
     """
     assert engine.model is not None, "a ready engine has told its model"
     valid = await text.run(raw.size, parse, raw, engine, text.defaults)
+    raw = valid.raw
     started_ns = time.perf_counter_ns()
     max_kept, max_model_len = raw.truncate_prompt_tokens, engine.model.max_model_len
     if isinstance(valid.prompt, (str, RawChat)):
@@ -60,6 +66,13 @@ async def prepare(
     else:
         token_ids = valid.prompt
     sampling = fit_to_context(valid, len(token_ids), max_model_len)
+    form, form_path = sampling.structured_outputs, raw.path("structured_outputs")
+    is_content = form is not None  # from the first token on: the model neither thinks nor calls tools
+    if isinstance(valid.prompt, RawChat) and (forced := forced_form(valid.prompt)) is not None:
+        form, form_path = forced, raw.path("tools")
+    if form is not None:
+        form = await text.grammars.compile(form, engine.model, form_path)
+        sampling = replace(sampling, structured_outputs=form)
     largest = int(token_ids.max())
     if largest >= engine.model.vocab_size:  # no prompt of ids gets here with one
         raise InvalidRequest(
@@ -71,6 +84,11 @@ async def prepare(
         echo = valid.prompt
     elif raw.echo:
         echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    split = None
+    if isinstance(valid.prompt, RawChat) and sampling.detokenize and not is_content:
+        split = text.split_answer(valid.prompt, token_ids)
+        if split is not None and split.needs_special_tokens:
+            sampling = replace(sampling, skip_special_tokens=False)
     num_tokens = len(token_ids) + (sampling.max_tokens or 0)
     return PreparedRequest(
         raw=raw,
@@ -82,4 +100,5 @@ async def prepare(
         seed=draw_seed() if sampling.seed is None else sampling.seed,
         echo=echo,
         tokenize_ns=time.perf_counter_ns() - started_ns,
+        split=split,
     )

@@ -23,13 +23,36 @@ class RawChat:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the chat template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call: `{"type": "function", "function": {"name": …, "parameters": …}}` each."""
+    tool_choice: str = "auto"
+    """auto, none, required, or the name of the tool that is called."""
+    parallel_tool_calls: bool = True
+    """The answer may hold several calls."""
+    includes_reasoning: bool = True
+    """The reasoning is sent."""
+    continue_final_message: bool = False
+    """The model goes on with the last message; no turn is opened."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    """Texts that the answer may draw on, for templates that read them."""
     size: int = field(init=False)
     """The amount of work to check and to render it, in characters of a message."""
 
     def __post_init__(self) -> None:
         num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
         variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
+        variables += _LONG_VARIABLE * (len(self.tools) + len(self.documents))
         object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
+
+    @property
+    def demands_calls(self) -> bool:
+        """Whether the answer has to call a tool."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def template_tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """The tools that the model is shown; None if there are none."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +82,7 @@ class RawRequest:
     add_special_tokens: bool | None = None
     """Whether to add special tokens around a text. None means yes."""
     truncate_prompt_tokens: int | None = None
+    """Tokens of the prompt to keep; -1: as many as leave room for the output. None: all."""
     keeps_beginning: bool = False
     """Whether a prompt that is truncated loses its end. Otherwise it loses its beginning."""
     adapter: str = ""

@@ -13,6 +13,7 @@ import numpy as np
 from triptych.errors import FieldViolation, ModelError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 from triptych.types.step import U32
+from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
 # Long lists are looked at in parts: a thread lets the event loop run only between two calls into C.
 _CHUNK_TOKENS = 8192
@@ -135,6 +136,8 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
             return _token_ids(value, spec, vocab_size)
         case FieldKind.BIASES:
             return _biases(value, spec, vocab_size)
+        case FieldKind.STRUCTURED:
+            return _structured_outputs(value)
         case FieldKind.OUTPUT_KIND:
             raise _BadValue("no such sampling field")
 
@@ -234,3 +237,29 @@ def _biases(value: Any, spec: SamplingField, vocab_size: int) -> tuple[tuple[int
             raise _BadValue(error.description, where) from None
         biases[token_id] = min(spec.high, max(spec.low, bias))
     return tuple(sorted(biases.items()))
+
+
+def _structured_outputs(value: Any) -> StructuredOutputs:
+    """Check what can be checked without the compiler."""
+    if not isinstance(value, StructuredOutputs) or value.syntax is GrammarSyntax.COMPILED:
+        raise _BadValue("is not a form of structured outputs")
+    given = value.given
+    if len(given) != 1:
+        names = " and ".join(given) or "none"
+        raise _BadValue(f"has {names}; set exactly one of json, json_object, regex, choice and grammar")
+    for text in value.texts:
+        if (why := why_not_text(text)) is not None:
+            raise _BadValue(why)
+    num_bytes = sum(len(text.encode()) for text in value.texts)
+    if num_bytes > MAX_FORM_BYTES:
+        raise _BadValue(
+            f"{num_bytes} bytes are above the limit {MAX_FORM_BYTES}",
+            value=str(num_bytes),
+            limit=str(MAX_FORM_BYTES),
+        )
+    if value.choice is not None and not (value.choice and all(value.choice)):
+        raise _BadValue("must have at least one text, and each must be non-empty")
+    has_whitespace = value.any_whitespace or value.whitespace_pattern is not None
+    if has_whitespace and value.json is None and not value.json_object:
+        raise _BadValue("has white space settings, which only json and json_object take")
+    return value

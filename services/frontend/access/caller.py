@@ -1,0 +1,65 @@
+"""The caller of a request: the holder of its API key, and what that key permits."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from services.frontend.requests.raw import RawRequest
+from triptych.config.api_keys import ANY_TENANT, ApiKey
+from triptych.errors import PermissionDenied
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of the call that runs now."""
+
+    name: str = ""
+    """Name of the key. Empty: no keys are asked for."""
+    tenant: str | None = None
+    """The only tenant that it may speak for. None: any."""
+    is_admin: bool = False
+    requests_per_minute: int = 0
+    """Requests that may be admitted within a minute. 0: any number."""
+    tokens_per_minute: int = 0
+    """Tokens, of prompts and of output, within a minute. 0: any number."""
+
+    @classmethod
+    def of(cls, key: ApiKey) -> Caller:
+        """Return the caller that a key stands for."""
+        tenant = None if key.tenant == ANY_TENANT else key.tenant
+        return cls(key.name, tenant, key.admin, key.requests_per_minute, key.tokens_per_minute)
+
+    def may_speak_for(self, tenant: str) -> bool:
+        """Return whether requests of a tenant are this caller's own."""
+        return self.tenant is None or self.tenant == tenant
+
+    def own(self, raw: RawRequest) -> RawRequest:
+        """Return the request with the tenant that pays for it.
+
+        OpenAI's `user` names an end user, whom a key of one tenant does not need: it is ignored then, not refused.
+
+        Raises:
+            PermissionDenied: The request names a tenant that this caller does not speak for.
+        """
+        if self.tenant is None:
+            return raw
+        if raw.tenant and raw.tenant != self.tenant and raw.path("tenant") == "tenant":
+            raise PermissionDenied(f"tenant: this API key is of tenant {self.tenant!r}; leave the field out")
+        return replace(raw, tenant=self.tenant)
+
+
+ANYONE = Caller()
+"""The caller where no keys are asked for."""
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+
+
+def set_caller(caller: Caller) -> None:
+    """Name the caller of the call that runs now; each call runs in a task of its own, and so in its own context."""
+    _caller.set(caller)
+
+
+def current_caller() -> Caller:
+    """Return the caller of the call that runs now."""
+    return _caller.get()

@@ -1,0 +1,87 @@
+"""Rate limits of API keys: requests and tokens within the last minute, counted in this process.
+
+              60 s                       a moving window: what is older than a minute counts no more
+   ├────────────────────────────┤
+───■────■■───■────────■──■──────►  now   ■ a request, or the tokens that one has taken
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from services.frontend.access.caller import Caller
+from triptych.errors import RateLimited
+
+WINDOW_S = 60.0
+
+
+class RateLimits:
+    """The windows of all keys. A limit that changes in the file of keys counts for what is in its window already."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic time in seconds."""
+        self._clock = clock
+        self._requests: dict[str, _Window] = {}
+        """Name of a key -> its requests."""
+        self._tokens: dict[str, _Window] = {}
+
+    def admit(self, caller: Caller) -> None:
+        """Count a request.
+
+        Raises:
+            RateLimited: The key has used up one of its limits; the request is not counted.
+        """
+        if not caller.requests_per_minute and not caller.tokens_per_minute:
+            return
+        now_s = self._clock()
+        self._check(self._requests, caller.name, caller.requests_per_minute, "requests", now_s)
+        self._check(self._tokens, caller.name, caller.tokens_per_minute, "tokens", now_s)
+        if caller.requests_per_minute:
+            self._requests.setdefault(caller.name, _Window()).add(1, now_s)
+
+    def charge(self, caller: Caller, num_tokens: int) -> None:
+        """Count tokens of a request, when they are known: they may exceed the limit, and the next request waits."""
+        if caller.tokens_per_minute and num_tokens:
+            self._tokens.setdefault(caller.name, _Window()).add(num_tokens, self._clock())
+
+    @staticmethod
+    def _check(windows: dict[str, _Window], name: str, limit: int, unit: str, now_s: float) -> None:
+        window = windows.get(name)
+        if not limit or window is None:
+            return
+        used, wait_s = window.used_and_wait(limit, now_s)
+        if used < limit:
+            return
+        message = f"API key {name!r}: {used} {unit} within a minute, the limit is {limit}; try again in {wait_s:.1f} s"
+        error = RateLimited(message, wait_s)
+        error.metadata = {"limit": str(limit), "unit": unit, "value": str(used)}
+        raise error
+
+
+class _Window:
+    """Amounts that were added within the last minute."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, int]] = deque()
+        """Time in seconds and amount, oldest first."""
+        self._sum = 0
+
+    def add(self, amount: int, now_s: float) -> None:
+        self._entries.append((now_s, amount))
+        self._sum += amount
+
+    def used_and_wait(self, limit: int, now_s: float) -> tuple[int, float]:
+        """Return what is in the window, and how many seconds it takes until that is less than `limit`."""
+        entries = self._entries
+        while entries and entries[0][0] <= now_s - WINDOW_S:
+            self._sum -= entries.popleft()[1]
+        left = self._sum
+        for added_s, amount in entries:
+            if left < limit:
+                break
+            left -= amount
+            if left < limit:
+                return self._sum, added_s + WINDOW_S - now_s
+        return self._sum, 0.0

@@ -1,0 +1,73 @@
+"""The requests that are alive, by id: who may abort them, and when the last has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from services.frontend.access.caller import current_caller
+from services.frontend.outputs import RequestOutputs
+from services.frontend.requests.raw import RawRequest
+from triptych.errors import DuplicateRequest
+
+
+class _AliveRequest(NamedTuple):
+    outputs: RequestOutputs
+    tenant: str
+
+
+class AliveRequests:
+    """Owned by the generator. Bound to one event loop."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _AliveRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @contextmanager
+    def claim(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[RawRequest]:
+        """Hold the id while the request is alive, which is yielded with the tenant of its caller.
+
+        Raises:
+            DuplicateRequest: Another request has the id.
+            PermissionDenied: The caller does not speak for the tenant that the request names.
+        """
+        request_id = outputs.request_id
+        raw = current_caller().own(raw)
+        if request_id in self._requests:
+            raise DuplicateRequest(
+                f"request_id: a request {request_id!r} is alive; choose another id, or wait"
+            )
+        self._requests[request_id] = _AliveRequest(outputs, raw.tenant)
+        self._idle.clear()
+        try:
+            yield raw
+        finally:
+            del self._requests[request_id]
+            if not self._requests:
+                self._idle.set()
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests of the caller's tenant with what they have.
+
+        Returns those of the ids that were alive, each once. The requests of others count as not alive.
+        """
+        caller = current_caller()
+        found = {request_id: self._requests.get(request_id) for request_id in request_ids}
+        own = {
+            request_id: alive.outputs
+            for request_id, alive in found.items()
+            if alive is not None and caller.may_speak_for(alive.tenant)
+        }
+        for outputs in own.values():
+            outputs.abort()
+        return list(own)
+
+    async def wait_idle(self) -> None:
+        """Return as soon as none is alive."""
+        await self._idle.wait()

@@ -1,0 +1,127 @@
+"""Parts of a conversation in a body: messages, calls of tools, and tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import MaxLen
+from pydantic import ConfigDict, model_validator
+
+from services.frontend.openai.fields import FirstOnly, Text, document_as, schema
+from services.frontend.openai.request_body import Part, either, ignored, not_served
+from services.frontend.requests.tools import MAX_TOOLS
+
+
+class ContentPart(Part):
+    """One piece of a message's content; `text` is the only type served."""
+
+    model_config = Part.model_config | {"extra": "allow"} | document_as("type", "text")
+
+    type: Annotated[str, schema(const="text")]
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_has_text(self) -> ContentPart:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of type text has a text")
+        return self
+
+
+class FunctionCall(Part):
+    """The function that a call calls."""
+
+    model_config = document_as("name", "arguments")
+
+    name: Text
+    arguments: str
+    """JSON text."""
+
+
+class ToolCallPart(Part):
+    """A call that the assistant made."""
+
+    model_config = document_as("id", "type", "function")
+
+    id: str
+    """Referred to by the message that answers it."""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Any = ignored()
+
+
+def _require_content_or_calls(document: dict[str, Any]) -> None:
+    document["required"] = ["role"]
+    document["anyOf"] = [
+        {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ]
+
+
+class Message(Part):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(json_schema_extra=_require_content_or_calls)
+
+    role: Text
+    """system, user, assistant, or what the model's chat template knows."""
+    content: Annotated[
+        str | Annotated[list[ContentPart], FirstOnly()] | None,
+        either('text, or a list of parts like {"type": "text", "text": "…"}'),
+    ] = None
+    """Text; the texts of several parts are joined by line breaks. An assistant that called tools may leave it out."""
+    name: str | None = None
+    """The speaker's name, where the template uses it."""
+    tool_calls: Annotated[list[ToolCallPart], FirstOnly(), MaxLen(MAX_TOOLS)] | None = None
+    """Calls that the assistant made in this turn."""
+    tool_call_id: str | None = None
+    """The call that a message of role tool answers."""
+    reasoning_content: str | None = None
+    """The text that the assistant thought in this turn, where the template uses it."""
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+
+    audio: Any = not_served()
+    function_call: Any = not_served()
+    # What the `message` of an answer carries, so that it can be sent back as it came.
+    annotations: Any = ignored()
+    refusal: Any = ignored()
+
+
+class Function(Part):
+    """A function that the model may call."""
+
+    model_config = document_as("name")
+
+    name: Annotated[str, schema(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    """Tells the model what it does."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments. Null: it has none."""
+    strict: bool | None = None
+    """Accepted. Only calls that tool_choice demands are held to the schema."""
+
+
+class Tool(Part):
+    """A tool; `function` is the only type served."""
+
+    model_config = document_as("type", "function")
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Part):
+    """A function by its name."""
+
+    model_config = document_as("name")
+
+    name: Text
+
+
+class NamedTool(Part):
+    """A tool that the model has to call."""
+
+    model_config = document_as("type", "function")
+
+    type: Literal["function"]
+    function: FunctionName

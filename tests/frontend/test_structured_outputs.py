@@ -1,0 +1,270 @@
+"""Forms of outputs at the frontend: what is compiled, what is refused and how, through both APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from llguidance import LLMatcher
+
+from services.frontend.requests.grammars import GrammarChecker
+from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
+from tests.helpers.fake_engine import MODEL, FakeEngine, eventually
+from tests.helpers.frontend import frontend_core
+from tests.helpers.grpc_api import alphabet, ask, error_of
+from tests.helpers.grpc_api import open_api as open_grpc
+from tests.helpers.http_api import open_api as open_http
+from triptych.client.request import RequestOptions, build_generation
+from triptych.errors import FeatureDisabled, InvalidRequest
+from triptych.types.sampling import SamplingParams
+from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
+
+FACTS = replace(MODEL, eos_token_ids=(byte_tokenizer().token_id(EOS),))
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+LARK = 'start: "a" tail\ntail: "b"*'
+GBNF = 'root ::= "a" tail\ntail ::= "b"*'
+SLOW = "start: R0\n" + "".join(f"R{i}: R{i + 1} | /b{i}/\n" for i in range(3000)) + 'R3000: "a"'
+"""Takes a minute to compile."""
+FORMS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "json_object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex="[a-z]+"),
+    "choice": StructuredOutputs(choice=["a", 'b"\n', "ä"]),
+    "lark": StructuredOutputs(grammar=LARK),
+    "gbnf": StructuredOutputs(grammar=GBNF, syntax=GrammarSyntax.GBNF),
+    "whitespace": StructuredOutputs(json_object=True, whitespace_pattern=" ?"),
+}
+
+
+def is_good(form: StructuredOutputs) -> bool:
+    assert form.syntax is GrammarSyntax.COMPILED
+    assert form.grammar is not None
+    return not LLMatcher.validate_grammar(form.grammar)
+
+
+async def test_each_form_is_compiled() -> None:
+    checker = GrammarChecker(byte_tokenizer())
+    for form in FORMS.values():
+        assert is_good(await checker.compile(form, FACTS, "form"))
+    again = await checker.compile(StructuredOutputs(json=SCHEMA), FACTS, "form")
+    assert again is await checker.compile(FORMS["json"], FACTS, "form")
+
+
+@pytest.mark.parametrize("form", [StructuredOutputs(grammar=LARK), StructuredOutputs(grammar=GBNF)])
+async def test_syntax_of_a_grammar_is_found(form: StructuredOutputs) -> None:
+    assert is_good(await GrammarChecker(byte_tokenizer()).compile(form, FACTS, "form"))
+
+
+BAD = {
+    "json": [
+        StructuredOutputs(json="{"),
+        StructuredOutputs(json={"type": "nothing"}),
+        StructuredOutputs(json={"not": {"type": "string"}}),
+        StructuredOutputs(json={"not": {"type": "string"}, "x-guidance": {"lenient": True}}),
+        StructuredOutputs(json={"type": "string", "minLength": 3, "maxLength": 2}),
+        StructuredOutputs(json={"$ref": "http://127.0.0.1/schema"}),
+        StructuredOutputs(json="[" * 50_000),
+    ],
+    "regex": [
+        StructuredOutputs(regex="("),
+        StructuredOutputs(regex="(?=a)b"),
+        StructuredOutputs(regex="(" * 40_000),
+    ],
+    "grammar": [
+        StructuredOutputs(grammar="start: missing"),
+        StructuredOutputs(grammar=""),
+        StructuredOutputs(grammar="root ::= ("),
+        StructuredOutputs(grammar="root ::= " + "(" * 40_000),
+        StructuredOutputs(grammar="start: " + "(" * 40_000),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_malformed_form_is_refused_by_its_path(kind: str) -> None:
+    checker = GrammarChecker(byte_tokenizer())
+    for form in BAD[kind]:
+        with pytest.raises(InvalidRequest, match=r"^path\.of\.it: cannot be enforced: ") as caught:
+            await checker.compile(form, FACTS, "path.of.it")
+        assert len(str(caught.value)) < 600
+    assert is_good(await checker.compile(FORMS[kind if kind != "grammar" else "lark"], FACTS, "form"))
+
+
+async def test_tokenizer_without_the_end_token_serves_no_forms() -> None:
+    assert MODEL.eos_token_ids[0] >= byte_tokenizer().vocab_size
+    with pytest.raises(FeatureDisabled, match=r"^form: the tokenizer .*299"):
+        await GrammarChecker(byte_tokenizer()).compile(FORMS["regex"], MODEL, "form")
+
+
+async def test_form_that_compiles_too_long_is_refused() -> None:
+    checker = GrammarChecker(byte_tokenizer(), limit_s=1.0)
+    with pytest.raises(InvalidRequest, match=r"^form: takes longer to compile than the limit of 1 s"):
+        await checker.compile(StructuredOutputs(grammar=SLOW), FACTS, "form")
+    assert is_good(await checker.compile(FORMS["regex"], FACTS, "form"))
+
+
+async def test_crash_of_the_compiler_refuses_one_form() -> None:
+    checker = GrammarChecker(byte_tokenizer(), limit_s=60.0)
+    known = set(psutil.Process().children())
+    await checker.compile(FORMS["regex"], FACTS, "form")
+    (first,) = set(psutil.Process().children()) - known
+    before = first.cpu_times().user
+    task = asyncio.create_task(checker.compile(StructuredOutputs(grammar=SLOW), FACTS, "form"))
+    await eventually(lambda: first.cpu_times().user > before)
+    first.kill()
+    # another process tries it again: the first may have ended for a reason of its own
+    (second,) = await eventually(lambda: set(psutil.Process().children()) - known - {first})
+    await eventually(lambda: second.cpu_times().user > before + 0.4)  # it has started, and compiles
+    second.kill()
+    with pytest.raises(InvalidRequest, match=r"^form: is too complex to compile"):
+        await task
+    assert is_good(await checker.compile(FORMS["choice"], FACTS, "form"))
+
+
+async def test_compiler_that_has_ended_meanwhile_is_started_again() -> None:
+    checker = GrammarChecker(byte_tokenizer())
+    known = set(psutil.Process().children())
+    await checker.compile(FORMS["regex"], FACTS, "form")
+    (process,) = set(psutil.Process().children()) - known
+    process.kill()
+    await eventually(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    assert is_good(await checker.compile(FORMS["choice"], FACTS, "form"))
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_python_client_s_form_reaches_the_engine(name: str) -> None:
+    request = build_generation("x", SamplingParams(structured_outputs=FORMS[name]), RequestOptions())
+    async with FakeEngine(alphabet, model=FACTS) as engine, open_grpc(engine) as api:
+        async for _ in api.generation.StreamGenerate(
+            ask(structured_outputs=request.structured_outputs, text="x")
+        ):
+            pass
+        (choice,) = engine.submitted
+        expected = await GrammarChecker(byte_tokenizer()).compile(FORMS[name], FACTS, "form")
+        assert choice.request.sampling.structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ({"regex": "("}, "structured_outputs.regex"),
+        ({"json_schema": {"schema": "{"}}, "structured_outputs.json_schema.schema"),
+        ({"json_schema": {}}, "structured_outputs.json_schema.schema"),
+        ({"choice": {}}, "structured_outputs.choice.values"),
+        ({"choice": {"values": ["a", ""]}}, "structured_outputs.choice.values"),
+        ({"grammar": {"text": "start: missing"}}, "structured_outputs.grammar.text"),
+        ({"grammar": {"text": LARK, "syntax": "GRAMMAR_SYNTAX_GBNF"}}, "structured_outputs.grammar.text"),
+        ({"grammar": {"text": GBNF, "syntax": 7}}, "structured_outputs.grammar.syntax"),
+        ({"regex": "a" * (MAX_FORM_BYTES + 1)}, "structured_outputs.regex"),
+        ({}, "structured_outputs"),
+    ],
+)
+async def test_bad_form_over_grpc_is_an_invalid_argument(form: dict[str, Any], path: str) -> None:
+    async with FakeEngine(alphabet, model=FACTS) as engine, open_grpc(engine) as api:
+        error = await error_of(api.generation.StreamGenerate(ask(text="x", structured_outputs=form)))
+        assert isinstance(error, InvalidRequest)
+        assert [violation.field for violation in error.violations] == [path]
+        assert len(error.message) < 1000
+        good = ask(text="x", length={"max_tokens": 1})
+        assert [response async for response in api.generation.StreamGenerate(good)]
+
+
+async def test_structural_tags_over_grpc_are_not_served_by_name() -> None:
+    form = {"structural_tag_json": "{}"}
+    async with FakeEngine(alphabet, model=FACTS) as engine, open_grpc(engine) as api:
+        error = await error_of(api.generation.StreamGenerate(ask(text="x", structured_outputs=form)))
+        assert isinstance(error, FeatureDisabled)
+
+
+async def test_form_excludes_what_goes_on_behind_its_end() -> None:
+    request = ask(text="x", structured_outputs={"regex": "a"}, length={"ignore_eos": True})
+    async with FakeEngine(alphabet, model=FACTS) as engine, open_grpc(engine) as api:
+        error = await error_of(api.generation.StreamGenerate(request))
+        assert isinstance(error, InvalidRequest)
+        assert [violation.field for violation in error.violations] == ["length.ignore_eos"]
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+
+
+def json_schema(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
+
+
+@pytest.mark.parametrize("body", [CHAT, COMPLETION])
+async def test_forms_over_http_reach_the_engine(body: dict[str, Any]) -> None:
+    asked = [
+        ({"response_format": json_schema(SCHEMA, strict=True)}, "json"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json"),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, "json_object"),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}}, "whitespace"),
+        ({"structured_outputs": {"regex": "[a-z]+"}, "response_format": {"type": "text"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a", 'b"\n', "ä"]}}, "choice"),
+        ({"structured_outputs": {"grammar": LARK}}, "lark"),
+        ({"structured_outputs": {"grammar": GBNF}}, "gbnf"),
+    ]
+    checker = GrammarChecker(byte_tokenizer())
+    async with (
+        FakeEngine(alphabet, model=FACTS) as engine,
+        frontend_core(engine) as core,
+        open_http(core.generator) as api,
+    ):
+        for fields, name in asked:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            response = await api.http.post(path, json=body | fields)
+            assert response.status_code == 200, response.text
+            form = engine.submitted[-1].request.sampling.structured_outputs
+            assert form == await checker.compile(FORMS[name], FACTS, "form"), fields
+        await api.http.post("/v1/completions", json=COMPLETION)
+        assert engine.submitted[-1].request.sampling.structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": json_schema({"not": {}})}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema({"type": "x"})}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "#" * (MAX_FORM_BYTES + 1)}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammer": "a"}}, "structured_outputs.grammer"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+    ],
+)
+async def test_bad_form_over_http_is_a_bad_request(fields: dict[str, Any], param: str) -> None:
+    async with (
+        FakeEngine(alphabet, model=FACTS) as engine,
+        frontend_core(engine) as core,
+        open_http(core.generator) as api,
+    ):
+        response: httpx.Response = await api.post("/v1/chat/completions", json.dumps(CHAT | fields))
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
+        assert len(error["message"]) < 1000
+        assert (await api.http.post("/v1/chat/completions", json=CHAT)).status_code == 200

@@ -1,0 +1,381 @@
+"""Tools and reasoning through both APIs, down to a fake engine that says what a model would."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from services.frontend.requests.forced_calls import forced_form
+from services.frontend.requests.raw import RawChat
+from tests.helpers import grpc_api
+from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
+from tests.helpers.fake_engine import MODEL, FakeEngine
+from tests.helpers.frontend import frontend_core
+from tests.helpers.http_api import HttpApi, open_api
+from triptych.errors import InvalidRequest
+from triptych.text.tokenizer import Tokenizer
+from triptych.types.submit import SubmitRequest
+from triptych.v1 import output_pb2
+
+# shows the model its tools and its former calls, and opens the reasoning if that is wanted
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}"
+    "({{ (tool.function.parameters or {}) | tojson }}) {% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if message.tool_call_id %} answers {{ message.tool_call_id }}{% endif %}{{ '\n' }}{% endfor %}"
+    "assistant:{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}-{% elif opens %}<think>{% endif %}"
+)
+TOKENIZER = byte_tokenizer(chat_template=TEMPLATE)
+EOS_ID = TOKENIZER.token_id(EOS) or 0
+TALKATIVE = replace(MODEL, max_model_len=4096, eos_token_ids=(EOS_ID,))
+ADD: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "description": "The time of day."}}
+USER: Any = [{"role": "user", "content": "Hi"}]
+ANSWER = (
+    "<think>\nHm\n</think>\n\nOne moment.\n"
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
+)
+
+
+def say(text: str) -> Any:
+    def reply(request: SubmitRequest) -> Iterable[int]:
+        return [*TOKENIZER.encode(text, add_special_tokens=False), EOS_ID]
+
+    return reply
+
+
+@asynccontextmanager
+async def http_api(
+    text: str = ANSWER, *, tokenizer: Tokenizer = TOKENIZER, **parsers: str
+) -> AsyncIterator[tuple[HttpApi, FakeEngine]]:
+    async with (
+        FakeEngine(say(text), model=TALKATIVE) as engine,
+        frontend_core(engine, tokenizer=tokenizer, **parsers) as core,
+        open_api(core.generator) as api,
+    ):
+        yield api, engine
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return TOKENIZER.decode(engine.submitted[-1].prompt_token_ids.tolist(), skip_special_tokens=False)
+
+
+async def chat(api: HttpApi, **fields: Any) -> Any:
+    return await api.client.chat.completions.create(model="tiny", **{"messages": USER} | fields)
+
+
+async def test_an_answer_is_split_into_its_parts() -> None:
+    async with http_api() as (api, engine):
+        answer = await chat(api, tools=[ADD, NOW])
+        prompt = prompt_of(engine)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "One moment."
+    assert choice.message.reasoning_content == "Hm"
+    calls = choice.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("add", {"a": 1}),
+        ("now", {}),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert prompt.startswith('add({"type": "object", "properties": {"a": {"type": "integer"}}}) now(')
+
+
+async def test_a_stream_adds_up_to_the_same() -> None:
+    async with http_api() as (api, _):
+        whole = (await chat(api, tools=[ADD, NOW])).choices[0].message
+        stream = await chat(api, tools=[ADD, NOW], stream=True)
+        deltas = [chunk.choices[0] async for chunk in stream]
+        async with api.client.chat.completions.stream(
+            model="tiny", messages=USER, tools=[ADD, NOW]
+        ) as helper:
+            final = (await helper.get_final_completion()).choices[0]
+    assert final.finish_reason == deltas[-1].finish_reason == "tool_calls"
+    reasoning = [getattr(delta.delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(reasoning) == whole.reasoning_content == "Hm"
+    assert "".join(delta.delta.content or "" for delta in deltas) == whole.content == final.message.content
+    assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls or ()] == [
+        (call.function.name, call.function.arguments) for call in whole.tool_calls
+    ]
+
+
+async def test_a_plain_answer_to_tools_stays_as_it_is() -> None:
+    async with http_api(" no <b>calls</b> \n") as (api, _):
+        answer = await chat(api, tools=[ADD])
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", " no <b>calls</b> \n")
+    assert choice.message.tool_calls is None
+
+
+async def test_without_tools_calls_stay_text() -> None:
+    async with http_api("<tool_call>{}</tool_call>") as (api, engine):
+        answers = [await chat(api), await chat(api, tools=[ADD], tool_choice="none")]
+        prompt = prompt_of(engine)
+    assert [answer.choices[0].message.content for answer in answers] == ["<tool_call>{}</tool_call>"] * 2
+    assert "add" not in prompt, "tools that must not be called are not shown"
+
+
+async def test_reasoning_may_be_opened_by_the_prompt_and_left_out() -> None:
+    async with http_api("so\n</think>\n\nYes") as (api, engine):
+        opened = {"chat_template_kwargs": {"opens": True}}
+        answers = [
+            await chat(api, extra_body=opened),
+            await chat(api, extra_body={**opened, "include_reasoning": False}),
+        ]
+        await chat(api, reasoning_effort="none", extra_body=opened)
+        prompt = prompt_of(engine)
+    shown, hidden = (answer.choices[0].message for answer in answers)
+    assert (shown.reasoning_content, shown.content) == ("so", "Yes")
+    assert (getattr(hidden, "reasoning_content", None), hidden.content) == (None, "Yes")
+    assert prompt.endswith("assistant:none-")
+
+
+async def test_formats_can_be_named_or_turned_off() -> None:
+    call = "[add(a=1)]"
+    async with http_api(call, tool_call_parser="pythonic", reasoning_parser="none") as (api, _):
+        (choice,) = (await chat(api, tools=[ADD])).choices
+    assert [each.function.arguments for each in choice.message.tool_calls] == ['{"a": 1}']
+    async with http_api(ANSWER, tool_call_parser="hermes", reasoning_parser="none") as (api, _):
+        (choice,) = (await chat(api, tools=[ADD])).choices
+    assert choice.message.content == "<think>\nHm\n</think>\n\nOne moment."
+
+
+async def test_one_call_at_a_time() -> None:
+    async with http_api() as (api, _):
+        answer = await chat(api, tools=[ADD, NOW], parallel_tool_calls=False)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+
+
+async def test_calls_and_their_answers_go_back_to_the_model() -> None:
+    async with http_api("3") as (api, engine):
+        assistant = {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+                {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "no JSON"}},
+            ],
+        }
+        result = {"role": "tool", "content": "3", "tool_call_id": "c1"}
+        await chat(api, messages=[*USER, assistant, result], tools=[ADD])
+        prompt = prompt_of(engine)
+    assert prompt.endswith(
+        'user: Hi\nassistant: <think>Hm</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        '<tool_call>{"name": "add", "arguments": "no JSON"}</tool_call>\ntool: 3 answers c1\nassistant:'
+    )
+
+
+async def test_an_answer_with_calls_can_be_sent_back_as_it_came() -> None:
+    async with http_api() as (api, engine):
+        answer = await chat(api, tools=[ADD, NOW])
+        await chat(api, messages=[*USER, answer.choices[0].message.model_dump()], tools=[ADD])
+        assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt_of(engine)
+
+
+async def test_the_last_message_is_continued() -> None:
+    messages = [*USER, {"role": "assistant", "content": "One, t"}]
+    async with http_api("wo") as (api, engine):
+        await chat(api, messages=messages, extra_body={"continue_final_message": True})
+        assert prompt_of(engine).endswith("assistant: One, t")
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        with pytest.raises(openai.BadRequestError, match="contradicts"):
+            await chat(api, messages=messages, extra_body=both)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [ADD, ADD]}, "tools[1].function.name"),
+        ({"tools": [ADD] * 129}, "tools"),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str) -> None:
+    async with http_api() as (api, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await api.client.post(
+                "/chat/completions", body={"model": "tiny", "messages": USER} | fields, cast_to=object
+            )
+        assert caught.value.param == param
+        await chat(api)
+
+
+async def test_a_template_without_tools_is_given_them_as_text() -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+        ]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "a"},
+        {"role": "tool", "content": "noon", "tool_call_id": "b"},
+    ]  # fmt: skip
+    async with http_api(tokenizer=byte_tokenizer()) as (api, engine):
+        answer = await chat(api, messages=turns, tools=[NOW])
+        prompt = prompt_of(engine)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add", "now"]
+    assert prompt.startswith("system: Be brief.\n\nYou may call")
+    assert '\n{"name": "now", "description": "The time of day."}\n</tools>' in prompt
+    assert prompt.endswith(
+        'assistant: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        "user: <tool_response>\n12:00\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nassistant:"
+    )
+
+
+async def test_a_template_with_an_unknown_way_to_call_refuses_tools() -> None:
+    unknown = byte_tokenizer(chat_template="{{ tools }}")
+    async with http_api(tokenizer=unknown) as (api, _):
+        with pytest.raises(openai.BadRequestError, match=r"frontend\.tool_call_parser") as caught:
+            await chat(api, tools=[ADD])
+        assert caught.value.param == "tools"
+
+
+REFERRING: Any = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"$ref": "#/$defs/Place"}},
+            "required": ["to"],
+            "$defs": {
+                "Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "num_tools", "max_items", "finish_reason"),
+    [
+        ("required", True, 2, None, "tool_calls"),
+        ("required", False, 2, 1, "tool_calls"),
+        ({"type": "function", "function": {"name": "go"}}, True, 1, 1, "stop"),
+    ],
+)
+async def test_demanded_calls_are_a_form_of_the_answer(
+    choice: Any, parallel: bool, num_tools: int, max_items: int | None, finish_reason: str
+) -> None:
+    said = '[{"name": "go", "parameters": {"to": {"x": 3}}}]'
+    tools = [ADD, REFERRING]
+    raw = RawChat(USER, tools=tools, tool_choice=choice if isinstance(choice, str) else "go",
+                  parallel_tool_calls=parallel)  # fmt: skip
+    form = forced_form(raw)
+    assert form is not None
+    assert isinstance(form.json, str)
+    schema = json.loads(form.json)
+    jsonschema.validate(json.loads(said), schema)
+    for wrong in ("[]", '[{"name": "go", "parameters": {"to": 3}}]', '[{"name": "sub", "parameters": {}}]'):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(json.loads(wrong), schema)
+    assert schema.get("maxItems") == max_items
+    assert len(schema["items"].get("anyOf", [schema["items"]])) == num_tools
+    async with http_api(said) as (api, engine):
+        answer = (await chat(api, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)).choices[0]
+        submitted = engine.submitted[-1].sampling.structured_outputs
+    assert answer.finish_reason == finish_reason
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == [
+        ("go", '{"to": {"x": 3}}')
+    ]
+    assert submitted is not None, "the engine is told the form"
+
+
+async def test_an_answer_in_a_form_is_all_content() -> None:
+    async with http_api('{"a": "<think>"}') as (api, _):
+        answer = await chat(
+            api,
+            tools=[ADD],
+            response_format={"type": "json_object"},
+            extra_body={"chat_template_kwargs": {"opens": True}},
+        )
+    assert answer.choices[0].message.content == '{"a": "<think>"}'
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_form_beside_demanded_calls_is_refused() -> None:
+    async with http_api() as (api, _):
+        with pytest.raises(openai.BadRequestError, match="has no place beside calls") as caught:
+            await chat(api, tools=[ADD], tool_choice="required", response_format={"type": "json_object"})
+    assert caught.value.param == "response_format"
+
+
+async def test_a_schema_that_cannot_be_held_is_named() -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+    async with http_api() as (api, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(api, tools=[bad], tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+async def test_tools_over_grpc() -> None:
+    chat: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "parts": [{"text": "Hi"}]},
+            {"role": "assistant", "tool_calls": [{"id": "c", "name": "add", "arguments_json": '{"a": 1}'}]},
+            {"role": "tool", "parts": [{"text": "3"}], "tool_call_id": "c"},
+        ],
+        "tools": [{"name": "add", "parameters_json": '{"type": "object"}'}, {"name": "now"}],
+    }
+    async with (
+        FakeEngine(say(ANSWER), model=TALKATIVE) as engine,
+        grpc_api.open_api(engine, tokenizer=TOKENIZER) as api,
+    ):
+        calls: dict[int, list[str]] = {}
+        reasoning = content = ""
+        async for message in api.generation.StreamGenerate(grpc_api.ask(chat=chat)):
+            output = message.output
+            reasoning += output.reasoning
+            content += output.text
+            for call in output.tool_calls:
+                calls.setdefault(call.index, [call.name, ""])[1] += call.arguments_json
+            if output.finish_reason:
+                assert output.finish_reason == output_pb2.FINISH_REASON_TOOL_CALLS
+                assert output.eos_token_id == EOS_ID
+        prompt = prompt_of(engine)
+    assert (reasoning, content) == ("Hm", "One moment.")
+    assert calls == {0: ["add", '{"a": 1}'], 1: ["now", "{}"]}
+    assert prompt.startswith('add({"type": "object"}) now(')
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\ntool: 3 answers c\n' in prompt
+
+
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        ({"tools": [{"name": "a b"}]}, r"chat\.tools\[0\]\.name"),
+        ({"tools": [{"name": "a", "parameters_json": "["}]}, r"chat\.tools\[0\]\.parameters_json"),
+        ({"tool_choice": {"tool_name": "a"}}, r"chat\.tool_choice"),
+        ({"tool_choice": {"mode": 9}}, r"chat\.tool_choice\.mode"),
+        ({"reasoning_effort": 9}, r"chat\.reasoning_effort"),
+    ],
+)
+async def test_what_is_wrong_with_tools_is_named_over_grpc(chat: dict[str, Any], field: str) -> None:
+    chat = {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]} | chat
+    async with FakeEngine() as engine, grpc_api.open_api(engine, tokenizer=TOKENIZER) as api:
+        error = await grpc_api.error_of(api.generation.StreamGenerate(grpc_api.ask(chat=chat)))
+    assert isinstance(error, InvalidRequest)
+    assert re.match(f"{field}: ", str(error))
