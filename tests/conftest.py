@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,6 +22,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Read when a Triton kernel is defined, so before any test imports one; tools/test_gpu.py knows that there is a device.
 if "TRITON_INTERPRET" not in os.environ and not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
+
+with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may have none; its tests need none
+    import hypothesis
+
+    # No test depends on the time that it takes: machines are busy.
+    hypothesis.settings.register_profile(
+        "triptych", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("triptych")
 
 
 LONGEST_FILES = (

@@ -32,6 +32,7 @@ READY_NAME = {
 
 OPTION_BY_ENV: dict[str, Option] = {option.env: option for option in iter_options()}
 OTHER_ENV = {
+    "TRIPTYCH_API_KEY",
     "TRIPTYCH_CONFIG",
     "TRIPTYCH_HOME",
     "HF_HOME",

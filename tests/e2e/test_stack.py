@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
+import jsonschema
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -182,6 +185,44 @@ def test_the_official_client_chats_streams_and_completes(cluster: LocalCluster) 
     )
     assert completion.choices[0].finish_reason == "length"
     assert completion.usage.completion_tokens == 5
+
+
+def test_a_demanded_call_holds_to_its_schema(cluster: LocalCluster) -> None:
+    """From the official client, streamed and whole, and from Python."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "forecast", "parameters": parameters}}
+    asked: Any = {
+        "messages": QUESTION,
+        "tools": [tool],
+        "tool_choice": "required",
+        "temperature": 1,
+        "seed": 7,
+    }
+    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none")
+    with client:
+        whole = client.chat.completions.create(model="embedded", **asked).choices[0]
+        with client.chat.completions.stream(model="embedded", **asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    calls = whole.message.tool_calls
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert call.function.name == "forecast"
+        jsonschema.validate(json.loads(call.function.arguments), parameters)
+    told = [call.function.arguments for call in streamed.message.tool_calls or ()]
+    assert told == [call.function.arguments for call in calls if call.type == "function"]
+    named = {"type": "function", "function": {"name": "forecast"}}
+    with LLM(address=cluster.address) as llm:
+        (output,) = llm.chat(QUESTION, SamplingParams(max_tokens=64), False, tools=[tool], tool_choice=named)
+    (own,) = output.outputs[0].tool_calls
+    assert (own.name, output.outputs[0].finish_reason) == ("forecast", "stop")
+    jsonschema.validate(json.loads(own.arguments), parameters)
 
 
 def test_logprobs_come_with_the_tokens(cluster: LocalCluster) -> None:

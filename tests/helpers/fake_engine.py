@@ -15,6 +15,7 @@ from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.session.handshake import SessionTerms
+from triptych.rpc.tls import ServerTls
 from triptych.types.facts import EngineStatus, ModelFacts
 from triptych.types.outputs import (
     FinishedRequest,
@@ -144,6 +145,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             limits=EngineLimits(has_priorities, max_choices),
         )
         self._server: RpcServer | None = None
+        self.tls: ServerTls | None = None
+        """Counts from the next `start` on."""
         self.port = 0
         self.submitted: list[SubmittedChoice] = []
         self.aborted: list[str] = []
@@ -167,7 +170,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
 
     async def start(self) -> None:
         """Serve; after a death, on the same port as before."""
-        self._server = RpcServer(services=("x",), limit_bytes=INTERNAL_MESSAGE_BYTES)
+        self._server = RpcServer(services=("x",), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.tls)
         engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(_Admin(self._welcome), self._server.grpc)
         self.port = self._server.bind("127.0.0.1", self.port, option="fake")

@@ -41,6 +41,8 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.retry_after_s = retry_after_s
         self.errors: list[TriptychError] = []
         """Raised, one for each of the next requests."""
+        self.waits_for_running = 0
+        """Nothing is answered until so many requests have run at once."""
         self.breaks_mid_answer = False
         self.adds_unknown = False
         """An event of a kind that no client knows follows every event."""
@@ -123,6 +125,8 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self, request: generation_pb2.StreamGenerateRequest, words: list[str]
     ) -> AsyncIterator[Event]:
         yield AdmittedEvent(request.request_id or "drawn", "fake", 7, list(range(len(words))))
+        while self.max_running < self.waits_for_running:
+            await asyncio.sleep(0.01)
         num_choices = request.generation.sampling.n or 1
         for index in range(num_choices):
             if request.generation.response.whole_choices:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -130,8 +131,7 @@ class FakeGenerator(Generator):
         *,
         model: str = "",
         add_special_tokens: bool | None = None,
-        path: str = "prompt",
-        kwargs_path: str = "template_kwargs",
+        paths: Mapping[str, str] = MappingProxyType({}),
     ) -> list[int]:
         self.find_model(model)
         return _token_ids(prompt)

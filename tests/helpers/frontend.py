@@ -41,15 +41,16 @@ async def frontend_core(
     tokenizer: Tokenizer | None = None,
     defaults: Mapping[str, float] | None = None,
     waits: bool = True,
+    **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
-    """Dial the engines; with `waits`, until all are ready."""
+    """Dial the engines; with `waits`, until all are ready. `parsers`: those of `TextModel`."""
     router, registry = Router(), CollectorRegistry()
     router.engines = [
         EngineClient(engine.address, frontend_id="test", boot_id="boot", on_change=router.on_change)
         for engine in engines
     ]
     generator = Generator(router, FrontendMetrics.create(registry))
-    generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}))
+    generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
     try:
         if waits:

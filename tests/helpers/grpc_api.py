@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from services.frontend import app as app_module
+from services.frontend.access.keys import create_api_keys
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import FrontendCore, frontend_core
@@ -22,6 +23,7 @@ from triptych.config.fields import FrontendConfig
 from triptych.rpc.channel import open_channel
 from triptych.rpc.server import RpcServer
 from triptych.rpc.status import from_rpc_error
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.submit import SubmitRequest
 from triptych.v1 import (
     generation_pb2,
@@ -62,13 +64,16 @@ class Api:
 
 
 @asynccontextmanager
-async def open_api(*engines: FakeEngine, waits: bool = True, **options: float) -> AsyncIterator[Api]:
+async def open_api(
+    *engines: FakeEngine, waits: bool = True, tokenizer: Tokenizer | None = None, **options: float | str
+) -> AsyncIterator[Api]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
-    async with frontend_core(*engines, waits=waits) as core:
-        server = app_module.create_server(config, core.generator)
+    async with frontend_core(*engines, waits=waits, tokenizer=tokenizer) as core:
+        keys = create_api_keys(config)
+        server = app_module.create_server(config, core.generator, keys)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
-        admin_server = app_module.create_admin_server(core.router)
+        admin_server = app_module.create_admin_server(core.router, keys)
         admin_port = admin_server.bind("127.0.0.1", 0, option="frontend.admin_port")
         await admin_server.start()
         await admin_server.set_ready(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,9 +12,11 @@ from typing import Any, cast
 import httpx
 import openai
 
+from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
 from services.frontend.openai.server import HttpServer
 from tests.helpers.fake_generator import FakeGenerator
+from triptych.rpc.tls import ServerTls
 
 DEADLINE_S = 10.0
 
@@ -61,11 +63,29 @@ class HttpApi:
 
 @asynccontextmanager
 async def open_api(
-    generator: Generator | None = None, *, client_timeout_s: float = 60.0
+    generator: Generator | None = None,
+    *,
+    client_timeout_s: float = 60.0,
+    keys: ApiKeys | None = None,
+    tls: ServerTls | None = None,
+    cors_origins: Sequence[str] = (),
+    refuses_unknown: bool = True,
 ) -> AsyncIterator[HttpApi]:
-    """Over a new fake generator, or over the given one, of any kind."""
+    """Over a new fake generator, or over the given one, of any kind.
+
+    The clients know neither `keys` nor `tls`.
+    """
     generator = generator or FakeGenerator()
-    server = HttpServer(generator, "127.0.0.1", 0, client_timeout_s=client_timeout_s)
+    server = HttpServer(
+        generator,
+        "127.0.0.1",
+        0,
+        client_timeout_s=client_timeout_s,
+        keys=keys,
+        tls=tls,
+        cors_origins=cors_origins,
+        refuses_unknown=refuses_unknown,
+    )
     port = await server.start()
     address = f"http://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

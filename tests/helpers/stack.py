@@ -20,7 +20,7 @@ from services.enginecore.frontends.servicer import SERVICE as ENGINE_SERVICE
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from services.worker.runner.base import CompletedStep
+from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE as WORKER_SERVICE
@@ -84,7 +84,8 @@ class NaiveRunner:
             max_samples_per_row=max_samples_per_row,
         )
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
+        on_prepared()
         return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:

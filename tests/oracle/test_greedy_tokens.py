@@ -43,12 +43,19 @@ def entries(directory: Path) -> list[Entry]:
     return read_entries(directory)
 
 
-def make_runner(directory: Path, dtype: str, quantization: str = "none", cache_dtype: str = "auto") -> Runner:
+def make_runner(
+    directory: Path,
+    dtype: str,
+    quantization: str = "none",
+    cache_dtype: str = "auto",
+    activation_bits: str = "auto",
+) -> Runner:
     config = load_config(
         env={},
         flags={
             "model.dtype": dtype,
             "model.quantization": quantization,
+            "model.activation_bits": activation_bits,
             "cache.dtype": cache_dtype,
             "model.max_model_len": str(MAX_MODEL_LEN),
             "cache.num_blocks": "640",
@@ -122,7 +129,9 @@ def test_with_preemptions(runner: Runner, entries: list[Entry], excused: list[st
 
 def test_in_the_files_own_4_bit_blocks(directory: Path, entries: list[Entry]) -> None:
     excused: list[str] = []
-    engine = InProcessEngine(make_runner(directory, "float32", "q4"), enable_prefix_caching=False)
+    engine = InProcessEngine(
+        make_runner(directory, "float32", "q4", activation_bits="16"), enable_prefix_caching=False
+    )
     outputs = engine.generate([entry.prompt for entry in entries], GREEDY)
     check("in 4 bits", entries, outputs, excused, near_tie=QUANTIZED_NEAR_TIE)
     assert len(excused) <= MAX_EXCUSED, f"too many excused divergences: {excused}"

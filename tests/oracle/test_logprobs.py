@@ -118,17 +118,18 @@ def test_three_prompts_live_and_bfloat16_is_as_near_as_transformers_own(
     exact = _all_logprobs(reference, prompts)
     theirs = np.abs(_all_logprobs(deepcopy(reference).to(torch.bfloat16), prompts) - exact).mean()
     assert theirs > 0, "transformers' bfloat16 equals its float32: the comparison says nothing"
-    for quantization, cache_dtype in (
-        ("none", "auto"),
-        ("q4", "auto"),
-        ("auto", "auto"),
-        ("none", "int8"),
-        ("q4", "int8"),
+    for quantization, cache_dtype, activation_bits in (
+        ("none", "auto", "auto"),
+        ("q4", "auto", "16"),
+        ("q4", "auto", "8"),
+        ("int8", "auto", "8"),
+        ("none", "int8", "auto"),
+        ("q4", "int8", "16"),
     ):
-        runner = make_runner(directory, "bfloat16", quantization, cache_dtype)
+        runner = make_runner(directory, "bfloat16", quantization, cache_dtype, activation_bits)
         ours = np.abs(_runner_logprobs(runner, prompts) - exact).mean()
         print(
-            f"mean |d logprob|, {quantization}, cache {cache_dtype}: ours {ours:.5f}, "
+            f"mean |d logprob|, {quantization}, inputs {activation_bits}, cache {cache_dtype}: ours {ours:.5f}, "
             f"transformers' bfloat16 {theirs:.5f}"
         )
         assert ours <= 1.2 * theirs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.worker.runner.base import CompletedStep
+from services.worker.runner.base import CompletedStep, do_nothing
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import SleepingClock, simulated_device, simulated_runner
 from tools.fit import main
@@ -43,7 +44,8 @@ class RecordingRunner:
         self._record(ResultTaken(result))
         return result
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
+        on_prepared()
         return CompletedStep(self.execute(plan))
 
     def _record(self, what: WorkerReady | Planned | ResultTaken) -> None:
