@@ -84,6 +84,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k signal", ARGS="-n0 --pdb"
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
+.PHONY: test-again
+test-again: $(DEV) ## Run the tests that failed last time once more, one at a time: those that pass were racing
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none $(ARGS)
+
 .PHONY: test-all
 test-all: $(DEV) native model ## Run all tests that need no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
@@ -92,15 +96,23 @@ test-all: $(DEV) native model ## Run all tests that need no GPU
 test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network
 	$(GPU_PYTHON) tools/test_gpu.py $(ARGS)
 
+# The tests whose calls go through `launch`; those of recorded programs need the addresses of this process.
+TESTS_FOR_ARM := tests/kernels/ops $(addprefix tests/kernels/native/test_,attention.py quantized_kv.py quantized_linear.py sample.py widened_linear.py)
+
+.PHONY: test-arm
+test-arm: $(DEV) ## Run the tests of native kernels with those for ARM, cross-compiled, under QEMU; ARGS="-k neon_bf16"
+	$(BIN)/python -m pytest -p tests.kernels.arm.plugin $(TESTS_FOR_ARM) $(ARGS)
+
 .PHONY: sanitize-gpu
 sanitize-gpu: ## Launch every Triton kernel at a small size under compute-sanitizer; ARGS="racecheck"
 	PYTHON=$(GPU_PYTHON) tools/sanitize_gpu.sh $(ARGS)
 
 .PHONY: ci
-ci: verify test ## Everything that must hold before a merge
+ci: verify ## Everything that must hold before a merge; tests that fail beside others have a second try, alone
+	$(MAKE) --no-print-directory test || $(MAKE) --no-print-directory test-again
 
 .PHONY: verify
-verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos ## All checks but the tests
+verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos verify-native ## All checks but the tests
 
 .PHONY: verify-lint
 verify-lint: $(DEV) ## ruff: rules and format
@@ -130,6 +142,10 @@ verify-protos: $(DEV) ## buf: lint and breaking changes; stubs: fresh, and impor
 .PHONY: verify-config
 verify-config: $(DEV) ## config/example.yaml says what the code says
 	$(BIN)/python tools/example_config.py --check
+
+.PHONY: verify-native
+verify-native: $(DEV) ## The native kernels compile for every instruction set of this architecture
+	$(BIN)/python -m triptych_kernels.cpu.build --all
 
 ##@ Fix
 
