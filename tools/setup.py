@@ -25,7 +25,7 @@ INCOMPLETE = VENV / ".incomplete"
 set-up left is thrown away."""
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))
 
-EXTRAS = {"runtime": "frontend,enginecore,worker", "dev": "frontend,enginecore,worker,dev"}
+EXTRAS = {"runtime": "frontend,enginecore,worker,cli", "dev": "frontend,enginecore,worker,cli,bench,dev"}
 STAMPS = {level: VENV / f".installed-{level}" for level in EXTRAS}
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
