@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.routes import MAX_BODY_BYTES
+from services.frontend.openai.request_guard import MAX_BODY_BYTES
 from services.frontend.openai.schema import MAX_PROMPTS
 from tests.helpers.fake_engine import eventually
 from tests.helpers.fake_generator import MAX_MODEL_LEN, MODEL, VOCAB_SIZE

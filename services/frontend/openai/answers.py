@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -240,3 +240,10 @@ class ErrorAnswer(Answer):
     """Any answer that is not 2xx."""
 
     error: ErrorFields
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as sent."},
+    "5XX": {"model": ErrorAnswer, "description": "The server failed or cannot serve now."},
+}
+"""Answers of any route besides 200."""

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
-from services.frontend.openai.routes import create_app
+from services.frontend.openai.app import create_app
 from triptych.errors import ConfigError
 from triptych.rpc.tls import ServerTls
 

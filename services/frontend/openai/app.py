@@ -1,0 +1,66 @@
+"""The HTTP API as an ASGI app."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
+from starlette.middleware.cors import CORSMiddleware
+
+from services.frontend.access.keys import ApiKeys
+from services.frontend.generate import Generator
+from services.frontend.openai import routes, status_routes, token_routes
+from services.frontend.openai.convert import REQUEST_ID_HEADER
+from services.frontend.openai.document import build_document
+from services.frontend.openai.errors import install_handlers
+from services.frontend.openai.in_flight import InFlight
+from services.frontend.openai.key_guard import KeyGuard
+from services.frontend.openai.request_body import BodyReader
+from services.frontend.openai.request_guard import RequestGuard
+from services.frontend.openai.status_routes import VERSION
+
+
+def create_app(
+    generator: Generator,
+    keys: ApiKeys | None = None,
+    cors_origins: Sequence[str] = (),
+    *,
+    refuses_unknown: bool = True,
+) -> FastAPI:
+    """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it.
+
+    Args:
+        keys: The API keys that requests must send. None: none is asked for.
+        cors_origins: Origins whose pages may call from a browser; `*`: any.
+        refuses_unknown: See `BodyReader`.
+    """
+    app = FastAPIOffline(
+        title="Triptych",
+        version=VERSION,
+        description="OpenAI-compatible completions and chat completions, and a few routes for operators.",
+        docs_url="/docs",  # Swagger UI; the framework's own page loads it from a CDN
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.generator = generator
+    app.state.in_flight = InFlight()
+    app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
+    for router in (routes.router, token_routes.router, status_routes.router):
+        app.include_router(router)
+    app.openapi = functools.cache(functools.partial(build_document, app))  # type: ignore[method-assign]
+    install_handlers(app)
+    if keys is not None:
+        app.add_middleware(KeyGuard, keys=keys)
+    app.add_middleware(RequestGuard)  # outside of the others, whose errors it answers
+    if cors_origins:
+        # Outside of that: a page reads no error without these headers, and a preflight has no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+        )
+    return app

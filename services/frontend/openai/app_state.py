@@ -1,0 +1,20 @@
+"""The objects of the app that its routes use."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from services.frontend.generate import Generator
+from services.frontend.openai.request_body import BodyReader
+
+
+def generator_of(request: Request) -> Generator:
+    """Return the generator of the app that serves a request."""
+    generator: Generator = request.app.state.generator
+    return generator
+
+
+def reader_of(request: Request) -> BodyReader:
+    """Return the reader of bodies of the app that serves a request."""
+    reader: BodyReader = request.app.state.reader
+    return reader

@@ -1,0 +1,70 @@
+"""Names HTTP requests, bounds their bodies, and answers what fails outside of the routes."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.frontend.openai.convert import REQUEST_ID_HEADER
+from services.frontend.openai.errors import error_response
+from triptych.rpc.interceptors import new_request_id
+
+MAX_BODY_BYTES = 10 << 20
+
+
+class RequestGuard:
+    """ASGI middleware outside of Starlette's own handling of errors, which would log a bug twice."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # answered like GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
+        headers = Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID_HEADER) or new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            num_declared_bytes = headers.get("content-length", "0")
+            if num_declared_bytes.isdecimal() and int(num_declared_bytes) > MAX_BODY_BYTES:
+                raise _body_too_large(f"{num_declared_bytes} bytes are")
+            await self._app(scope, _Counted(receive), send_with_id)
+        except Exception as error:
+            if has_started:
+                raise  # too late for an answer; the server closes the connection and logs it
+            await error_response(error, request_id)(scope, receive, send_with_id)
+
+
+class _Counted:
+    """Receives a body of unknown length up to the bound."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._num_bytes = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            if self._num_bytes > MAX_BODY_BYTES:
+                raise _body_too_large("it is")
+        return message
+
+
+def _body_too_large(what: str) -> HTTPException:
+    return HTTPException(
+        413, f"the body is too large: {what} above the limit {MAX_BODY_BYTES} bytes (10 MiB)"
+    )

@@ -1,0 +1,45 @@
+"""Routes for monitors and operators."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from starlette.responses import Response
+
+from services.frontend.openai import answers
+from services.frontend.openai.app_state import generator_of
+from services.frontend.openai.errors import json_response
+from triptych.errors import EngineUnavailable
+
+VERSION = importlib.metadata.version("triptych")
+
+router = APIRouter(responses=answers.ERRORS, tags=["operate"])
+
+
+@router.get("/health", responses={200: {"model": answers.HealthAnswer}})
+async def health(request: Request) -> Response:
+    """200 when requests can be served, 503 with the reason when not."""
+    generator = generator_of(request)
+    if not generator.is_ready:
+        raise EngineUnavailable(generator.why_not_ready)
+    return json_response({"status": "ready"})
+
+
+@router.get("/ping", responses={200: {"model": answers.PingAnswer}})
+async def ping() -> Response:
+    """200 while the process lives, ready or not."""
+    return json_response({"status": "alive"})
+
+
+@router.get("/version", responses={200: {"model": answers.VersionAnswer}})
+async def version() -> Response:
+    """The version of this server."""
+    return json_response({"version": VERSION})
+
+
+@router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
+async def metrics() -> Response:
+    """This process's Prometheus metrics."""
+    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,47 @@
+"""Routes for text and token ids."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.frontend.openai import answers, convert
+from services.frontend.openai.app_state import generator_of, reader_of
+from services.frontend.openai.errors import json_response
+from services.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
+from services.frontend.requests.raw import RawChat
+
+router = APIRouter(responses=answers.ERRORS, tags=["tokens"])
+
+
+@router.post("/tokenize", responses={200: {"model": answers.TokenizeAnswer}})
+async def tokenize(request: Request) -> Response:
+    """Text or a conversation -> token ids."""
+
+    def to_prompt(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None]:
+        return body.model or "", convert.tokenize_prompt(body), body.add_special_tokens
+
+    model, prompt, add_special_tokens = await reader_of(request).read(request, TokenizeRequest, to_prompt)
+    generator = generator_of(request)
+    token_ids = await generator.tokenize(
+        prompt,
+        model=model,
+        add_special_tokens=add_special_tokens,
+        paths={} if isinstance(prompt, str) else convert.CHAT_PATHS,
+    )
+    max_model_len = generator.find_model(model).max_model_len
+    return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+
+
+@router.post("/detokenize", responses={200: {"model": answers.DetokenizeAnswer}})
+async def detokenize(request: Request) -> Response:
+    """Token ids -> text."""
+
+    def to_ids(body: DetokenizeRequest) -> tuple[str, list[int], bool]:
+        return body.model or "", convert.detokenize_ids(body), body.skip_special_tokens is not False
+
+    model, token_ids, skip_special_tokens = await reader_of(request).read(request, DetokenizeRequest, to_ids)
+    text = await generator_of(request).detokenize(
+        token_ids, model=model, skip_special_tokens=skip_special_tokens, path="tokens"
+    )
+    return json_response({"prompt": text})
