@@ -116,6 +116,10 @@ class TextModel:
             len(text), self.tokenizer.find_offsets, text, add_special_tokens=add_special_tokens
         )
 
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of words as they begin a text, and as they stand behind a space."""
+        return await self.run(sum(map(len, words)), self._encode_words, words)
+
     def split_answer(self, chat: RawChat, prompt_token_ids: U32) -> AnswerSplit | None:
         """Return how the answer to a conversation is split, or None if it stays one text."""
         reasoning, tool_format = self._reasoning_format, self._tool_format
@@ -162,6 +166,11 @@ class TextModel:
             keeps_beginning=keeps_beginning,
         )
         return np.array(ids, dtype=np.uint32)
+
+    def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        bare_words = dict.fromkeys(word.lstrip(" ") for word in words)
+        texts = [text for word in bare_words for text in (word, f" {word}") if text]
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def _render(self, chat: RawChat, path: str) -> str:
         tools, messages = chat.template_tools, chat.messages

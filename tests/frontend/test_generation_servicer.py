@@ -59,6 +59,18 @@ async def test_generate_streams_admitted_deltas_finished() -> None:
         assert finished.timings.tokenize_ns > 0
 
 
+async def test_bad_words_reach_the_engine_as_tokens() -> None:
+    async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
+        await servicer.generation.Generate(ask(text="a", sampling={"bad_words": ["stop", "Hello world"]}))
+        error = await error_of(
+            servicer.generation.StreamGenerate(ask(text="a", sampling={"bad_words": ["x"] * 129}))
+        )
+    texts = ("stop", " stop", "Hello world", " Hello world")
+    sequences = [tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in texts]
+    assert list(engine.submitted[0].sampling.bad_words) == sequences
+    assert "sampling.bad_words: 129 strings are above the limit 128" in str(error)
+
+
 async def test_request_id_of_the_metadata_names_the_request() -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as servicer:
         metadata = (("x-request-id", "trace-1"),)

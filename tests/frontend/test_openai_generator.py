@@ -128,3 +128,25 @@ async def test_what_tokenize_refuses_is_named_in_the_client_s_words() -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}}
         response = await servicer.http.post("/tokenize", json=body)
     assert response.json()["error"]["param"] == "chat_template_kwargs.messages"
+
+
+async def test_bad_words_reach_the_engine_as_tokens() -> None:
+    words = ["stop", "  stop", "é", " "]
+    async with (
+        FakeEngine(say("a")) as engine,
+        frontend_core(engine) as core,
+        open_api(core.generator) as servicer,
+    ):
+        for sent in (words, "stop"):
+            body: Any = {"bad_words": sent}
+            await servicer.client.completions.create(model="tiny", prompt="a", extra_body=body)
+            await servicer.client.chat.completions.create(model="tiny", messages=CHAT, extra_body=body)
+        with pytest.raises(openai.BadRequestError, match=r"bad_words\[1\]: the empty string") as caught:
+            await servicer.client.completions.create(
+                model="tiny", prompt="a", extra_body={"bad_words": ["a", ""]}
+            )
+    assert caught.value.param == "bad_words[1]"
+    wanted = [
+        tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("stop", " stop", "é", " é", " ")
+    ]
+    assert [list(choice.sampling.bad_words) for choice in engine.submitted] == [wanted] * 2 + [wanted[:2]] * 2

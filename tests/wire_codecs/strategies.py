@@ -80,7 +80,7 @@ sampling = build(
     logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=token_ids,
     structured_outputs=st.none() | words.filter(bool).map(compiled),
-    bad_words=st.lists(words, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     detokenize=st.booleans(),
     skip_special_tokens=st.booleans(),
     spaces_between_special_tokens=st.booleans(),

@@ -140,7 +140,7 @@ def test_a_failed_row_can_go_on_until_it_is_removed():
 
 def test_an_unserved_request_is_an_error_beside_its_neighbours_tokens():
     runner = echo_runner()
-    rows = [new_row(0, [1], [1], sampling=SamplingParams(bad_words=("x",))), new_row(1, [2], [2])]
+    rows = [new_row(0, [1], [1], sampling=SamplingParams(bad_words=((VOCAB,),))), new_row(1, [2], [2])]
     result = runner.execute(step_plan(1, new=rows))
     assert [row.slot for row in result.row_errors] == [0]
     assert result.token_ids[1] == next_token([2], VOCAB)

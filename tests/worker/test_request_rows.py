@@ -191,7 +191,7 @@ def test_clearing_forgets_every_row():
 
 def test_a_request_for_what_is_not_built_is_an_error_of_its_own():
     rows = make_rows()
-    asking = SamplingParams(bad_words=("x",))
+    asking = SamplingParams(bad_words=((1 << 20,),))
     step = rows.apply(
         step_plan(1, new=[new_row(0, [1], [1]), new_row(2, [2], [2], sampling=asking, slot_version=8)])
     )

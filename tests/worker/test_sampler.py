@@ -265,7 +265,7 @@ def test_no_rows_give_no_tokens(bench):
 @pytest.mark.parametrize(
     ("params", "names"),
     [
-        (SamplingParams(bad_words=("x",)), "sampling.bad_words"),
+        (SamplingParams(bad_words=((1,), (2, VOCAB_SIZE))), f"sampling.bad_words: token id {VOCAB_SIZE}"),
         (SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), f"sampling.logit_bias: token id {VOCAB_SIZE}"),
         (SamplingParams(stop_token_ids=(-1,)), "sampling.stop_token_ids: token id -1"),
     ],

@@ -170,9 +170,9 @@ def test_row_without_allowed_token_fails_alone():
     [
         (SamplingParams(logit_bias=((5, 1.0),)), "sampling.logit_bias: the simulated worker"),
         (SamplingParams(structured_outputs=compiled("{}")), "structured_outputs: the simulated worker"),
-        (SamplingParams(bad_words=("no",)), "sampling.bad_words"),
+        (SamplingParams(bad_words=((5,),)), "sampling.bad_words: the simulated worker"),
         (SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "sampling.stop_token_ids: token id 300"),
-        (SamplingParams(bad_words=("no",), logit_bias=((5, 1.0),)), "sampling.bad_words"),
+        (SamplingParams(bad_words=((5,),), logit_bias=((5, 1.0),)), "sampling.bad_words"),
     ],
 )
 def test_unsupported_request_is_refused_once_by_name(sampling, message):

@@ -193,7 +193,7 @@ def _set_sampling(
 def _set_sampling_field(generation: generation_pb2.Generation, name: str, value: Any) -> None:
     path = SAMPLING_PATHS[name]
     match SAMPLING_FIELDS[name].kind:
-        case FieldKind.STRINGS:
+        case FieldKind.STRINGS | FieldKind.WORDS:
             _extend(_find(generation, path), [value] if isinstance(value, str) else value, path)
         case FieldKind.TOKEN_IDS:
             column = _find(generation, path)

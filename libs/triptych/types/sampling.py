@@ -23,11 +23,13 @@ MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 # worst output that a client can provoke costs about 1 ms per token.
 _MAX_STOP_STRINGS = 32
 _MAX_STOP_CHARS = 256
+_MAX_BAD_WORDS = 128
 _U32_MAX = (1 << 32) - 1
 _FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
 # The most that these take in a message, with tags and lengths.
 _NUMBER_BYTES = 12
 _CHAR_BYTES = 4
+_ITEM_BYTES = 5  # a character, or a token id
 
 
 class OutputKind(IntEnum):
@@ -47,6 +49,8 @@ class FieldKind(Enum):
     BOOLEAN = auto()
     STRINGS = auto()
     """A tuple of non-empty strings, each there once."""
+    WORDS = auto()
+    """The same, of which a frontend makes a tuple of tuples of token ids for the worker."""
     TOKEN_IDS = auto()
     """An ascending tuple of ids below the vocabulary's size."""
     BIASES = auto()
@@ -79,8 +83,6 @@ class SamplingField:
     """The largest number of characters in each string, or None without a limit."""
     unsupported_values: tuple[int, ...] = ()
     """Values that the API knows and this version does not support."""
-    is_supported: bool = True
-    """Whether this version supports anything but the default."""
     is_common: bool = True
     """Whether every HTTP endpoint that generates takes the field under this name. The schema of each endpoint declares
     the other fields that it takes."""
@@ -117,7 +119,7 @@ class SamplingParams:
     """How to choose the tokens of one request, and when its output ends.
 
     The frontend validates the values (`services.frontend.requests.parse`); every other tier trusts them.
-    Sampler order: raw logprobs -> float32 -> allowed ids -> min_tokens and logit_bias -> penalties ->
+    Sampler order: raw logprobs -> float32 -> allowed ids -> bad words -> min_tokens and logit_bias -> penalties ->
     greedy, or temperature -> min_p -> top_k, top_p -> sample.
     """
 
@@ -236,12 +238,13 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = _declare(
         FieldKind.TOKEN_IDS, (), "Only these tokens may be sampled.", min_items=1, trial=(0, 1, 2)
     )
-    bad_words: tuple[str, ...] = _declare(
-        FieldKind.STRINGS,
+    bad_words: tuple[str, ...] | tuple[tuple[int, ...], ...] = _declare(
+        FieldKind.WORDS,
         (),
-        "Texts that never appear in the output.",
-        is_supported=False,
-        is_common=False,
+        "Texts whose tokens never follow one another in the output, at its beginning or behind a space as well.",
+        max_items=_MAX_BAD_WORDS,
+        max_chars=_MAX_STOP_CHARS,
+        trial=((0,), (1, 2)),
     )
     structured_outputs: StructuredOutputs | None = field(
         default=None,
@@ -273,8 +276,8 @@ class SamplingParams:
             return num_bytes
         for name, entry_bytes in _LISTS:
             num_bytes += entry_bytes * len(getattr(self, name))
-        for name in _STRING_LISTS:
-            num_bytes += sum(_CHAR_BYTES * len(text) for text in getattr(self, name))
+        for name in _LISTS_OF_LISTS:
+            num_bytes += sum(_ITEM_BYTES * len(items) for items in getattr(self, name))
         return num_bytes
 
 
@@ -287,7 +290,7 @@ def fields_of(*kinds: FieldKind) -> tuple[str, ...]:
     return tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.kind in kinds)
 
 
-_ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.TOKEN_IDS: 5, FieldKind.BIASES: 16}
+_ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.WORDS: 12, FieldKind.TOKEN_IDS: 5, FieldKind.BIASES: 16}
 _LISTS = tuple((name, _ENTRY_BYTES[SAMPLING_FIELDS[name].kind]) for name in fields_of(*_ENTRY_BYTES))
-_STRING_LISTS = fields_of(FieldKind.STRINGS)
+_LISTS_OF_LISTS = fields_of(FieldKind.STRINGS, FieldKind.WORDS)
 _get_lists = attrgetter(*(name for name, _ in _LISTS))

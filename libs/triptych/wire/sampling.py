@@ -11,10 +11,11 @@ from triptych.types.sampling import FieldKind, SamplingParams, fields_of
 from triptych.types.structured import GrammarSyntax, compiled
 
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
+_WORDS = fields_of(FieldKind.WORDS)
 _MAPS = fields_of(FieldKind.BIASES)
 _STRUCTURED = fields_of(FieldKind.STRUCTURED)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
-_NAMES = (*_SCALARS, *_LISTS, *_MAPS, *_STRUCTURED)
+_NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_STRUCTURED)
 _get_values = attrgetter(*_NAMES)
 _DEFAULTS = _get_values(replace(SamplingParams(), max_tokens=None))
 _EMPTY = sampling_pb2.SamplingParams()
@@ -25,7 +26,7 @@ _ABSENT: dict[str, Any] = {
         for name in _SCALARS
         if not sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence
     },
-    **dict.fromkeys((*_LISTS, *_MAPS), ()),
+    **dict.fromkeys((*_LISTS, *_WORDS, *_MAPS), ()),
 }
 """Name of a field -> its value where a message does not have it. The default, if the name is missing here."""
 
@@ -40,6 +41,9 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     for name in _MAPS:
         if name in values:
             values[name] = dict(values[name])
+    for name in _WORDS:
+        if name in values:
+            values[name] = [sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in values[name]]
     for name in _STRUCTURED:
         if name in values:
             assert values[name].syntax is GrammarSyntax.COMPILED, "the frontend has compiled it"
@@ -57,6 +61,8 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         name = descriptor.name
         if name in _LISTS:
             value = tuple(value)
+        elif name in _WORDS:
+            value = tuple(tuple(sequence.token_ids) for sequence in value)
         elif name in _MAPS:
             value = tuple(sorted(value.items()))
         elif name in _STRUCTURED:

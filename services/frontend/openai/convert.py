@@ -211,7 +211,7 @@ def _sampling_fields(body: SamplingBody) -> dict[str, Any]:
     """Return the sampling fields that all bodies have, by name; None where the client left one out."""
     values = {name: getattr(body, name) for name in COMMON_SAMPLING_FIELDS}
     values["seed"] = _seed(body.seed)
-    for name in fields_of(FieldKind.STRINGS):
+    for name in fields_of(FieldKind.STRINGS, FieldKind.WORDS):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]
     return values

@@ -55,7 +55,7 @@ def _annotation(name: str, spec: SamplingField) -> Any:
             return Annotated[TokenIds, schema(minItems=spec.min_items or None)] | None
         case FieldKind.BIASES:
             return Annotated[dict[str, Any], schema(**_LOGIT_BIAS)] | None
-        case FieldKind.STRINGS:
+        case FieldKind.STRINGS | FieldKind.WORDS:
             text = Annotated[str, schema(minLength=1, maxLength=spec.max_chars)]
             texts = Annotated[list[text], FirstOnly(), schema(maxItems=spec.max_items)]
             return Annotated[text | texts | None, either("a string or a list of strings")]
@@ -183,7 +183,6 @@ class SamplingBody(SamplingFields):
     structured_outputs: StructuredOutputsBody | None = None
     """The same with more forms; at most one of the two."""
 
-    bad_words: Any = not_served([])
     chat_template: Any = not_served()
     guided_choice: Any = not_served()
     guided_grammar: Any = not_served()

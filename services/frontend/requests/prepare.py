@@ -73,6 +73,8 @@ async def prepare(
     if form is not None:
         form = await text.grammars.compile(form, engine.model, form_path)
         sampling = replace(sampling, structured_outputs=form)
+    if sampling.bad_words:
+        sampling = await _with_tokenized_words(sampling, engine.model.vocab_size, text)
     largest = int(token_ids.max())
     if largest >= engine.model.vocab_size:  # no prompt of ids gets here with one
         raise InvalidRequest(
@@ -102,3 +104,11 @@ async def prepare(
         tokenize_ns=time.perf_counter_ns() - started_ns,
         split=split,
     )
+
+
+async def _with_tokenized_words(sampling: SamplingParams, vocab_size: int, text: TextModel) -> SamplingParams:
+    """Return the parameters with `bad_words` as the worker takes them, without those that the model cannot write."""
+    words = [word for word in sampling.bad_words if isinstance(word, str)]
+    sequences = [tuple(ids) for ids in await text.encode_words(words)]
+    writable = tuple(ids for ids in sequences if ids and max(ids) < vocab_size)
+    return replace(sampling, bad_words=writable)

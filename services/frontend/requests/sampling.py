@@ -113,11 +113,7 @@ class _BadValue(Exception):
 
 def _is_unsupported(name: str, value: Any) -> bool:
     spec = SAMPLING_FIELDS.get(name)
-    if spec is None:
-        return False
-    if not spec.is_supported:
-        return bool(value)
-    return type(value) is int and value in spec.unsupported_values
+    return spec is not None and type(value) is int and value in spec.unsupported_values
 
 
 def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
@@ -130,7 +126,7 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
             return _number(value, spec)
         case FieldKind.BOOLEAN:
             return _boolean(value)
-        case FieldKind.STRINGS:
+        case FieldKind.STRINGS | FieldKind.WORDS:
             return _strings(value, spec)
         case FieldKind.TOKEN_IDS:
             return _token_ids(value, spec, vocab_size)
@@ -200,7 +196,7 @@ def _strings(value: Any, spec: SamplingField) -> tuple[str, ...]:
         if (why := why_not_text(text)) is not None:
             raise _BadValue(why, f"[{index}]")
         if not text:
-            raise _BadValue("the empty string would end every output at once; leave it out", f"[{index}]")
+            raise _BadValue("the empty string is everywhere in every text; leave it out", f"[{index}]")
         if spec.max_chars is not None and len(text) > spec.max_chars:
             raise _BadValue(f"{len(text)} characters are above the limit {spec.max_chars}", f"[{index}]")
     return tuple(dict.fromkeys(strings))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ F32 = NDArray[np.float32]
 
 NO_LOGPROBS = -1
 NOTHING_ALLOWED = RowError.of_client(
-    "sampling: min_tokens masks every token that may be chosen; allow another, or lower it"
+    "sampling: min_tokens or bad_words mask every token that may be chosen; allow another, or mask fewer"
 )
 PARAM_COLUMNS = tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.column)
 """Columns of `ops.sample` that are sampling parameters."""
@@ -117,13 +117,9 @@ class SamplingColumns:
 
     def _refusal(self, params: SamplingParams) -> RowError | None:
         """Check again what the frontend refuses, so that no caller of the engine finds a field ignored."""
-        for name in _UNSUPPORTED:
-            if getattr(params, name):
-                return RowError.of_client(f"sampling.{name}: this worker does not support it; leave it out")
         for name in _FIELDS_OF_IDS:
             if entries := getattr(params, name):
-                is_map = SAMPLING_FIELDS[name].kind is FieldKind.BIASES
-                token_ids = [token_id for token_id, _ in entries] if is_map else entries
+                token_ids = _ids_of(SAMPLING_FIELDS[name].kind, entries)
                 outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
                 if outside:
                     return RowError.of_client(
@@ -132,5 +128,11 @@ class SamplingColumns:
         return None
 
 
-_UNSUPPORTED = tuple(name for name, spec in SAMPLING_FIELDS.items() if not spec.is_supported)
-_FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.BIASES)
+_FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.WORDS, FieldKind.BIASES)
+
+
+def _ids_of(kind: FieldKind, entries: Sequence[Any]) -> Sequence[int]:
+    """Return all token ids in the value of a field."""
+    if kind is FieldKind.WORDS:
+        return [token_id for sequence in entries for token_id in sequence]
+    return [token_id for token_id, _ in entries] if kind is FieldKind.BIASES else entries

@@ -28,7 +28,11 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  #
 _LOW_BITS = np.uint64(0xFFFFFFFF)
 _ONE_EACH: I64 = np.empty(0, np.int64)
 
-_NEED_LOGITS = {"logit_bias": "sampling.logit_bias", "structured_outputs": "structured_outputs"}
+_NEED_LOGITS = {
+    "bad_words": "sampling.bad_words",
+    "logit_bias": "sampling.logit_bias",
+    "structured_outputs": "structured_outputs",
+}
 """Sampling fields that are refused, since there are no logits to change -> their paths in a request."""
 
 

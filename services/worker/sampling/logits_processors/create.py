@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.allowed_ids import AllowedIds
+from services.worker.sampling.logits_processors.bad_words import BadWords
 from services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
 from services.worker.sampling.logits_processors.logit_bias import LogitBias
 from services.worker.sampling.logits_processors.min_tokens import MinTokens
@@ -33,5 +34,6 @@ def create_logits_processors(
         MinTokens(max_num_seqs, eos_token_ids=eos_token_ids, history=history),
         LogitBias(max_num_seqs),
         Penalties(max_num_seqs, history=history),
+        BadWords(max_num_seqs, history=history),
         StructuredForms(max_num_seqs, compiler=grammars, eos_token_ids=eos_token_ids, history=history),
     ]

@@ -1,0 +1,35 @@
+"""Sampling fields beyond OpenAI's through the whole stack with the real model."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from triptych import LLM, SamplingParams
+from triptych.launcher.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.model
+
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
+
+
+def test_bad_words_never_appear(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    def complete(**fields: object) -> str:
+        answer = client.completions.create(
+            model="embedded", prompt=PROMPT, max_tokens=12, temperature=0, extra_body=fields
+        )
+        return answer.choices[0].text
+
+    words = [complete().split()[0].strip(".,"), "the French"]
+    texts = [complete(bad_words=words[:1]), complete(bad_words=words)]
+    with LLM(address=cluster.address) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, bad_words=tuple(words))
+        (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert words[0] == "Paris"
+    assert not any(words[0] in text for text in texts)
+    assert texts[0] != texts[1] == output.outputs[0].text
