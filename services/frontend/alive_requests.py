@@ -1,4 +1,4 @@
-"""The requests that are alive, by id: who may abort them, and when the last has ended."""
+"""The requests that are alive, by name: who may abort them, and when the last has ended."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class AliveRequests:
 
     def __init__(self) -> None:
         self._requests: dict[str, _AliveRequest] = {}
+        self._name_to_ids: dict[str, set[str]] = {}
+        """Any name that a client may abort by -> the ids of the requests that have it."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -44,29 +46,39 @@ class AliveRequests:
                 f"request_id: a request {request_id!r} is alive; choose another id, or wait"
             )
         self._requests[request_id] = _AliveRequest(outputs, raw.tenant)
+        names = {request_id, *raw.client_names}
+        for name in names:
+            self._name_to_ids.setdefault(name, set()).add(request_id)
         self._idle.clear()
         try:
             yield raw
         finally:
             del self._requests[request_id]
+            for name in names:
+                self._name_to_ids[name].remove(request_id)
+                if not self._name_to_ids[name]:
+                    del self._name_to_ids[name]
             if not self._requests:
                 self._idle.set()
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
+    def abort(self, names: Iterable[str]) -> list[str]:
         """End requests of the caller's tenant with what they have.
 
-        Returns those of the ids that were alive, each once. The requests of others count as not alive.
+        Args:
+            names: Their ids, or others of their `client_names`, each of which may be that of several.
+
+        Returns those of the names that were alive, each once. The requests of others count as not alive.
         """
         caller = current_caller()
-        found = {request_id: self._requests.get(request_id) for request_id in request_ids}
-        own = {
-            request_id: alive.outputs
-            for request_id, alive in found.items()
-            if alive is not None and caller.may_speak_for(alive.tenant)
-        }
-        for outputs in own.values():
-            outputs.abort()
-        return list(own)
+        aborted = []
+        for name in dict.fromkeys(names):
+            found = [self._requests[request_id] for request_id in self._name_to_ids.get(name, ())]
+            own = [alive for alive in found if caller.may_speak_for(alive.tenant)]
+            for alive in own:
+                alive.outputs.abort()
+            if own:
+                aborted.append(name)
+        return aborted
 
     async def wait_idle(self) -> None:
         """Return as soon as none is alive."""

@@ -55,7 +55,7 @@ class FrontendApp(ServiceApp):
         super().__init__(config)
         self._started_at = time.monotonic()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._router = Router()
+        self._router = Router(_read_aliases(config.frontend.model_aliases))
         self._router.engines = _create_engines(config, self._router)
         self._generator = Generator(self._router, FrontendMetrics.create())
         self._keys = create_api_keys(config.frontend)
@@ -166,6 +166,17 @@ def _create_engines(config: EngineConfig, router: Router) -> list[EngineClient]:
         EngineClient(address, frontend_id=frontend_id, boot_id=boot_id, on_change=router.on_change, tls=tls)
         for address in dict.fromkeys(addresses)
     ]
+
+
+def _read_aliases(text: str) -> dict[str, str]:
+    """Return other names of models, with the names that engines have for them."""
+    aliases = {}
+    for entry in _split(text):
+        alias, _, name = (part.strip() for part in entry.partition("="))
+        if not alias or not name:
+            raise ConfigError(f"frontend.model_aliases: {entry!r} is not of the form ALIAS=NAME")
+        aliases[alias] = name
+    return aliases
 
 
 def _split(text: str) -> list[str]:

@@ -35,6 +35,7 @@ from triptych.errors import (
 )
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
@@ -46,7 +47,7 @@ CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves 
 
 
 class ServedModel(NamedTuple):
-    """One name that requests may use."""
+    """A model that requests may name."""
 
     name: str
     max_model_len: int
@@ -55,6 +56,8 @@ class ServedModel(NamedTuple):
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     has_chat_template: bool = False
+    aliases: tuple[str, ...] = ()
+    """Other names that requests may use."""
 
 
 class Generator:
@@ -161,16 +164,28 @@ class Generator:
                 if alarm is not None:
                     alarm.cancel()
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
+    def abort(self, names: Iterable[str]) -> list[str]:
         """End requests of the caller's tenant with what they have.
 
-        Returns those of the ids that were alive, each once. The requests of others count as not alive.
+        Args:
+            names: Their ids, or others of their `client_names`, each of which may be that of several.
+
+        Returns those of the names that were alive, each once. The requests of others count as not alive.
         """
-        return self._alive.abort(request_ids)
+        return self._alive.abort(names)
 
     def max_choices(self, model: str) -> int:
         """See `Router.max_choices`."""
         return self._router.max_choices(model)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all models that are served here.
+
+        Raises:
+            EngineUnavailable: It is being loaded.
+        """
+        return self._require_text().tokenizer
 
     async def find_offsets(
         self, text: str, *, add_special_tokens: bool | None = None
@@ -347,6 +362,7 @@ class Generator:
             facts.eos_token_ids,
             facts.fingerprint,
             self._text is not None and self._text.tokenizer.chat_template is not None,
+            self._router.aliases_of(facts.name),
         )
 
     def _require_text(self) -> TextModel:

@@ -33,6 +33,10 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("post", "/detokenize", {"tokens": [97]}),
     ("get", "/health", None),
     ("get", "/version", None),
+    ("get", "/load", None),
+    ("get", "/tokenizer_info", None),
+    ("post", "/tokenize", {"prompt": "a", "return_token_strs": True}),
+    ("post", "/abort_requests", {"request_ids": ["a"]}),
 ]
 
 
@@ -113,6 +117,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {}),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
     ("/detokenize", {}),
+    ("/abort_requests", {}),
+    ("/abort_requests", {"request_ids": []}),
+    ("/abort_requests", {"request_ids": [1]}),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -12,7 +12,9 @@ from services.frontend.generate import Generator, ServedModel
 from services.frontend.logprobs import PromptReport
 from services.frontend.requests.parse import fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
+from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
@@ -49,11 +51,22 @@ class FakeGenerator(Generator):
         self.closed: list[str] = []
         """Ids of the requests that were closed before their end."""
         self.num_running = 0
+        self.aborted: list[str] = []
+        """All names that `abort` was asked for."""
         self.changed = asyncio.Event()
         """Set whenever `closed` or `num_running` may have changed."""
 
     def max_choices(self, model: str) -> int:
         return self.most_choices
+
+    @property
+    def num_active(self) -> int:
+        return self.num_running
+
+    def abort(self, names: Iterable[str]) -> list[str]:
+        names = list(names)
+        self.aborted += names
+        return [name for name in names if any(name in raw.client_names for raw in self.requests)]
 
     async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
         self.requests.append(raw)
@@ -147,6 +160,10 @@ class FakeGenerator(Generator):
         if bad := [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]:
             raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
         return bytes(token_ids).decode(errors="replace")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return byte_tokenizer()
 
     def models(self) -> list[ServedModel]:
         return [ServedModel(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, 1_700_000_000)]

@@ -41,10 +41,11 @@ async def frontend_core(
     tokenizer: Tokenizer | None = None,
     defaults: Mapping[str, float] | None = None,
     waits: bool = True,
+    aliases: Mapping[str, str] | None = None,
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
     """Dial the engines; with `waits`, until all are ready. `parsers`: those of `TextModel`."""
-    router, registry = Router(), CollectorRegistry()
+    router, registry = Router(aliases or {}), CollectorRegistry()
     router.engines = [
         EngineClient(engine.address, frontend_id="test", boot_id="boot", on_change=router.on_change)
         for engine in engines

@@ -33,6 +33,12 @@ class FrontendConfig:
     engine_addresses: str = value(
         "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
     )
+    model_aliases: str = value(
+        "",
+        "Other names that requests may use for models, comma-separated: `gpt-4o=qwen3` means the model that is served "
+        "as qwen3 (`model.served_name`).",
+        FRONTEND,
+    )
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
     )

@@ -39,6 +39,8 @@ class Tokenizer:
         self.eos_token = _token_text(config.get("eos_token"))
         self.unk_token = _token_text(config.get("unk_token"))
         self.pad_token = _token_text(config.get("pad_token"))
+        self.class_name: str = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
+        """Name of its class in transformers."""
         self.chat_template: str | None = _default_template(config.get("chat_template"))
         """Jinja source; None where the model has none."""
         self.max_chars_per_token = _max_chars_per_token(backend)
@@ -128,6 +130,10 @@ class Tokenizer:
         """Return the id of a token as the vocabulary spells it, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
+
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token, special tokens spelled out; empty for an unknown id."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from services.frontend.engines.client import EngineClient
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
@@ -15,7 +16,9 @@ from triptych.types.submit import EngineWelcome
 class Router:
     """The engines of this frontend."""
 
-    def __init__(self) -> None:
+    def __init__(self, aliases: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`aliases`: other names of models -> the names that engines have for them."""
+        self._aliases = aliases
         self.engines: Sequence[EngineClient] = ()
         """Set once by the app."""
         self.changed = asyncio.Event()
@@ -45,7 +48,7 @@ class Router:
         return list(by_name.values())
 
     def find(self, model: str, path: str = "model") -> EngineWelcome:
-        """The facts to check a request for `model` against; empty: the only model.
+        """The facts to check a request for `model` against, which may be an alias; empty: the only model.
 
         Args:
             path: of the model's name in the client's words.
@@ -61,10 +64,14 @@ class Router:
         names = ", ".join(sorted(facts.name for facts in models))
         if not model and len(models) > 1:
             raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
-        model = model or models[0].name
-        if model not in [facts.name for facts in models]:
+        serving = self._serving(model)
+        if not serving:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
-        return self._welcome_of(self.least_loaded([e for e in self.engines if _serves(e, model)]))
+        return self._welcome_of(self.least_loaded(serving))
+
+    def aliases_of(self, model: str) -> tuple[str, ...]:
+        """Return the other names of a model, as `engines` name it."""
+        return tuple(alias for alias, name in self._aliases.items() if name == model)
 
     def check_free_places(self, model: str, priority: int, tenant: str) -> None:
         """Refuse a request that every engine is known to refuse, before anything is done for it.
@@ -124,9 +131,13 @@ class Router:
 
     def _serving(self, model: str) -> list[EngineClient]:
         """Return the ready engines that serve a model; empty: any."""
-        return [
-            engine for engine in self.engines if engine.is_ready and (not model or _serves(engine, model))
-        ]
+        ready = [engine for engine in self.engines if engine.is_ready]
+        if not model:
+            return ready
+        serving = [engine for engine in ready if _serves(engine, model)]
+        if not serving and model in self._aliases:
+            return [engine for engine in ready if _serves(engine, self._aliases[model])]
+        return serving
 
     @staticmethod
     def least_loaded(engines: Sequence[EngineClient]) -> EngineClient:

@@ -13,7 +13,7 @@ from services.frontend.generate import Generator
 from services.frontend.grpc.batch import BatchRun
 from services.frontend.grpc.convert import CHAT_PATHS, chat_size, to_raw_request, to_tokenize_prompt
 from services.frontend.identity import unique_request_id
-from services.frontend.requests.raw import RawRequest
+from services.frontend.requests.raw import MAX_ABORTS, RawRequest
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, FeatureDisabled, InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
@@ -25,7 +25,6 @@ from triptych.wire.generation import EventEncoder, WholeAnswer
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 _INLINE_BYTES = 8192  # a longer conversation is read on a thread
-_MAX_ABORTS = 4096  # ids in one call
 _MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
 
 
@@ -105,8 +104,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.AbortResponse:
         num_ids = len(request.request_ids)
-        if not 1 <= num_ids <= _MAX_ABORTS:
-            raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{_MAX_ABORTS}")
+        if not 1 <= num_ids <= MAX_ABORTS:
+            raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{MAX_ABORTS}")
         aborted = self._generator.abort(request.request_ids)
         return generation_pb2.AbortResponse(aborted_request_ids=aborted)
 

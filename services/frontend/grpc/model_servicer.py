@@ -70,6 +70,7 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
         capabilities.append(model_pb2.CAPABILITY_CHAT)
     model = model_pb2.Model(
         name=served.name,
+        aliases=served.aliases,
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         eos_token_ids=served.eos_token_ids,

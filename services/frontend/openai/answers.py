@@ -44,9 +44,9 @@ class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
 
 
 class CompletionAnswer(Answer):
@@ -120,9 +120,9 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
-    """The stop token id or stop string that ended it."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
 
 
 class ChatCompletionAnswer(Answer):
@@ -170,9 +170,9 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
 
 
 class ChatCompletionChunk(Answer):
@@ -195,6 +195,10 @@ class ModelAnswer(Answer):
     created: int
     """Unix seconds."""
     owned_by: str
+    root: str
+    """The name of the model that `id` is a name of."""
+    parent: None
+    """No adapters are served yet."""
     max_model_len: int
     """Tokens of prompt and output together."""
 
@@ -208,10 +212,36 @@ class TokenizeAnswer(Answer):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
+    """The tokens as the vocabulary spells them, with `return_token_strs`."""
 
 
 class DetokenizeAnswer(Answer):
     prompt: str
+
+
+class TokenizerInfoAnswer(Answer):
+    """The special tokens and the chat template that the server uses."""
+
+    tokenizer_class: str
+    """Its class in the library `transformers`."""
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    """Jinja source; null where the model has none."""
+
+
+class AbortAnswer(Answer):
+    aborted_request_ids: list[str]
+    """Those that were alive. They end with what they have."""
+
+
+class LoadAnswer(Answer):
+    server_load: int
+    """Requests that wait or run."""
 
 
 class HealthAnswer(Answer):

@@ -12,6 +12,7 @@ from services.frontend.openai.form import read_form
 from services.frontend.openai.request_body import unsupported_fields
 from services.frontend.openai.schema import (
     COMMON_SAMPLING_FIELDS,
+    AbortRequest,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
@@ -141,6 +142,20 @@ def detokenize_ids(body: DetokenizeRequest) -> list[int]:
     return body.tokens or []
 
 
+def names_to_abort(body: AbortRequest) -> list[str]:
+    """Return the names of the requests to abort.
+
+    Raises:
+        InvalidRequest: All that is wrong with the body.
+    """
+    violations = list(body.violations)
+    if not body.request_ids and not violations:
+        violations.append(FieldViolation("request_ids", "none are given; send at least 1"))
+    if violations:
+        raise InvalidRequest(violations)
+    return body.request_ids or []
+
+
 def to_chat(body: ChatFields) -> RawChat:
     """Return the conversation as the chat template sees it: each content one text, absent names left out."""
     choice = body.tool_choice
@@ -179,8 +194,9 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
     Args:
         label: The X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
     """
-    path = REQUEST_ID_HEADER if body.request_id is None else "request_id"
-    label = label if body.request_id is None else body.request_id
+    path, names = REQUEST_ID_HEADER, [label]
+    if body.request_id is not None:
+        path, label, names = "request_id", body.request_id, [label, body.request_id]
     why_not_label = why_not_request_id(label)
     bad_label = [] if why_not_label is None else [FieldViolation(path, why_not_label)]
     form, form_path, bad_form = read_form(body)
@@ -191,6 +207,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         api="http",
         prompt=None,
         request_id="" if bad_label else unique_request_id(label),
+        client_names=tuple(names),
         model=body.model or "",
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         sampling={**_sampling_fields(body), "structured_outputs": form},

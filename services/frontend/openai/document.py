@@ -18,6 +18,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": schema.ChatCompletionRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
+    "/abort_requests": schema.AbortRequest,
 }
 _CHUNKS: dict[str, type[BaseModel]] = {
     "/v1/completions": answers.CompletionChunk,

@@ -105,8 +105,7 @@ class CompletionFormat:
             "index": choice.index,
             "text": text,
             "logprobs": self._logprobs(choice.index, choice.logprobs, text) if self._wants_logprobs else None,
-            "finish_reason": choice.finish_reason and choice.finish_reason.word,
-            "stop_reason": choice.stop_reason,
+            **_ending_of(choice),
         }
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs], text: str) -> dict[str, Any]:
@@ -168,8 +167,7 @@ class ChatFormat:
             "index": choice.index,
             "message": _message(choice),
             "logprobs": _chat_logprobs(choice.logprobs) if self._wants_logprobs else None,
-            "finish_reason": choice.finish_reason and choice.finish_reason.word,
-            "stop_reason": choice.stop_reason,
+            **_ending_of(choice),
         }
 
 
@@ -250,7 +248,15 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 def _ending(delta: DeltaEvent) -> str:
     if delta.finish_reason is None:
         return '"finish_reason":null'
-    return f'"finish_reason":"{delta.finish_reason.word}","stop_reason":{to_json(delta.stop_reason)}'
+    return to_json(_ending_of(delta))[1:-1]
+
+
+def _ending_of(choice: Choice | DeltaEvent) -> dict[str, Any]:
+    """Return why a choice has ended, in words that OpenAI has: its typed clients fail at others."""
+    reason = choice.finish_reason
+    if reason is FinishReason.ABORT:
+        return {"finish_reason": FinishReason.LENGTH.word, "stop_reason": FinishReason.ABORT.word}
+    return {"finish_reason": reason and reason.word, "stop_reason": choice.stop_reason}
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

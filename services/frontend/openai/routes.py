@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -14,7 +15,7 @@ from services.frontend.openai import answers, convert
 from services.frontend.openai.app_state import generator_of, reader_of
 from services.frontend.openai.errors import json_response
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
-from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
+from services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
 from services.frontend.openai.streams import EventStream, chunks, merge
 from services.frontend.requests.raw import RawRequest
 from triptych.errors import InvalidRequest
@@ -55,17 +56,28 @@ async def create_chat_completion(request: Request, timeout_s: _TimeoutS = None) 
     return await _generate(request, options, [raw], ChatFormat(wants_logprobs=options.wants_logprobs))
 
 
+@router.post("/abort_requests", responses={200: {"model": answers.AbortAnswer}}, tags=["generate"])
+async def abort_requests(request: Request) -> Response:
+    """End requests of the caller's tenant with what they have."""
+    names = await reader_of(request).read(request, AbortRequest, convert.names_to_abort)
+    return json_response({"aborted_request_ids": generator_of(request).abort(names)})
+
+
 @router.get("/v1/models", responses={200: {"model": answers.ModelListAnswer}}, tags=["models"])
 async def list_models(request: Request) -> Response:
     """The models that requests may name."""
-    models = [_model_object(model) for model in generator_of(request).models()]
+    models = [
+        _model_object(name, model)
+        for model in generator_of(request).models()
+        for name in (model.name, *model.aliases)
+    ]
     return json_response({"object": "list", "data": models})
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": answers.ModelAnswer}}, tags=["models"])
 async def get_model(request: Request, model: str) -> Response:
     """One of them."""
-    return json_response(_model_object(generator_of(request).find_model(model)))
+    return json_response(_model_object(model, generator_of(request).find_model(model)))
 
 
 async def _generate(
@@ -82,7 +94,7 @@ async def _generate(
             f"{len(raws)} prompts with {num_choices} choices each are above the limit {limit}: so many choices can be "
             "running and waiting together; split the request",
         )
-    streams = [generator.generate(raw) for raw in raws]
+    streams = [generator.generate(replace(raw, client_names=(*raw.client_names, answer_id))) for raw in raws]
     events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
     if not options.is_streamed:
         answer = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
@@ -98,11 +110,13 @@ async def _generate(
     return EventStream(pieces, in_flight=in_flight, request_id=request_id)
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def _model_object(name: str, model: ServedModel) -> dict[str, Any]:
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created_unix_s,
         "owned_by": "triptych",
+        "root": model.name,
+        "parent": None,
         "max_model_len": model.max_model_len,
     }

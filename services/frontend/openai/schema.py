@@ -28,7 +28,7 @@ from services.frontend.openai.fields import (
 )
 from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
 from services.frontend.requests.parse import MAX_LABEL_BYTES
-from services.frontend.requests.raw import MAX_MESSAGES
+from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
 from services.frontend.requests.tools import MAX_TOOLS
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
@@ -314,6 +314,8 @@ class TokenizeRequest(ChatFields):
     """Plain text."""
     add_special_tokens: bool | None = None
     """Begin and end as the model's prompts do. Null: true for a prompt; a chat template brings its own."""
+    return_token_strs: bool | None = None
+    """Send the tokens as the vocabulary spells them as well."""
 
 
 class DetokenizeRequest(Body):
@@ -327,3 +329,13 @@ class DetokenizeRequest(Body):
     """Token ids."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Null: true."""
+
+
+class AbortRequest(Body):
+    """POST /abort_requests."""
+
+    model_config = document_as("request_ids")
+
+    request_ids: Annotated[list[Text], FirstOnly(), MaxLen(MAX_ABORTS), schema(minItems=1)] | None = None
+    """X-Request-Ids of requests, `request_id`s that they were sent with, or ids of their answers. One that several
+    requests share ends all of them."""

@@ -33,6 +33,12 @@ async def ping() -> Response:
     return json_response({"status": "alive"})
 
 
+@router.get("/load", responses={200: {"model": answers.LoadAnswer}})
+async def load(request: Request) -> Response:
+    """The load of this frontend."""
+    return json_response({"server_load": generator_of(request).num_active})
+
+
 @router.get("/version", responses={200: {"model": answers.VersionAnswer}})
 async def version() -> Response:
     """The version of this server."""

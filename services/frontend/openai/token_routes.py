@@ -18,10 +18,13 @@ router = APIRouter(responses=answers.ERRORS, tags=["tokens"])
 async def tokenize(request: Request) -> Response:
     """Text or a conversation -> token ids."""
 
-    def to_prompt(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None]:
-        return body.model or "", convert.tokenize_prompt(body), body.add_special_tokens
+    def to_prompt(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None, bool]:
+        prompt = convert.tokenize_prompt(body)
+        return body.model or "", prompt, body.add_special_tokens, bool(body.return_token_strs)
 
-    model, prompt, add_special_tokens = await reader_of(request).read(request, TokenizeRequest, to_prompt)
+    model, prompt, add_special_tokens, with_texts = await reader_of(request).read(
+        request, TokenizeRequest, to_prompt
+    )
     generator = generator_of(request)
     token_ids = await generator.tokenize(
         prompt,
@@ -30,7 +33,10 @@ async def tokenize(request: Request) -> Response:
         paths={} if isinstance(prompt, str) else convert.CHAT_PATHS,
     )
     max_model_len = generator.find_model(model).max_model_len
-    return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+    answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+    if with_texts:
+        answer["token_strs"] = list(map(generator.tokenizer.token, token_ids))
+    return json_response(answer)
 
 
 @router.post("/detokenize", responses={200: {"model": answers.DetokenizeAnswer}})
@@ -45,3 +51,20 @@ async def detokenize(request: Request) -> Response:
         token_ids, model=model, skip_special_tokens=skip_special_tokens, path="tokens"
     )
     return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info", responses={200: {"model": answers.TokenizerInfoAnswer}})
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template of the model."""
+    tokenizer = generator_of(request).tokenizer
+    return json_response(
+        {
+            "tokenizer_class": tokenizer.class_name,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "unk_token": tokenizer.unk_token,
+            "pad_token": tokenizer.pad_token,
+            "chat_template": tokenizer.chat_template,
+        }
+    )

@@ -10,6 +10,7 @@ from triptych.errors import FieldViolation
 from triptych.types.sampling import OutputKind
 
 MAX_MESSAGES = 16384  # of one conversation
+MAX_ABORTS = 4096  # ids in one call
 _MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
 _LONG_VARIABLE = 1 << 13  # counts as the size of a list or an object, which is not looked into
 
@@ -65,6 +66,8 @@ class RawRequest:
     """The prompt; None if the client gave none."""
     request_id: str = ""
     """Empty: one is drawn."""
+    client_names: tuple[str, ...] = ()
+    """Other names that its client knows it by, and may abort it by. Requests may share them."""
     model: str = ""
     """Empty: the one served."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
