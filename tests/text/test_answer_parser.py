@@ -35,8 +35,11 @@ Call = tuple[str, Any]
 
 def parse(
     pieces: list[str], *, format: str | None = "hermes", reasoning: str | None = None, **options: Any
-) -> tuple[str, str, list[Call]]:
-    """Return reasoning, content, and the calls with their arguments as text, after checks of each call's parts."""
+) -> tuple[str, str, list[Call], list[int]]:
+    """Return reasoning, content, the calls with their arguments as text, and where in the content they stand.
+
+    Each call's parts are checked.
+    """
     numbers = count()
     parser = AnswerParser(
         reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
@@ -47,6 +50,7 @@ def parse(
     )
     thought = content = ""
     calls: list[list[str]] = []
+    offsets: list[int] = []
     for piece in (*pieces, None):
         if piece is None:
             parser.finish()
@@ -61,11 +65,14 @@ def parse(
                 assert delta.id == f"id-{delta.index}"
                 assert not delta.arguments
                 calls.append([delta.name, ""])
+                offsets.append(delta.offset)
             else:
                 assert delta.index == len(calls) - 1, "calls follow one another"
                 assert not delta.id
                 calls[-1][1] += delta.arguments
-    return thought, content, [(name, arguments) for name, arguments in calls]
+    assert offsets == sorted(offsets)
+    assert all(offset <= len(content) for offset in offsets)
+    return thought, content, [(name, arguments) for name, arguments in calls], offsets
 
 
 def decoded(calls: list[Call]) -> list[Call]:
@@ -203,12 +210,20 @@ def test_a_prompt_may_have_opened_the_reasoning() -> None:
         "so",
         "Yes",
         [],
+        [],
     )
 
 
 def test_further_calls_are_left_out_on_demand() -> None:
-    _, _, calls = parse([WHOLE_CALLS["hermes"]], max_calls=1)
+    _, _, calls, _ = parse([WHOLE_CALLS["hermes"]], max_calls=1)
     assert decoded(calls) == [PARIS]
+
+
+def test_calls_say_where_in_the_content_they_stand() -> None:
+    call = '<tool_call>{"name": "add"}</tool_call>'
+    _, content, _, offsets = parse([f"One. {call} Two, {call}{call} three."])
+    assert content == "One.Two,three."
+    assert offsets == [4, 8, 8]
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))

@@ -64,6 +64,8 @@ class AnswerParts:
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    offset: int = 0
+    """Characters of content before these parts."""
 
 
 class CallWriter:
@@ -106,7 +108,8 @@ class CallWriter:
         self.is_open = True
         self._text.forget()
         self.num_calls += 1
-        self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name))
+        offset = self._parts.offset + len(self._parts.content)
+        self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, offset=offset))
 
     def add(self, arguments: str) -> None:
         """Add to the arguments of the call, a JSON text."""
@@ -179,7 +182,8 @@ class AnswerParser:
     def take(self) -> AnswerParts:
         """Return the parts since the last call, and forget them."""
         parts = self._parts
-        taken = AnswerParts(parts.reasoning, parts.content, list(parts.tool_calls))
+        taken = AnswerParts(parts.reasoning, parts.content, list(parts.tool_calls), parts.offset)
+        parts.offset += len(parts.content)
         parts.reasoning = parts.content = ""
         parts.tool_calls.clear()
         return taken

@@ -156,6 +156,8 @@ class ToolCallDelta:
     """In the call's first part: the tool. Empty in others."""
     arguments: str = ""
     """More of the arguments' JSON text."""
+    offset: int = 0
+    """In the call's first part: characters of the choice's text that come before the call."""
 
 
 @dataclass(frozen=True, slots=True)
