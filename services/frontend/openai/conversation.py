@@ -20,6 +20,10 @@ class ContentPart(Part):
     type: Annotated[str, schema(const="text")]
     text: str | None = None
 
+    @property
+    def unserved_kind(self) -> str | None:
+        return None if self.type == "text" else self.type
+
     @model_validator(mode="after")
     def _text_has_text(self) -> ContentPart:
         if self.type == "text" and self.text is None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from services.frontend.identity import unique_request_id
 from services.frontend.openai.conversation import ContentPart, Message, NamedTool
-from services.frontend.openai.form import read_form
-from services.frontend.openai.request_body import unsupported_fields
+from services.frontend.openai.form import Form, read_form
+from services.frontend.openai.request_body import refuse_unsupported, unsupported_paths
 from services.frontend.openai.schema import (
     COMMON_SAMPLING_FIELDS,
     AbortRequest,
@@ -17,13 +17,14 @@ from services.frontend.openai.schema import (
     ChatFields,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationBody,
     SamplingBody,
     TokenizeRequest,
 )
 from services.frontend.requests.parse import why_not_request_id
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import reasoning_variables, to_call
-from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+from triptych.errors import FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -123,8 +124,7 @@ def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
         violations.append(FieldViolation("prompt", f"give either prompt or messages; {given} given"))
     if violations:
         raise InvalidRequest(violations)
-    if unsupported := _unsupported_messages(body):
-        raise FeatureDisabled(unsupported, "this version does not serve it yet; leave it out")
+    refuse_unsupported(body)
     return to_chat(body) if body.prompt is None else body.prompt
 
 
@@ -188,8 +188,8 @@ def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOpt
     )
 
 
-def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:
-    """Return the request without its prompt and the fields that the two kinds of completion name differently.
+def base_request(body: GenerationBody, form: Form, *, label: str, deadline_s: float | None) -> RawRequest:
+    """Return the request without its prompt and the fields that APIs name differently.
 
     Args:
         label: The X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
@@ -199,8 +199,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         path, label, names = "request_id", body.request_id, [label, body.request_id]
     why_not_label = why_not_request_id(label)
     bad_label = [] if why_not_label is None else [FieldViolation(path, why_not_label)]
-    form, form_path, bad_form = read_form(body)
-    paths = {"deadline_s": TIMEOUT_HEADER, "structured_outputs": form_path}
+    paths = {"deadline_s": TIMEOUT_HEADER, "structured_outputs": form.path}
     if not body.tenant:
         paths["tenant"] = "user"
     return RawRequest(
@@ -210,7 +209,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         client_names=tuple(names),
         model=body.model or "",
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        sampling={**_sampling_fields(body), "structured_outputs": form},
+        sampling={**_sampling_fields(body), "structured_outputs": form.form},
         priority=body.priority or 0,
         tenant=body.tenant or body.user or "",
         cache_salt=body.cache_salt or "",
@@ -219,12 +218,18 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
         keeps_beginning=body.truncation_side == "right",
         deadline_s=deadline_s,
         paths=paths,
-        violations=(*body.violations, *bad_label, *bad_form, *_misuse_of_stream(body)),
-        unsupported=tuple(_unsupported(body)),
+        violations=(*body.violations, *bad_label, *form.violations),
+        unsupported=tuple(unsupported_paths(body)),
     )
 
 
-def _sampling_fields(body: SamplingBody) -> dict[str, Any]:
+def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:
+    """Return the request without what the two kinds of completion name differently."""
+    base = base_request(body, read_form(body), label=label, deadline_s=deadline_s)
+    return replace(base, violations=(*base.violations, *_misuse_of_stream(body)))
+
+
+def _sampling_fields(body: GenerationBody) -> dict[str, Any]:
     """Return the sampling fields that all bodies have, by name; None where the client left one out."""
     values = {name: getattr(body, name) for name in COMMON_SAMPLING_FIELDS}
     values["seed"] = _seed(body.seed)
@@ -245,30 +250,6 @@ def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
     if body.stream_options is None or body.stream:
         return []
     return [FieldViolation("stream_options", "only a stream has options; set stream to true")]
-
-
-def _unsupported(body: SamplingBody) -> list[str]:
-    paths = unsupported_fields(body)
-    if body.stream_options is not None:
-        paths += [f"stream_options.{name}" for name in unsupported_fields(body.stream_options)]
-    if body.structured_outputs is not None:
-        paths += [f"structured_outputs.{name}" for name in unsupported_fields(body.structured_outputs)]
-    if isinstance(body, ChatFields):
-        paths += _unsupported_messages(body)
-    return paths
-
-
-def _unsupported_messages(body: ChatFields) -> list[str]:
-    paths = []
-    for index, message in enumerate(body.messages or ()):
-        paths += [f"messages[{index}].{name}" for name in unsupported_fields(message)]
-        if isinstance(message.content, list):
-            paths += [
-                f"messages[{index}].content[{number}].{part.type[:80]}"
-                for number, part in enumerate(message.content)
-                if part.type != "text"
-            ]
-    return paths
 
 
 def _to_message(message: Message) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""Reads the form of an answer out of `response_format` (OpenAI) and `structured_outputs` (vLLM)."""
+"""Reads the form of an answer out of a request: `structured_outputs` (vLLM), and what each API has for it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from services.frontend.openai.schema import ResponseFormat, SamplingBody, StructuredOutputsBody
 from triptych.errors import FieldViolation
@@ -16,35 +19,70 @@ _FORM_NAMES = {
 """Field of `StructuredOutputsBody` -> field of `StructuredOutputs`, and how clients write both."""
 
 
-def read_form(body: SamplingBody) -> tuple[StructuredOutputs | None, str, list[FieldViolation]]:
-    """Return the form, its path in the body, and what is wrong with how it is written. None: free text."""
-    form, path = None, "structured_outputs"
-    if body.structured_outputs is not None:
-        form, path = _from_structured_outputs(body.structured_outputs)
-    response_format = body.response_format
-    if response_format is None or response_format.type == "text":
-        return form, path, []
-    if form is not None:
-        why = f"asks for {response_format.type}, and structured_outputs for another form; send one of them"
-        return form, path, [FieldViolation("response_format", why)]
-    return _from_response_format(response_format)
+class Form(NamedTuple):
+    """A form as it stands in a request."""
+
+    form: StructuredOutputs | None = None
+    """The form; None is free text."""
+    path: str = "structured_outputs"
+    """The path of the form in the body."""
+    violations: tuple[FieldViolation, ...] = ()
+    """Everything that is wrong with how it is written."""
 
 
-def _from_response_format(
-    given: ResponseFormat,
-) -> tuple[StructuredOutputs | None, str, list[FieldViolation]]:
-    if given.type == "json_object":
-        return StructuredOutputs(json_object=True), "response_format", []
+def read_form(body: SamplingBody) -> Form:
+    """Return the form that a completion or a chat completion asks for."""
+    given = body.response_format
+    form = Form() if given is None else _from_response_format(given)
+    return with_structured_outputs(form, "response_format", body.structured_outputs)
+
+
+def json_form(type: str, schema: Mapping[str, Any] | None, path: str, schema_path: str) -> Form:
+    """Return the form that the types text, json_object and json_schema of OpenAI's formats mean.
+
+    Args:
+        path: Of the format in the body.
+        schema_path: Of its schema.
+    """
+    if type == "text":
+        return Form()
+    if type == "json_object":
+        return Form(StructuredOutputs(json_object=True), path)
+    if schema is None:
+        return missing(schema_path, "send the JSON schema of the answer")
+    return Form(StructuredOutputs(json=schema), schema_path)
+
+
+def missing(path: str, why: str) -> Form:
+    """Return the form of a request that leaves out a field which the form needs."""
+    return Form(None, path, (FieldViolation(path, f"is missing; {why}"),))
+
+
+def with_structured_outputs(form: Form, name: str, structured: StructuredOutputsBody | None) -> Form:
+    """Return the form of a request that may name it in two ways.
+
+    Args:
+        form: What the API's own field asks for.
+        name: That field.
+    """
+    if structured is None:
+        return form
+    other = _from_structured_outputs(structured)
+    if form == Form():
+        return other
+    why = "asks for a form, and structured_outputs for another form; send one of them"
+    return other._replace(violations=(FieldViolation(name, why),))
+
+
+def _from_response_format(given: ResponseFormat) -> Form:
     path = "response_format.json_schema"
-    if given.json_schema is None:
-        return None, path, [FieldViolation(path, "is missing; the type json_schema needs it")]
-    path += ".schema"
-    if given.json_schema.schema_ is None:
-        return None, path, [FieldViolation(path, "is missing; send the JSON schema of the answer")]
-    return StructuredOutputs(json=given.json_schema.schema_), path, []
+    if given.type == "json_schema" and given.json_schema is None:
+        return missing(path, "the type json_schema needs it")
+    schema = given.json_schema.schema_ if given.json_schema is not None else None
+    return json_form(given.type, schema, "response_format", f"{path}.schema")
 
 
-def _from_structured_outputs(given: StructuredOutputsBody) -> tuple[StructuredOutputs, str]:
+def _from_structured_outputs(given: StructuredOutputsBody) -> Form:
     """Return what is set, perhaps none or several, and the path of the form if there is one."""
     values = {name: getattr(given, field) for field, name in _FORM_NAMES.items()}
     form = StructuredOutputs(
@@ -53,4 +91,4 @@ def _from_structured_outputs(given: StructuredOutputsBody) -> tuple[StructuredOu
         whitespace_pattern=given.whitespace_pattern,
     )
     names = list(form.given)
-    return form, f"structured_outputs.{names[0]}" if len(names) == 1 else "structured_outputs"
+    return Form(form, f"structured_outputs.{names[0]}" if len(names) == 1 else "structured_outputs")

@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.message import Message
 from json import decoder
 from typing import Any, TypeVar, cast
@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.work_threads import WorkThreads
-from triptych.errors import FieldViolation, InvalidRequest
+from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ class Part(BaseModel):
                 {"count": len(data), "limit": MAX_FIELDS},
             )
         return data
+
+    @property
+    def unserved_kind(self) -> str | None:
+        """The kind of this part where it is one that the API knows and this version does not serve."""
+        return None
 
 
 LEAVE_OUT_UNKNOWN = object()
@@ -149,14 +154,43 @@ def ignored() -> Any:
     return Field(default=None, description="Accepted and ignored.")
 
 
-def unsupported_fields(part: Part) -> list[str]:
-    """Return the names of unsupported fields that the client has set."""
-    given = part.model_fields_set
-    return [
-        name
-        for name, accepted in _name_to_accepted(type(part)).items()
-        if name in given and getattr(part, name) not in accepted
-    ]
+def unsupported_paths(part: Part, path: str = "") -> Iterator[str]:
+    """Yield the paths of what the client has set and this version does not support, in the order of the fields.
+
+    Args:
+        path: Of the part in the body, with a dot at its end.
+    """
+    given, accepted = part.model_fields_set, _name_to_accepted(type(part))
+    for name in type(part).model_fields:
+        if name not in given:
+            continue
+        value = getattr(part, name)
+        if name in accepted:
+            if value not in accepted[name]:
+                yield f"{path}{name}"
+        elif isinstance(value, Part):
+            yield from _unsupported_part(value, f"{path}{name}")
+        elif isinstance(value, list) and value and isinstance(value[0], Part):
+            for number, entry in enumerate(value):
+                yield from _unsupported_part(entry, f"{path}{name}[{number}]")
+
+
+def _unsupported_part(part: Part, path: str) -> Iterator[str]:
+    kind = part.unserved_kind
+    if kind is None:
+        yield from unsupported_paths(part, f"{path}.")
+    else:
+        yield f"{path}.{kind[:80]}"
+
+
+def refuse_unsupported(body: Part) -> None:
+    """Refuse a body that sets what this version does not support.
+
+    Raises:
+        FeatureDisabled: Names all of it.
+    """
+    if paths := list(unsupported_paths(body)):
+        raise FeatureDisabled(paths, "this version does not serve it yet; leave it out")
 
 
 @functools.cache

@@ -147,8 +147,8 @@ class StructuredOutputsBody(Part):
     structural_tag: Any = not_served()
 
 
-class SamplingBody(SamplingFields):
-    """Fields that completions and chat completions have in common."""
+class GenerationBody(SamplingFields):
+    """Fields that all requests to generate have in common, whatever API they are of."""
 
     model: str | None = None
     """Name of the model; null: the one served."""
@@ -174,14 +174,9 @@ class SamplingBody(SamplingFields):
     cache_salt: Annotated[str, schema(maxLength=MAX_LABEL_BYTES)] | None = None
     """Prefixes are shared only between requests of equal salt."""
     stream: bool | None = None
-    """Send the output as server-sent events while it grows, and `data: [DONE]` at the end."""
-    stream_options: StreamOptions | None = None
-    """Only with `stream`."""
-
-    response_format: ResponseFormat | None = None
-    """Force the answer into a form. Null: free text."""
+    """Send the output as server-sent events while it grows."""
     structured_outputs: StructuredOutputsBody | None = None
-    """The same with more forms; at most one of the two."""
+    """Force the answer into a form. Null: free text."""
 
     chat_template: Any = not_served()
     guided_choice: Any = not_served()
@@ -190,23 +185,33 @@ class SamplingBody(SamplingFields):
     guided_regex: Any = not_served()
     kv_transfer_params: Any = not_served()
     length_penalty: Any = not_served(1, 1.0)
-    logprob_token_ids: Any = not_served()
     mm_processor_kwargs: Any = not_served()
-    prompt_logprobs: Any = not_served()
     repetition_detection: Any = not_served()
-    return_token_ids: Any = not_served(False)
-    return_tokens_as_token_ids: Any = not_served(False)
     stream_interval: Any = not_served(1)
     thinking_token_budget: Any = not_served()
     use_beam_search: Any = not_served(False)
     vllm_xargs: Any = not_served()
     session_id: Any = ignored()
-    metadata: Any = ignored()
     prompt_cache_key: Any = ignored()
     prompt_cache_retention: Any = ignored()
     safety_identifier: Any = ignored()
     service_tier: Any = ignored()
     store: Any = ignored()
+
+
+class SamplingBody(GenerationBody):
+    """Fields that completions and chat completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    response_format: ResponseFormat | None = None
+    """Force the answer into a form, as structured_outputs does; at most one of the two. Null: free text."""
+
+    logprob_token_ids: Any = not_served()
+    prompt_logprobs: Any = not_served()
+    return_token_ids: Any = not_served(False)
+    return_tokens_as_token_ids: Any = not_served(False)
+    metadata: Any = ignored()
 
 
 _PromptIds = Annotated[TokenIds, schema(minItems=1)]
