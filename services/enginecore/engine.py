@@ -301,6 +301,7 @@ class EngineCore:
             num_touched_blocks=snapshot.num_touched_blocks,
             soft_num_blocks=self._facts.kv.soft_num_blocks,
             block_bytes=self._facts.kv.block_bytes,
+            block_size=self._facts.kv.block_size,
             **asdict(snapshot.counters),
         )
 

@@ -10,8 +10,9 @@ from types import TracebackType
 from services.frontend.access.caller import current_caller
 from triptych.errors import TriptychError
 from triptych.observe.logging import with_fields
-from triptych.observe.metrics import FrontendMetrics
-from triptych.types.outputs import Usage
+from triptych.observe.metrics import FrontendMetrics, ModelMetrics
+from triptych.types.outputs import StageTimings, Usage
+from triptych.types.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,16 @@ class RequestRecord:
 
     def __init__(self, metrics: FrontendMetrics, api: str, request_id: str) -> None:
         self._metrics = metrics
+        self._of_model: ModelMetrics | None = None
         self._api = api
         self._request_id = request_id
         self._key_name = current_caller().name
         self._arrived = time.monotonic()
         self._submitted = self._arrived
         self._time_to_first_token_s: float | None = None
+        self._last_output: dict[int, float] = {}
+        """Index of a streamed choice -> time of its last output."""
+        self._num_counted = 0  # output tokens
         self.model = ""
         self.usage = Usage()
         """Kept up to date by the generator."""
@@ -40,22 +45,61 @@ class RequestRecord:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._arrived
 
+    def note_model(self, name: str) -> None:
+        """The model that the request is for was found."""
+        self.model = name
+        self._of_model = self._metrics.of_model(name)
+
     def note_submitted(self) -> None:
         """The request is about to go to its engine."""
         self._submitted = time.monotonic()
 
-    def note_output(self) -> None:
-        """Output is about to go to the client; the first time counts."""
+    def note_admitted(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """An engine has taken the request."""
+        if (metrics := self._of_model) is None:
+            return
+        metrics.prompt_tokens.inc(num_prompt_tokens)
+        metrics.request_prompt_tokens.observe(num_prompt_tokens)
+        metrics.params_n.observe(sampling.n)
+        if sampling.max_tokens is not None:
+            metrics.params_max_tokens.observe(sampling.max_tokens)
+
+    def note_output(self, index: int, num_tokens: int) -> None:
+        """New output of a streamed choice is about to go to the client."""
+        now = time.monotonic()
         if self._time_to_first_token_s is None:
-            self._note_first_token(self.elapsed_s)
+            self._note_first_token(now - self._arrived)
+        last, self._last_output[index] = self._last_output.get(index), now
+        if num_tokens and (metrics := self._of_model) is not None:
+            self._num_counted += num_tokens
+            metrics.generation_tokens.inc(num_tokens)
+            if last is not None:
+                gap_s = (now - last) / num_tokens
+                for _ in range(num_tokens):
+                    metrics.inter_token_latency.observe(gap_s)
 
     def note_first_token(self, ns_in_engine: int) -> None:
         """The engine had the first token of an answer that is not streamed so long after it took the request."""
         self._note_first_token(self._submitted - self._arrived + ns_in_engine / 1e9)
 
+    def note_choice(self, reason: str, num_tokens: int, timings: StageTimings) -> None:
+        """A choice of a request that ended well has ended for this reason."""
+        if (metrics := self._of_model) is None:
+            return
+        self._metrics.request_success.labels(self.model, reason).inc()
+        if not timings.queued_ns + timings.prefill_ns:
+            return  # the engine has not reported them
+        metrics.queue_time.observe(timings.queued_ns / 1e9)
+        metrics.prefill_time.observe(timings.prefill_ns / 1e9)
+        metrics.decode_time.observe(timings.decode_ns / 1e9)
+        metrics.inference_time.observe((timings.prefill_ns + timings.decode_ns) / 1e9)
+        if num_tokens > 1:
+            metrics.time_per_output_token.observe(timings.decode_ns / 1e9 / (num_tokens - 1))
+
     def _note_first_token(self, after_s: float) -> None:
         self._time_to_first_token_s = after_s
-        self._metrics.time_to_first_token.observe(after_s)
+        if self._of_model is not None:
+            self._of_model.time_to_first_token.observe(after_s)
 
     def __enter__(self) -> RequestRecord:
         self._metrics.active.inc()
@@ -66,12 +110,14 @@ class RequestRecord:
     ) -> None:
         outcome = self.finish or _outcome(error)
         total_s = self.elapsed_s
-        metrics, usage = self._metrics, self.usage
-        metrics.active.dec()
-        metrics.requests.labels(self._api, outcome).inc()
-        metrics.request_seconds.observe(total_s)
-        metrics.prompt_tokens.inc(usage.num_prompt_tokens)
-        metrics.output_tokens.inc(usage.num_output_tokens)
+        usage = self.usage
+        self._metrics.active.dec()
+        self._metrics.requests.labels(self.model, self._api, outcome).inc()
+        if (metrics := self._of_model) is not None:
+            metrics.generation_tokens.inc(max(usage.num_output_tokens - self._num_counted, 0))
+            if self.finish:
+                metrics.e2e_latency.observe(total_s)
+                metrics.request_generation_tokens.observe(usage.num_output_tokens)
         fields = {
             "request_id": self._request_id,
             "api": self._api,

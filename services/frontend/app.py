@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from prometheus_client import REGISTRY
+
 from services.frontend.access.keys import ApiKeys, create_api_keys
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
+from services.frontend.engines.status_watch import StatusWatch
 from services.frontend.generate import Generator
 from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
 from services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
@@ -25,7 +28,7 @@ from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe.logging import with_fields
-from triptych.observe.metrics import FrontendMetrics
+from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
@@ -57,7 +60,13 @@ class FrontendApp(ServiceApp):
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._router = Router(_read_aliases(config.frontend.model_aliases))
         self._router.engines = _create_engines(config, self._router)
-        self._generator = Generator(self._router, FrontendMetrics.create())
+        metrics = FrontendMetrics.create()
+        self._generator = Generator(self._router, metrics)
+        self._status_watch = StatusWatch(self._router)
+        gauges = EngineGauges(self._status_watch.latest)
+        REGISTRY.register(gauges)
+        if config.frontend.metrics_vllm_names:
+            REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
         self._keys = create_api_keys(config.frontend)
         self.server = create_server(config.frontend, self._generator, self._keys, self.server_tls)
         self._admin_server = create_admin_server(self._router, self._keys, self.server_tls)
@@ -67,6 +76,7 @@ class FrontendApp(ServiceApp):
     async def start(self) -> Mapping[str, int]:
         for engine in self._router.engines:
             self.start_background(f"engine-{engine.address}", engine.run())
+        self.start_background("status-watch", self._status_watch.run())
 
         config = self.config.frontend
         admin_port = self._admin_server.bind(

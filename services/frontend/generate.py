@@ -140,6 +140,7 @@ class Generator:
                 record.note_submitted()
                 await self._place(request, outputs, record)
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
+                record.note_admitted(len(request.prompt_token_ids), request.sampling)
                 yield AdmittedEvent(
                     request_id,
                     record.model,
@@ -150,12 +151,15 @@ class Generator:
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (event := await outputs.next_event()) is not None:
                     if is_streamed and isinstance(event, DeltaEvent):
-                        record.note_output()
+                        record.note_output(event.index, len(event.token_ids))
                     yield event
                 if not is_streamed and outputs.first_token_ns:
                     record.note_first_token(outputs.first_token_ns)
                 record.usage = _usage(request, outputs)
                 record.finish = outputs.finish_words
+                for choice in outputs.choices:
+                    reason = choice.finish_reason.word if choice.finish_reason is not None else ""
+                    record.note_choice(reason, choice.num_tokens, choice.timings)
                 yield FinishedEvent(record.usage, outputs.timings, request.tokenize_ns)
             finally:
                 outputs.close()
@@ -267,7 +271,7 @@ class Generator:
         text = self._require_text()
         engine = self._router.find(raw.model, raw.path("model"))
         assert engine.model is not None, "a ready engine has reported its model"
-        record.model = engine.model.name
+        record.note_model(engine.model.name)
         return await prepare(raw, request_id, engine, text)
 
     async def _place(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:

@@ -354,6 +354,7 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
             prefix_hits=0,
             num_preemptions=0,
             num_scheduled_tokens=9,
+            block_size=16,
         )
 
     async def GetStatus(self, request: Any, context: Any) -> admin_pb2.GetStatusResponse:

@@ -31,8 +31,16 @@ class FrontendCore:
 
     def count(self, outcome: str) -> float:
         """Requests that ended so."""
-        labels = {"api": "test", "outcome": outcome}
-        return self.registry.get_sample_value("triptych_frontend_requests_total", labels) or 0.0
+        return self.metric("requests_total", api="test", outcome=outcome)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric of the frontend, summed over the labels that are not given; 0: it was never observed."""
+        return sum(
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == f"triptych_frontend_{name}" and labels.items() <= sample.labels.items()
+        )
 
 
 @asynccontextmanager

@@ -30,6 +30,12 @@ class FrontendConfig:
     )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    metrics_vllm_names: bool = value(
+        False,
+        "Serve the metrics under vLLM's names too (`vllm:num_requests_running`, …), which gateways, autoscalers and "
+        "dashboards look for.",
+        FRONTEND,
+    )
     engine_addresses: str = value(
         "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
     )

@@ -2,50 +2,193 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from triptych.errors import ConfigError
+from triptych.types.facts import EngineStatus
 
+_FRONTEND = "triptych_frontend_"
+_NOT_VLLM = ("requests", "active_requests", "engine_ready")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendMetrics:
-    """Prometheus metrics of the frontend."""
+    """Prometheus metrics of the frontend.
+
+    What comes behind `triptych_frontend_` is vLLM's own name wherever vLLM has the same quantity; see `VllmNames`.
+    """
 
     requests: Counter
-    prompt_tokens: Counter
-    output_tokens: Counter
-    time_to_first_token: Histogram
-    request_seconds: Histogram
     active: Gauge
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    request_success: Counter
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    inference_time: Histogram
+    request_prompt_tokens: Histogram
+    request_generation_tokens: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
+    _of_models: dict[str, ModelMetrics] = field(default_factory=dict)
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> FrontendMetrics:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_FRONTEND}{name}", text, ["model_name", *labels], registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{_FRONTEND}{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
         return cls(
-            Counter(
-                "triptych_frontend_requests",
-                "Requests ended, by API and outcome.",
-                ["api", "outcome"],
-                registry=registry,
+            requests=counter(
+                "requests",
+                "Requests ended, by API and outcome; no model if none was found.",
+                "api",
+                "outcome",
             ),
-            Counter("triptych_frontend_prompt_tokens", "Prompt tokens taken.", registry=registry),
-            Counter("triptych_frontend_output_tokens", "Output tokens sent.", registry=registry),
-            Histogram(
-                "triptych_frontend_time_to_first_token_seconds",
-                "Arrival to first token.",
-                buckets=_SECONDS,
-                registry=registry,
+            active=Gauge(f"{_FRONTEND}active_requests", "Requests that run now.", registry=registry),
+            prompt_tokens=counter("prompt_tokens", "Prompt tokens that an engine has taken."),
+            generation_tokens=counter("generation_tokens", "Output tokens, counted as they come."),
+            request_success=counter("request_success", "Choices that ended, by reason.", "finished_reason"),
+            time_to_first_token=histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
+            inter_token_latency=histogram(
+                "inter_token_latency_seconds",
+                "Between two tokens of a streamed choice; tokens that leave together share their time.",
+                _TOKEN_SECONDS,
             ),
-            Histogram(
-                "triptych_frontend_request_seconds", "Arrival to end.", buckets=_SECONDS, registry=registry
+            time_per_output_token=histogram(
+                "request_time_per_output_token_seconds",
+                "First token to end, divided by the tokens after the first.",
+                _TOKEN_SECONDS,
             ),
-            Gauge("triptych_frontend_active_requests", "Requests that run now.", registry=registry),
+            e2e_latency=histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS),
+            queue_time=histogram(
+                "request_queue_time_seconds", "In the engine, before the first step.", _SECONDS
+            ),
+            prefill_time=histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS),
+            decode_time=histogram("request_decode_time_seconds", "First token to last.", _SECONDS),
+            inference_time=histogram("request_inference_time_seconds", "First step to last token.", _SECONDS),
+            request_prompt_tokens=histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+            request_generation_tokens=histogram(
+                "request_generation_tokens", "Output tokens of a request, all choices together.", _TOKENS
+            ),
+            params_n=histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
+            params_max_tokens=histogram(
+                "request_params_max_tokens", "Output tokens that a choice of a request may have.", _TOKENS
+            ),
         )
+
+    def of_model(self, name: str) -> ModelMetrics:
+        """Return the metrics of requests for one model."""
+        if name not in self._of_models:  # looking up each costs 10 us
+            metrics = (getattr(self, each.name).labels(name) for each in fields(ModelMetrics))
+            self._of_models[name] = ModelMetrics(*metrics)
+        return self._of_models[name]
+
+    @property
+    def collectors(self) -> list[Collector]:
+        """All of them."""
+        return [getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Those of `FrontendMetrics` that have no label beside the model's name."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    inference_time: Histogram
+    request_prompt_tokens: Histogram
+    request_generation_tokens: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
+
+
+class EngineGauges(Collector):
+    """The engines' counters as a frontend last heard of them, for gateways and dashboards that ask frontends."""
+
+    def __init__(self, latest: Callable[[], Iterable[tuple[str, EngineStatus]]]) -> None:
+        """`latest`: Return the model's name and the status of each engine that reports."""
+        self._latest = latest
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "engine"]
+
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"{_FRONTEND}{name}", text, labels=labels)
+
+        def counter(name: str, text: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"{_FRONTEND}{name}", text, labels=labels)
+
+        running = gauge("num_requests_running", "Choices with a row in the engine's worker.")
+        waiting = gauge("num_requests_waiting", "Choices that wait for one.")
+        usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all of them.")
+        asleep = gauge("engine_sleep_state", "1 while the engine's worker sleeps.")
+        ready = gauge("engine_ready", "1 while the engine takes requests.")
+        queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        hits = counter("prefix_cache_hits", "Prompt tokens found there.")
+        preemptions = counter("num_preemptions", "Requests that lost their blocks to another.")
+        sizes = GaugeMetricFamily(
+            f"{_FRONTEND}cache_config_info",
+            "1; sizes of the engine's KV cache.",
+            labels=[*labels, "block_size", "num_gpu_blocks"],
+        )
+        for model, status in self._latest():
+            who = [model, status.engine_id]
+            running.add_metric(who, status.num_running)
+            waiting.add_metric(who, status.num_waiting)
+            usage.add_metric(who, status.num_used_blocks / max(status.num_blocks, 1))
+            asleep.add_metric(who, status.asleep)
+            ready.add_metric(who, status.ready)
+            queries.add_metric(who, status.prefix_queries)
+            hits.add_metric(who, status.prefix_hits)
+            preemptions.add_metric(who, status.num_preemptions)
+            sizes.add_metric([*who, str(status.block_size), str(status.num_blocks)], 1)
+        yield from (running, waiting, usage, asleep, ready, queries, hits, preemptions, sizes)
+
+
+class VllmNames(Collector):
+    """The frontend's metrics once more, under vLLM's names: dashboards, autoscalers and gateways look for these."""
+
+    def __init__(self, sources: Iterable[Collector]) -> None:
+        self._sources = tuple(sources)
+
+    def collect(self) -> Iterator[Metric]:
+        for source in self._sources:
+            for metric in source.collect():
+                name = metric.name.removeprefix(_FRONTEND)
+                if name in _NOT_VLLM:
+                    continue
+                renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
+                renamed.samples = [
+                    sample._replace(name=f"vllm:{sample.name.removeprefix(_FRONTEND)}")
+                    for sample in metric.samples
+                ]
+                yield renamed
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,3 +142,5 @@ class EngineStatus:
     """As in `KvShape`."""
     block_bytes: int = 0
     """Bytes of one block in all layers of a rank."""
+    block_size: int = 0
+    """Tokens per block."""

@@ -35,6 +35,7 @@ _PLAIN = (
     "num_touched_blocks",
     "soft_num_blocks",
     "block_bytes",
+    "block_size",
 )
 
 
@@ -50,6 +51,19 @@ def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
         model=model,
         journal=f"JOURNAL_STATE_{status.journal.upper()}",
     )
+
+
+def status_from_proto(message: admin_pb2.EngineStatus) -> tuple[str, EngineStatus]:
+    """Return the model's name, and the status less the ends of requests by reason and the journal's state."""
+    status = EngineStatus(
+        **{name: getattr(message, name) for name in _PLAIN if name != "soft_num_blocks"},
+        soft_num_blocks=message.soft_num_blocks if message.HasField("soft_num_blocks") else None,
+        ready=message.state == admin_pb2.ENGINE_STATE_READY and not message.why_not_ready,
+        paused=message.state == admin_pb2.ENGINE_STATE_PAUSED,
+        asleep=message.state == admin_pb2.ENGINE_STATE_ASLEEP,
+        steps_in_flight=message.max_steps_in_flight,
+    )
+    return message.model, status
 
 
 def _state(status: EngineStatus) -> admin_pb2.EngineState:

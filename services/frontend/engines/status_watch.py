@@ -1,0 +1,69 @@
+"""Follows the counters of every engine, so that this frontend's metrics can show them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import grpc.aio
+
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.router import Router
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.types.facts import EngineStatus
+from triptych.wire.admin import status_from_proto
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_MS = 1000
+_SILENCE_S = 5.0  # after which the counters are too old to be shown
+_RETRY_S = 1.0
+
+
+class StatusWatch:
+    """The latest counters of each engine. Owned by the app, which runs `run` as long as it serves."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._latest: dict[str, tuple[str, EngineStatus]] = {}
+        """Address -> model's name and counters."""
+
+    def latest(self) -> Iterator[tuple[str, EngineStatus]]:
+        """Return the model's name and the counters of each engine that has told them within the last seconds."""
+        return iter(list(self._latest.values()))
+
+    async def run(self) -> None:
+        """Follow all engines until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for engine in self._router.engines:
+                group.create_task(self._follow(engine), name=f"status-{engine.address}")
+
+    async def _follow(self, engine: EngineClient) -> None:
+        while True:
+            try:
+                await self._read(engine)
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError) as error:
+                # The engine's session tells the operator that it is away; here it is one gauge less.
+                log.debug("engine %s does not tell its counters: %r", engine.name, error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # else grpc has raised it, since the channel was closed to take renewed certificates
+            self._latest.pop(engine.address, None)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _read(self, engine: EngineClient) -> None:
+        """Take in one engine's counters until its stream ends or falls silent."""
+        stub = admin_pb2_grpc.AdminServiceStub(engine.channel)
+        call = stub.WatchStatus(admin_pb2.WatchStatusRequest(interval_ms=_INTERVAL_MS))
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    response = await call.read()
+                if response is grpc.aio.EOF:
+                    return
+                self._latest[engine.address] = status_from_proto(response.status)
+        finally:
+            call.cancel()

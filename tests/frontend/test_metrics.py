@@ -1,0 +1,131 @@
+"""Metrics of the frontend: what requests leave behind, the engines' gauges, and vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.frontend.engines.status_watch import StatusWatch
+from tests.helpers.fake_engine import FakeEngine, eventually
+from tests.helpers.frontend import answer, collect, frontend_core, raw_request
+from triptych.errors import ModelNotFound
+from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
+from triptych.types.events import DeltaEvent
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import OutputKind
+
+PER_REQUEST = (
+    "time_to_first_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+)
+PER_CHOICE = (
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_time_per_output_token_seconds",
+)
+
+
+async def test_an_answer_is_observed_once_in_each_histogram_of_its_model() -> None:
+    async with FakeEngine(lambda request: [65] * 9) as engine, frontend_core(engine) as core:
+        got = await answer(core.generator, raw_request(sampling={"max_tokens": 9, "n": 2}))
+        num_tokens = got.finished.usage.num_output_tokens
+        assert num_tokens == 18
+        assert core.metric("prompt_tokens_total", model_name="tiny") == got.finished.usage.num_prompt_tokens
+        assert core.metric("generation_tokens_total", model_name="tiny") == num_tokens
+        assert core.metric("request_generation_tokens_sum", model_name="tiny") == num_tokens
+        assert core.metric("request_params_max_tokens_sum") == 9
+        assert core.metric("request_success_total", model_name="tiny", finished_reason="length") == 2
+        assert {name: core.metric(f"{name}_count") for name in PER_REQUEST} == dict.fromkeys(PER_REQUEST, 1)
+        assert {name: core.metric(f"{name}_count") for name in PER_CHOICE} == dict.fromkeys(PER_CHOICE, 2)
+
+
+async def test_tokens_of_a_stream_are_counted_while_it_runs() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        async with aclosing(core.generator.generate(raw_request(sampling={"max_tokens": 9}))) as events:
+            first = asyncio.ensure_future(anext(events))
+            request = await engine.next_submit()
+            engine.emit(request, [])
+            await first
+            for num_so_far in (1, 2, 3):
+                engine.emit(request, [65])
+                assert isinstance(await anext(events), DeltaEvent)
+                assert core.metric("generation_tokens_total") == num_so_far
+                assert core.metric("inter_token_latency_seconds_count") == num_so_far - 1
+        assert core.metric("generation_tokens_total") == 3, (
+            "those of an answer that its client left count, too"
+        )
+        assert core.metric("request_success_total") == 0
+
+
+async def test_tokens_of_a_whole_answer_are_counted_at_its_end() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        task = asyncio.create_task(collect(core.generator, raw_request(output_kind=OutputKind.FINAL_ONLY)))
+        engine.emit(await engine.next_submit(), [65, 65, 65], finish=FinishReason.LENGTH)
+        await task
+        assert core.metric("generation_tokens_total") == 3
+        assert core.metric("inter_token_latency_seconds_count") == 0
+
+
+async def test_a_refused_request_has_no_model_and_no_latency() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        with pytest.raises(ModelNotFound):
+            await collect(core.generator, raw_request(model="another"))
+        assert core.metric("requests_total", model_name="", outcome="MODEL_NOT_FOUND") == 1
+        assert core.metric("e2e_request_latency_seconds_count") == 0
+
+
+async def test_the_engines_gauges_come_and_go_with_the_engine() -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        watch = StatusWatch(core.router)
+        core.registry.register(EngineGauges(watch.latest))
+        task = asyncio.create_task(watch.run())
+        who = {"model_name": "tiny", "engine": "engine-0"}
+        await eventually(lambda: core.metric("num_requests_running", **who) == 3)
+        assert core.metric("kv_cache_usage_perc", **who) == 0.25
+        assert core.metric("cache_config_info", **who, block_size="16", num_gpu_blocks="8") == 1
+        assert core.metric("engine_ready", **who) == 1
+        await engine.die()
+        await eventually(lambda: not list(watch.latest()))
+        await engine.start()
+        await eventually(lambda: core.metric("num_requests_running", **who) == 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> None:
+    """The names are those that the model-server protocol of inference gateways maps for vLLM."""
+    async with FakeEngine(lambda request: [65] * 4) as engine, frontend_core(engine) as core:
+        watch = StatusWatch(core.router)
+        task = asyncio.create_task(watch.run())
+        await eventually(lambda: bool(list(watch.latest())))
+        metrics = FrontendMetrics.create(CollectorRegistry())
+        metrics.of_model("tiny").generation_tokens.inc(4)
+        metrics.of_model("tiny").time_to_first_token.observe(0.3)
+        registry = CollectorRegistry()
+        registry.register(VllmNames((EngineGauges(watch.latest), *metrics.collectors)))
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        values = {
+            sample.name: sample.value
+            for family in families
+            for sample in family.samples
+            if sample.labels.get("model_name") == "tiny"
+        }
+        assert values["vllm:num_requests_running"] == 3
+        assert values["vllm:num_requests_waiting"] == 0
+        assert values["vllm:kv_cache_usage_perc"] == 0.25
+        assert values["vllm:cache_config_info"] == 1
+        assert values["vllm:generation_tokens_total"] == 4
+        assert values["vllm:time_to_first_token_seconds_count"] == 1
+        assert not [name for name in values if "triptych" in name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
