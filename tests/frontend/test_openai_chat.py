@@ -164,7 +164,6 @@ async def test_each_bad_field_is_named(api: HttpApi, fields: dict[str, Any], par
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.objects import EchoLogprobs
+from services.frontend.openai.logprobs import EchoLogprobs
 from tests.helpers.fake_generator import MODEL
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.types.events import PromptLogprobsEvent
@@ -33,7 +33,7 @@ def api(shared_api: HttpApi) -> HttpApi:
 
 def echo_of(*pieces: bytes) -> EchoLogprobs:
     """Return the echo of a prompt of these tokens, with no alternatives."""
-    echo = EchoLogprobs(pieces[0])
+    echo = EchoLogprobs(0, pieces[0])
     count = len(pieces) - 1
     columns = np.zeros((count, 1), np.uint32), np.zeros((count, 1), np.float32), np.ones(count, np.uint32)
     echo.add(PromptLogprobsEvent(PromptLogprobs(1, *columns), pieces[1:]))

@@ -48,11 +48,12 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_it_is_admitted_once_and_ends_once_with_the_sums() -> None:
+async def test_all_are_admitted_first_and_it_ends_once_with_the_sums() -> None:
     prompts = [Prompt(num_deltas=n) for n in (3, 1, 2)]
     events = [event async for event in merge([prompt.events() for prompt in prompts], 2)]
-    admitted, *deltas, finished = events
-    assert isinstance(admitted, AdmittedEvent)
+    *_, finished = events
+    deltas = events[3:-1]
+    assert events[:3] == [AdmittedEvent("r", "m", 0, [1], index=index) for index in (0, 2, 4)]
     assert finished == FinishedEvent(Usage(3, 6, 3), StageTimings(5, 5, 3), 21)
     by_choice: dict[int, str] = {}
     for delta in deltas:

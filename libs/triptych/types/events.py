@@ -19,6 +19,8 @@ class AdmittedEvent:
     prompt_token_ids: Sequence[int] | U32
     is_limited_by_context: bool = False
     """The output may be as long as the model's context leaves, and no longer."""
+    index: int = 0
+    """The first choice of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

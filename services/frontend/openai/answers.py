@@ -40,10 +40,29 @@ class CompletionLogprobs(Answer):
     """Characters of the tokens before."""
 
 
+class PromptToken(Answer):
+    """A candidate for one position of a prompt."""
+
+    logprob: float
+    """-9999 represents minus infinity."""
+    rank: int
+    """1 is the best of the vocabulary."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+
+
 class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt, by id: itself, then the best ones; null for the first. Only if asked for."""
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`; in a stream in the first chunk of a choice."""
+    token_ids: list[int] | None = None
+    """With `return_token_ids`: the new tokens of the output."""
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
@@ -120,6 +139,8 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = None
+    """With `return_token_ids`: the tokens of the output."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
@@ -135,6 +156,10 @@ class ChatCompletionAnswer(Answer):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt, by id: itself, then the best ones; null for the first. Only if asked for."""
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`."""
 
 
 class CalledFunctionDelta(Answer):
@@ -170,6 +195,8 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = None
+    """With `return_token_ids`: the new tokens."""
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
@@ -185,6 +212,8 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     """One, or none in the chunk with the usage."""
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`, in the first chunk of each choice."""
     usage: UsageAnswer | None = None
     """Only with `stream_options.include_usage`; null but in the last chunk."""
 

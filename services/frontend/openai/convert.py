@@ -46,15 +46,20 @@ class AnswerOptions:
     is_streamed: bool
     includes_usage: bool
     wants_logprobs: bool
+    echoes_logprobs: bool
+    """The log-probabilities of the prompt stand at the head of those of the output."""
+    returns_prompt_logprobs: bool
+    returns_token_ids: bool
+    names_tokens_by_id: bool
+    """In log-probabilities: `token_id:123`."""
 
 
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
     """Return one raw request per prompt, in their order. Request ids are numbered where there is a list of prompts."""
     base = _common(body, label, deadline_s)
     sampling = {**base.sampling, "max_tokens": body.max_tokens, "logprobs": body.logprobs}
-    if (
-        body.echo and body.logprobs is not None and 0 <= body.logprobs <= MAX_LOGPROBS
-    ):  # else refused as it is
+    has_logprobs = body.logprobs is not None and 0 <= body.logprobs <= MAX_LOGPROBS  # else refused as it is
+    if body.echo and has_logprobs and body.prompt_logprobs is None:
         sampling["prompt_logprobs"] = body.logprobs
     base = replace(base, sampling=sampling, echo=bool(body.echo))
     prompt = body.prompt
@@ -180,11 +185,16 @@ def to_chat(body: ChatFields) -> RawChat:
 
 def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
     """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
+    wants_logprobs = body.logprobs is not None and body.logprobs is not False
     return AnswerOptions(
         num_choices=_sampling_fields(body)["n"] or 1,
         is_streamed=bool(body.stream),
         includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        wants_logprobs=body.logprobs is not None and body.logprobs is not False,
+        wants_logprobs=wants_logprobs,
+        echoes_logprobs=wants_logprobs and isinstance(body, CompletionRequest) and bool(body.echo),
+        returns_prompt_logprobs=body.prompt_logprobs is not None,
+        returns_token_ids=bool(body.return_token_ids),
+        names_tokens_by_id=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -226,7 +236,11 @@ def base_request(body: GenerationBody, form: Form, *, label: str, deadline_s: fl
 def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequest:
     """Return the request without what the two kinds of completion name differently."""
     base = base_request(body, read_form(body), label=label, deadline_s=deadline_s)
-    return replace(base, violations=(*base.violations, *_misuse_of_stream(body)))
+    return replace(
+        base,
+        sampling={**base.sampling, "prompt_logprobs": body.prompt_logprobs},
+        violations=(*base.violations, *_misuse_of_stream(body)),
+    )
 
 
 def _sampling_fields(body: GenerationBody) -> dict[str, Any]:
@@ -247,9 +261,14 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
-    if body.stream_options is None or body.stream:
-        return []
-    return [FieldViolation("stream_options", "only a stream has options; set stream to true")]
+    violations = []
+    if body.stream and body.prompt_logprobs is not None:
+        why = "comes with whole answers only; leave it out, or set stream to false"
+        violations.append(FieldViolation("prompt_logprobs", why))
+    if body.stream_options is not None and not body.stream:
+        why = "only a stream has options; set stream to true"
+        violations.append(FieldViolation("stream_options", why))
+    return violations
 
 
 def _to_message(message: Message) -> dict[str, Any]:

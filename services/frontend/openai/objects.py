@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from services.frontend.openai.convert import AnswerOptions
+from services.frontend.openai.logprobs import (
+    EchoLogprobs,
+    PromptLogprobsList,
+    chat_logprobs,
+    completion_logprobs,
+    name_by_id,
+    name_by_text,
+)
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
 from triptych.types.outputs import (
     FinishReason,
-    Logprob,
     TokenLogprobs,
     ToolCall,
     ToolCallDelta,
@@ -34,6 +43,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -42,6 +52,7 @@ class Choice:
         self.texts.append(delta.text)
         self.reasonings.append(delta.reasoning)
         append_calls(self.tool_calls, delta.tool_calls)
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -54,11 +65,17 @@ class AnswerFormat(Protocol):
     object_name: str
     chunk_name: str
 
+    def admit(self, event: AdmittedEvent) -> None:
+        """Take in that a prompt is admitted; all prompts are before anything else comes."""
+
     def opening(self, index: int) -> str | None:
         """JSON of the choice in the chunk that opens it, if it is opened by one."""
 
     def add_prompt(self, event: PromptLogprobsEvent) -> None:
         """Take in a part of a prompt's log-probabilities; all of them come before the first delta."""
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Fields about the prompt in the answer itself, or in the chunks that open its choices."""
 
     def delta(self, delta: DeltaEvent) -> str:
         """JSON of the choice in a later chunk."""
@@ -74,66 +91,88 @@ class CompletionFormat:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, *, wants_logprobs: bool, num_choices: int = 1) -> None:
-        """
-        Args:
-            num_choices: Of each prompt.
-        """
-        self._wants_logprobs = wants_logprobs
-        self._num_choices = num_choices
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._name = name_by_id if options.names_tokens_by_id else name_by_text
         self._text_offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
-        self._prompts: dict[int, EchoLogprobs] = {}  # by the first choice of each that is repeated with them
+        # The rest by the first choice of each prompt.
+        self._prompt_token_ids: dict[int, list[int]] = {}  # if they are needed
+        self._echoes: dict[int, EchoLogprobs] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobsList] = {}
+        self._are_open: set[int] = set()  # choices whose first chunk is sent
+
+    def admit(self, event: AdmittedEvent) -> None:
+        if self._options.returns_token_ids or self._options.echoes_logprobs:
+            self._prompt_token_ids[event.index] = np.asarray(event.prompt_token_ids).tolist()
 
     def opening(self, index: int) -> str | None:
         return None
 
     def add_prompt(self, event: PromptLogprobsEvent) -> None:
-        if event.index not in self._prompts:
-            self._prompts[event.index] = EchoLogprobs(event.first_token_bytes)
-        self._prompts[event.index].add(event)
+        index = event.index
+        if self._options.echoes_logprobs:
+            if index not in self._echoes:
+                first_token_id = self._prompt_token_ids[index][0]
+                self._echoes[index] = EchoLogprobs(first_token_id, event.first_token_bytes, self._name)
+            self._echoes[index].add(event)
+        if self._options.returns_prompt_logprobs:
+            self._prompt_logprobs.setdefault(index, PromptLogprobsList()).add(event)
+
+    def prompt_fields(self) -> dict[str, Any]:
+        return {}
 
     def delta(self, delta: DeltaEvent) -> str:
-        logprobs = self._logprobs(delta.index, delta.logprobs, delta.text) if self._wants_logprobs else None
+        has_logprobs = self._options.wants_logprobs
+        logprobs = self._logprobs(delta.index, delta.logprobs, delta.text) if has_logprobs else None
         return (
             f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
-            f'"logprobs":{to_json(logprobs) if logprobs else "null"},{_ending(delta)}}}'
+            f'"logprobs":{to_json(logprobs) if logprobs else "null"}{self._token_ids(delta)},{_ending(delta)}}}'
         )
+
+    def _token_ids(self, delta: DeltaEvent) -> str:
+        """Return the token ids of a chunk as more fields; in the first one of a choice the prompt's as well."""
+        if not self._options.returns_token_ids:
+            return ""
+        prompt = ""
+        if delta.index not in self._are_open:
+            self._are_open.add(delta.index)
+            prompt = f',"prompt_token_ids":{to_json(self._prompt_token_ids[self._first_choice(delta.index)])}'
+        return f'{prompt},"token_ids":{to_json(delta.token_ids)}'
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice.index, choice.logprobs, text) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(choice.index, choice.logprobs, text)
+            if self._options.wants_logprobs
+            else None,
             **_ending_of(choice),
+            **self._more_fields(choice),
         }
+
+    def _more_fields(self, choice: Choice) -> dict[str, Any]:
+        """Return what was asked for beyond OpenAI's fields."""
+        first, fields = self._first_choice(choice.index), dict[str, Any]()
+        if self._options.returns_prompt_logprobs:
+            fields["prompt_logprobs"] = self._prompt_logprobs[first].positions
+        if self._options.returns_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids[first]
+            fields["token_ids"] = choice.token_ids
+        return fields
+
+    def _first_choice(self, index: int) -> int:
+        """Return the first choice of the same prompt."""
+        return index - index % self._options.num_choices
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs], text: str) -> dict[str, Any]:
         """`text`: What the choice has new; its first begins with the prompt that it repeats."""
-        prompt = None
-        if index not in self._text_offsets:
-            prompt = self._prompts.get(index - index % self._num_choices)
-        offsets, offset = ([], self._text_offsets.get(index, 0)) if prompt is None else prompt.place_in(text)
-        for entry in entries:
-            offsets.append(offset)
-            offset += len(entry.chosen.text)
-        self._text_offsets[index] = offset
-        tokens = [_name(entry.chosen) for entry in entries]
-        token_logprobs: list[float | None] = [finite(entry.chosen.logprob) for entry in entries]
-        top_logprobs: list[dict[str, float] | None] = [
-            {_name(candidate): finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
-            for entry in entries
-        ]
-        if prompt is not None:
-            tokens = prompt.tokens + tokens
-            token_logprobs = prompt.token_logprobs + token_logprobs
-            top_logprobs = prompt.top_logprobs + top_logprobs
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": offsets,
-        }
+        offset = self._text_offsets.get(index)
+        echo = self._echoes.get(self._first_choice(index)) if offset is None else None
+        logprobs, self._text_offsets[index] = completion_logprobs(
+            entries, offset or 0, echo, text, self._name
+        )
+        return logprobs
 
 
 class ChatFormat:
@@ -143,8 +182,14 @@ class ChatFormat:
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, *, wants_logprobs: bool) -> None:
-        self._wants_logprobs = wants_logprobs
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._prompt_token_ids: list[int] = []
+        self._prompt_logprobs = PromptLogprobsList()
+
+    def admit(self, event: AdmittedEvent) -> None:
+        if self._options.returns_token_ids:
+            self._prompt_token_ids = np.asarray(event.prompt_token_ids).tolist()
 
     def opening(self, index: int) -> str | None:
         return (
@@ -153,22 +198,37 @@ class ChatFormat:
         )
 
     def add_prompt(self, event: PromptLogprobsEvent) -> None:
-        raise NotImplementedError("a chat does not repeat its prompt")
+        self._prompt_logprobs.add(event)
+
+    def prompt_fields(self) -> dict[str, Any]:
+        fields = dict[str, Any]()
+        if self._options.returns_prompt_logprobs:
+            fields["prompt_logprobs"] = self._prompt_logprobs.positions
+        if self._options.returns_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids
+        return fields
 
     def delta(self, delta: DeltaEvent) -> str:
         content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
         if delta.reasoning or delta.tool_calls:
             content = to_json(_chat_delta(delta))
-        logprobs = to_json(_chat_logprobs(delta.logprobs)) if self._wants_logprobs else "null"
-        return f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs},{_ending(delta)}}}'
+        logprobs = to_json(self._logprobs(delta.logprobs)) if self._options.wants_logprobs else "null"
+        token_ids = f',"token_ids":{to_json(delta.token_ids)}' if self._options.returns_token_ids else ""
+        return (
+            f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs}{token_ids},{_ending(delta)}}}'
+        )
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": _message(choice),
-            "logprobs": _chat_logprobs(choice.logprobs) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(choice.logprobs) if self._options.wants_logprobs else None,
             **_ending_of(choice),
+            **({"token_ids": choice.token_ids} if self._options.returns_token_ids else {}),
         }
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return chat_logprobs(entries, names_by_id=self._options.names_tokens_by_id)
 
 
 def _chat_delta(delta: DeltaEvent) -> dict[str, Any]:
@@ -224,6 +284,7 @@ async def whole_answer(
                     format.add_prompt(event)
                 case AdmittedEvent():
                     model = event.model
+                    format.admit(event)
                 case _:
                     usage = event.usage
     return {
@@ -233,6 +294,7 @@ async def whole_answer(
         "model": model,
         "choices": [format.whole(choice) for _, choice in sorted(choices.items())],
         "usage": usage_object(usage),
+        **format.prompt_fields(),
     }
 
 
@@ -257,84 +319,3 @@ def _ending_of(choice: Choice | DeltaEvent) -> dict[str, Any]:
     if reason is FinishReason.ABORT:
         return {"finish_reason": FinishReason.LENGTH.word, "stop_reason": FinishReason.ABORT.word}
     return {"finish_reason": reason and reason.word, "stop_reason": choice.stop_reason}
-
-
-def _chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_candidate(entry.chosen),
-                "top_logprobs": [_candidate(top) for top in entry.top],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
-
-
-def _name(entry: Logprob) -> str:
-    return entry.text if entry.token_bytes is None else spell(entry.token_bytes)
-
-
-def _candidate(entry: Logprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.utf8)}
-
-
-LOWEST_LOGPROB = -9999.0  # represents minus infinity, which JSON lacks; as OpenAI does
-_SEARCHED_CHARS = 64
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can spell."""
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def spell(token_bytes: bytes) -> str:
-    """Return a token's text, or its bytes in OpenAI's spelling: parts of characters differ in these only."""
-    try:
-        return token_bytes.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
-
-
-class EchoLogprobs:
-    """One prompt's tokens; grows by parts, then is shared by all choices."""
-
-    def __init__(self, first_token_bytes: bytes) -> None:
-        self._pieces = [first_token_bytes]
-        self.token_logprobs: list[float | None] = [None]
-        """[num_prompt_tokens] None for the first token: nothing predicts it."""
-        self.top_logprobs: list[dict[str, float] | None] = [None]
-
-    @property
-    def tokens(self) -> list[str]:
-        """[num_prompt_tokens] as `spell` has them."""
-        return list(map(spell, self._pieces))
-
-    def add(self, event: PromptLogprobsEvent) -> None:
-        """Append the next part."""
-        num_candidates = event.logprobs.token_ids.shape[1]
-        self._pieces += event.token_bytes[::num_candidates]
-        names = list(map(spell, event.token_bytes))
-        for row, logprobs in enumerate(event.logprobs.logprobs.tolist()):
-            start = row * num_candidates
-            values = list(map(finite, logprobs))
-            self.token_logprobs.append(values[0])
-            self.top_logprobs.append(dict(zip(names[start : start + num_candidates], values, strict=True)))
-
-    def place_in(self, text: str) -> tuple[list[int], int]:
-        """Find where each token begins in a text that begins with the prompt; return that, and where the prompt ends.
-
-        A token that the text leaves out, as special ones are, begins where the next one does. One that begins inside a
-        character begins where that character does.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        offsets, offset = [], 0
-        for piece in map(decoder.decode, self._pieces):
-            offsets.append(offset)
-            if not offset and not text.startswith(piece):
-                piece = piece.removeprefix(" ")  # some tokenizers put a space before every text
-            place = text.find(piece, offset, offset + len(piece) + _SEARCHED_CHARS)  # normalised texts differ
-            if place >= 0:
-                offset = place + len(piece)
-        return offsets, offset

@@ -38,8 +38,7 @@ async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Re
         return convert.answer_options(body), raws
 
     options, raws = await reader_of(request).read(request, CompletionRequest, to_raws)
-    format = CompletionFormat(wants_logprobs=options.wants_logprobs, num_choices=options.num_choices)
-    return await _generate(request, options, raws, format)
+    return await _generate(request, options, raws, CompletionFormat(options))
 
 
 @router.post(
@@ -53,7 +52,7 @@ async def create_chat_completion(request: Request, timeout_s: _TimeoutS = None) 
         return convert.answer_options(body), raw
 
     options, raw = await reader_of(request).read(request, ChatCompletionRequest, to_raw)
-    return await _generate(request, options, [raw], ChatFormat(wants_logprobs=options.wants_logprobs))
+    return await _generate(request, options, [raw], ChatFormat(options))
 
 
 @router.post("/abort_requests", responses={200: {"model": answers.AbortAnswer}}, tags=["generate"])
@@ -104,8 +103,7 @@ async def _generate(
         format,
         answer_id=answer_id,
         created_unix_s=created_unix_s,
-        num_choices=num_choices,
-        include_usage=options.includes_usage,
+        options=options,
     )
     return EventStream(pieces, in_flight=in_flight, request_id=request_id)
 

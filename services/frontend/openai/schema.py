@@ -204,13 +204,17 @@ class SamplingBody(GenerationBody):
 
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
+    prompt_logprobs: Annotated[int, Integral, limits("prompt_logprobs")] | None = None
+    """Report, for each token of the prompt, its log-probability and those of so many best tokens, 0..20. Only in whole
+    answers. Null: none."""
+    return_token_ids: bool | None = None
+    """Send the token ids of prompt and output as well."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens in `logprobs` by their ids: `token_id:123`."""
     response_format: ResponseFormat | None = None
     """Force the answer into a form, as structured_outputs does; at most one of the two. Null: free text."""
 
     logprob_token_ids: Any = not_served()
-    prompt_logprobs: Any = not_served()
-    return_token_ids: Any = not_served(False)
-    return_tokens_as_token_ids: Any = not_served(False)
     metadata: Any = ignored()
 
 
@@ -237,7 +241,7 @@ class CompletionRequest(SamplingBody):
     ] = None
     """At least one token each. Choice j of prompt i has the index i * n + j."""
     max_tokens: Annotated[int, Integral, limits("max_tokens")] | None = None
-    """New tokens at most, >= 1, or 0 with echo. Null: 16."""
+    """New tokens at most, >= 1, or 0 with echo or prompt_logprobs. Null: 16."""
     echo: bool | None = None
     """Repeat the prompt at the head of the text."""
     logprobs: Annotated[int, Integral, limits("logprobs")] | None = None

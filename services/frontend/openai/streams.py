@@ -10,6 +10,7 @@ from dataclasses import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.frontend.openai.convert import AnswerOptions
 from services.frontend.openai.errors import to_http_error
 from services.frontend.openai.in_flight import ClientGone, InFlight
 from services.frontend.openai.objects import AnswerFormat, to_json, usage_object
@@ -20,7 +21,7 @@ from triptych.types.outputs import StageTimings, Usage
 
 
 async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> AsyncGenerator[Event]:
-    """One AdmittedEvent once all are admitted, then the deltas as they come, then one FinishedEvent.
+    """All AdmittedEvents once all are admitted, then the deltas as they come, then one FinishedEvent.
 
     Choice j of stream i becomes choice i * num_choices + j. Streams take turns: each is asked for its next
     event when its last one has been read, so a slow reader finds deltas merged as with one prompt, and
@@ -33,7 +34,7 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
         asyncio.create_task(_pump(number, stream, events, turns[number]), name=f"prompt-{number}")
         for number, stream in enumerate(streams)
     ]
-    num_admitted = 0
+    admitted: dict[int, AdmittedEvent] = {}
     refusals: dict[int, InvalidRequest] = {}
     ends: list[FinishedEvent] = []
     try:
@@ -44,19 +45,20 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
                     yield replace(event, index=number * num_choices + event.index)
                     turns[number].set()
                 case AdmittedEvent():
-                    num_admitted += 1
-                    if num_admitted == len(streams):
-                        yield event
+                    admitted[number] = replace(event, index=number * num_choices)
+                    if len(admitted) == len(streams):
+                        for _, event in sorted(admitted.items()):
+                            yield event
                         for turn in turns:
                             turn.set()
-                case InvalidRequest() if num_admitted < len(streams):
+                case InvalidRequest() if len(admitted) < len(streams):
                     refusals[number] = event
                 case FinishedEvent():
                     ends.append(event)
                     turns[number].set()
                 case _:
                     raise event
-            if refusals and num_admitted + len(refusals) == len(streams):
+            if refusals and len(admitted) + len(refusals) == len(streams):
                 raise _together([refusal for _, refusal in sorted(refusals.items())])
         yield _sum(ends)
     finally:
@@ -118,8 +120,7 @@ async def chunks(
     *,
     answer_id: str,
     created_unix_s: int,
-    num_choices: int,
-    include_usage: bool,
+    options: AnswerOptions,
 ) -> AsyncGenerator[str]:
     """The text of the stream, in pieces to be sent at once. The first comes with admission and may be empty.
 
@@ -131,11 +132,15 @@ async def chunks(
             match event:
                 case DeltaEvent():
                     has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
-                    if has_output or event.finish_reason is not None:
+                    has_tokens = options.returns_token_ids and event.token_ids
+                    if has_output or has_tokens or event.finish_reason is not None:
                         yield f"{head}{format.delta(event)}{tail}"
                 case PromptLogprobsEvent():
                     format.add_prompt(event)
                 case AdmittedEvent():
+                    format.admit(event)
+                    if head:
+                        continue
                     shared = {
                         "id": answer_id,
                         "object": format.chunk_name,
@@ -143,14 +148,19 @@ async def chunks(
                         "model": event.model,
                     }
                     head = f'data: {to_json(shared)[:-1]},"choices":['
-                    tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
-                    openings = (format.opening(index) for index in range(num_choices))
-                    yield "".join(f"{head}{opening}{tail}" for opening in openings if opening is not None)
-                case _:
-                    usage = (
-                        f'{head}],"usage":{to_json(usage_object(event.usage))}}}\n\n' if include_usage else ""
+                    tail = '],"usage":null}\n\n' if options.includes_usage else "]}\n\n"
+                    prompt_fields = "".join(
+                        f',"{name}":{to_json(value)}' for name, value in format.prompt_fields().items()
                     )
-                    yield usage + DONE
+                    openings = (format.opening(index) for index in range(options.num_choices))
+                    yield "".join(
+                        f"{head}{opening}]{prompt_fields}{tail[1:]}"
+                        for opening in openings
+                        if opening is not None
+                    )
+                case _:
+                    usage = f'{head}],"usage":{to_json(usage_object(event.usage))}}}\n\n'
+                    yield usage + DONE if options.includes_usage else DONE
 
 
 class EventStream(Response):
