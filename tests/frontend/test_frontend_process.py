@@ -27,7 +27,7 @@ from triptych.v1 import generation_pb2_grpc
 
 TOKENIZER = byte_tokenizer()
 START_S = 30.0  # a cold start on a busy machine
-FREE_PORTS = {"frontend.port": "0", "frontend.http-port": "0", "frontend.metrics-port": "0"}
+FREE_PORTS = {f"frontend.{name}": "0" for name in ("port", "admin-port", "http-port", "metrics-port")}
 
 
 @dataclass
