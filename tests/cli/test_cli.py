@@ -9,39 +9,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_frontend import SERVICE, FakeFrontend
-from triptych.cli import env, main
+from triptych.cli import env
 from triptych.cli.streaming import write_now
 from triptych.config.api_keys import read_api_keys
 from triptych.errors import EngineFailure
 
-COMMANDS = ("serve", "chat", "complete", "demo", "bench", "keys", "env", "health", "admin")
-NOBODY = "127.0.0.1:1"
+COMMANDS = ("serve", "chat", "complete", "demo", "bench", "keys", "env", "health", "admin", "completion")
 
 
 @pytest.fixture
 def frontend():
     with FakeFrontend() as fake:
         yield fake
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
-def exit_code(*words: str) -> int:
-    """As the shell sees it; argparse leaves by SystemExit."""
-    try:
-        return main(words)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
 
 
 def test_help_lists_every_command(capsys):
@@ -69,7 +53,7 @@ def test_help_imports_nothing_that_takes_time():
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("words", [(), ("bogus",), ("complete",), ("bench", "speed"), ("demo",)])
+@pytest.mark.parametrize("words", [(), ("bogus",), ("completion", "fish"), ("bench", "speed"), ("demo",)])
 def test_wrong_usage_exits_with_2(words):
     assert exit_code(*words) == 2
 
@@ -148,45 +132,6 @@ def test_a_reader_that_leaves_early_is_no_traceback(frontend):
         child.stdout.close()
         assert child.stderr.read() == b""
         assert child.wait(10) == 1
-
-
-def test_chat_remembers_the_conversation_and_leaves_at_the_end_of_input(frontend, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n"))
-    assert exit_code("chat", "--address", frontend.address, "--system", "be brief", "--temperature", "0") == 0
-    assert " one\n" in capsys.readouterr().out
-    turns = [[(m.role, m.parts[0].text) for m in r.generation.chat.messages] for r in frontend.requests]
-    system = ("system", "be brief")
-    assert turns == [
-        [system, ("user", "one")],
-        [system, ("user", "one"), ("assistant", " one"), ("user", "two")],
-        [system, ("user", "three")],
-    ]
-
-
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(frontend):
-    words = [sys.executable, "-m", "triptych.cli", "chat", "--address", frontend.address]
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        child.stdin.write("hang\n")
-        child.stdin.flush()
-        wait_until(lambda: frontend.num_running == 1)
-        os.kill(child.pid, signal.SIGINT)
-        wait_until(lambda: frontend.num_cancelled == 1)
-        out, err = child.communicate("again\n", timeout=10)
-        assert (child.returncode, err) == (0, "")
-        assert "[stopped]" in out
-        assert " again\n" in out
-    assert [m.parts[0].text for m in frontend.requests[-1].generation.chat.messages] == ["again"]
-
-
-def test_an_error_in_a_chat_is_told_and_the_turn_forgotten(frontend, capsys, monkeypatch):
-    frontend.errors = [EngineFailure("broken")]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert exit_code("chat", "--address", frontend.address) == 0
-    assert capsys.readouterr().err == "[broken]\n"
-    assert [m.parts[0].text for m in frontend.requests[-1].generation.chat.messages] == ["two"]
 
 
 def test_health_tells_by_its_exit_code(frontend, capsys):
@@ -355,6 +300,36 @@ def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
     assert lines["TRIPTYCH_LOG_LEVEL"] == "debug"
     assert "GiB" in lines["memory"]
     assert ended.stdout.splitlines()[-1] == "False"
+
+
+# completion
+
+
+def test_a_shell_completes_commands_and_options(capsys, tmp_path):
+    assert exit_code("completion", "bash") == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+
+    def completions(*words: str) -> set[str]:
+        program = (
+            f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+            "_shtab_triptych; echo ${COMPREPLY[@]}"
+        )
+        ended = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+        return set(ended.stdout.split())
+
+    assert completions("triptych", "comp") == {"complete", "completion"}
+    assert completions("triptych", "serve", "--scheduler.max-num-s") == {"--scheduler.max-num-seqs"}
+    assert {"--top-p", "--top-k"} <= completions("triptych", "complete", "--top")
+    for shell in ("zsh", "tcsh"):
+        assert exit_code("completion", shell) == 0
+        assert "complete" in capsys.readouterr().out
+
+
+def test_what_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert exit_code("completion", "bash") == 1
+    assert "pip install 'triptych[cli]'" in capsys.readouterr().err
 
 
 # keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -41,6 +41,8 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.retry_after_s = retry_after_s
         self.errors: list[TriptychError] = []
         """Raised, one for each of the next requests."""
+        self.on_request: Callable[[generation_pb2.StreamGenerateRequest], None] = lambda request: None
+        """Called with each request before anything else is done."""
         self.waits_for_running = 0
         """Nothing is answered until so many requests have run at once."""
         self.breaks_mid_answer = False
@@ -91,6 +93,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
     async def StreamGenerate(
         self, request: generation_pb2.StreamGenerateRequest, context: Any
     ) -> AsyncGenerator[Any]:
+        self.on_request(request)
         self.requests.append(request)
         if self.errors:
             raise self.errors.pop(0)

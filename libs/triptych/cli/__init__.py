@@ -13,13 +13,14 @@ from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 _COMMAND_TO_HELP = {
     "serve": "serve a model on this machine: all three services, gRPC and OpenAI-compatible HTTP",
     "chat": "talk to a served model in the terminal",
-    "complete": "continue one prompt and leave",
+    "complete": "answer prompts and leave",
     "demo": "start a stack, answer one prompt token by token, stop",
     "bench": "measure throughput and latency of a stack",
     "admin": "look into an engine and steer it: status, pause, drain, sleep",
     "keys": "make API keys for a frontend that asks for them",
     "env": "print what this machine and installation have, for bug reports",
     "health": "ask a service whether it is alive or ready; for probes",
+    "completion": "print a script that lets a shell complete all this",
 }
 """A subcommand's module has `add_arguments(parser)`, `run(arguments) -> exit code` and, as its docstring,
 the description."""
@@ -38,7 +39,7 @@ Run `triptych COMMAND --help` for its options. Exit codes: 0 done, 1 failed, 2 w
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; errors that are not bugs become one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _build_parser(words[0] if words else "").parse_args(words)
+    arguments = build_parser(words[0] if words else "").parse_args(words)
     try:
         exit_code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -59,8 +60,8 @@ def _advice(error: TriptychError, arguments: argparse.Namespace) -> str:
     return ""
 
 
-def _build_parser(command: str) -> argparse.ArgumentParser:
-    """The parser with only `command`'s own arguments filled in."""
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser with only `command`'s own arguments filled in; None: those of all commands."""
     parser = argparse.ArgumentParser(
         prog="triptych",
         description="Serve large language models as three gRPC services: frontend, engine core, worker.",
@@ -73,7 +74,7 @@ def _build_parser(command: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(
             name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        if name == command:
+        if command in (name, None):
             module = importlib.import_module(f"triptych.cli.{name}")
             subparser.description = module.__doc__
             module.add_arguments(subparser)

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych.cli.streaming import add_access_arguments
+from triptych.cli.access import add_access_arguments
 from triptych.cli.tls import tls_of
 from triptych.rpc.channel import credentials_of, open_blocking_channel, with_api_key
 from triptych.rpc.status import from_rpc_error

@@ -17,8 +17,8 @@ import dataclasses
 import json
 import sys
 
+from triptych.cli.access import Frontend, add_address_argument
 from triptych.cli.stack import stack_to_use
-from triptych.cli.streaming import Frontend, add_address_argument
 from triptych.client.bench import Round, Summary, Workload, measure, summarize
 from triptych.config.loader import add_config_flags
 from triptych.errors import ConfigError

@@ -12,9 +12,9 @@ import argparse
 import asyncio
 import sys
 
+from triptych.cli.access import Frontend
 from triptych.cli.stack import stack_to_use
-from triptych.cli.streaming import Frontend, print_answer, write_now
-from triptych.client.request import DEFAULT_OPTIONS
+from triptych.cli.streaming import AnswerPrinter, write_now
 from triptych.config.loader import add_config_flags
 
 
@@ -35,10 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _answer(frontend: Frontend, text: str, max_tokens: int) -> object:
-    messages = [{"role": "user", "content": text}]
+    printer = AnswerPrinter()
     async with frontend.open_client() as client:
-        stats = await print_answer(
-            client, messages, {"temperature": 0.0, "max_tokens": max_tokens}, DEFAULT_OPTIONS
-        )
+        messages = [{"role": "user", "content": text}]
+        await printer.print(client.generate(messages, {"temperature": 0.0, "max_tokens": max_tokens}))
     write_now("\n")
-    return stats
+    return printer.stats

@@ -18,8 +18,8 @@ import time
 from types import FrameType
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.cli.access import DEFAULT_ADDRESS
 from triptych.cli.stack import given_options
-from triptych.cli.streaming import DEFAULT_ADDRESS
 from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, load_config
 from triptych.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from triptych.cli.streaming import Frontend, frontend_of
+from triptych.cli.access import Frontend, frontend_of
 from triptych.errors import ConfigError
 from triptych.launcher.launch import QUIET, config_from_overrides, launch
 
