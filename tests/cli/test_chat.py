@@ -228,7 +228,7 @@ def test_a_terminal_has_lines_history_and_ctrl_c(frontend, tmp_path):
     with on_terminal("chat", "--address", frontend.address, TRIPTYCH_HOME=str(tmp_path)) as terminal:
         terminal.wait_for_prompt(1)
         terminal.type("\x1b[A\r")  # up
-        wait_until(lambda: len(frontend.requests) == 4)
+        terminal.wait_for_prompt(2)
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
     assert questions(frontend)[-1] == "pasted\nlines"

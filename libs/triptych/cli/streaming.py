@@ -58,7 +58,7 @@ class AnswerPrinter:
 
     @property
     def answer(self) -> CompletionOutput:
-        """What has come so far."""
+        """The answer so far."""
         outputs = self._collector.output.outputs
         return outputs[0] if outputs else CompletionOutput()
 

@@ -1,4 +1,4 @@
-"""What a user of the chat may type besides questions: one row per command."""
+"""The commands that a user of the chat may type besides questions: one row each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from triptych.cli.chat.conversation import NOT_IN_CHAT, Conversation
 from triptych.cli.sampling_flags import parse_field
 
 Todo = Literal["answer", "quit"] | None
-"""What the chat is to do after a command: answer the last question, leave, or ask for the next line."""
+"""The chat's next act after a command: answer the last question, leave, or (None) read the next line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     argument: str
-    """What stands after the name, for help."""
+    """The form of the text after the name, for help."""
     help: str
     run: Callable[[Conversation, str], Todo]
     """Takes the conversation and the text after the name. An OSError or a ValueError is shown."""
