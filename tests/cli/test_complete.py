@@ -35,9 +35,7 @@ def find(message, path):
     return getattr(message, "ids", message)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, field in SAMPLING_FIELDS.items() if field.is_supported and field.kind in TRIALS]
-)
+@pytest.mark.parametrize("name", [name for name, field in SAMPLING_FIELDS.items() if field.kind in TRIALS])
 def test_every_sampling_field_is_a_flag(name, frontend):
     text, value = TRIALS[SAMPLING_FIELDS[name].kind]
     flag = f"--{name.replace('_', '-')}"

@@ -37,7 +37,7 @@ _FORMS = {
 SAMPLING_NAMES = tuple(
     name
     for name, field in SAMPLING_FIELDS.items()
-    if field.is_supported and field.kind not in (FieldKind.STRUCTURED, FieldKind.OUTPUT_KIND)
+    if field.kind not in (FieldKind.STRUCTURED, FieldKind.OUTPUT_KIND)
 )
 """Fields that have a flag each, and that `set_from_text` takes."""
 
