@@ -18,9 +18,12 @@ TRIALS = {
     FieldKind.INTEGER: ("3", 3),
     FieldKind.NUMBER: ("0.5", 0.5),
     FieldKind.STRINGS: ("x", ["x"]),
+    FieldKind.WORDS: ("x", ["x"]),
     FieldKind.TOKEN_IDS: ("4,5", [4, 5]),
     FieldKind.BIASES: ("4:-0.5,5:1", {4: -0.5, 5: 1.0}),
 }
+
+WITHOUT_FLAG = (FieldKind.STRUCTURED, FieldKind.OUTPUT_KIND)
 
 
 @pytest.fixture

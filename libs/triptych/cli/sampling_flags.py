@@ -21,9 +21,11 @@ _METAVARS = {
     FieldKind.INTEGER: "N",
     FieldKind.NUMBER: "X",
     FieldKind.STRINGS: "TEXT",
+    FieldKind.WORDS: "TEXT",
     FieldKind.TOKEN_IDS: "ID,ID,…",
     FieldKind.BIASES: "ID:X,…",
 }
+_REPEATED = (FieldKind.STRINGS, FieldKind.WORDS)
 _BOOLEANS = {"true": True, "false": False}
 _FORMS = {
     "json_schema": ("json", "FILE", "JSON that conforms to this schema: a file, or the schema itself"),
@@ -97,7 +99,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: SamplingField) -
     flag, text = f"--{name.replace('_', '-')}", field.help.replace("%", "%%")
     if field.kind is FieldKind.BOOLEAN:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-    elif field.kind is FieldKind.STRINGS:
+    elif field.kind in _REPEATED:
         text += " May be repeated."
         group.add_argument(flag, action="append", metavar=_METAVARS[field.kind], help=text)
     else:
@@ -125,7 +127,7 @@ def _parse(kind: FieldKind, text: str) -> Any:
             return float(text)
         case FieldKind.BOOLEAN:
             return _BOOLEANS[text.lower()]
-        case FieldKind.STRINGS:
+        case FieldKind.STRINGS | FieldKind.WORDS:
             return [json.loads(text) if text.startswith('"') else text]
         case FieldKind.TOKEN_IDS:
             return [int(word) for word in _split(text)]
