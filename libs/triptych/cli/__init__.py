@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -66,7 +67,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         prog="triptych",
         description="Serve large language models as three gRPC services: frontend, engine core, worker.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28),
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
