@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import sys
@@ -67,7 +66,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         prog="triptych",
         description="Serve large language models as three gRPC services: frontend, engine core, worker.",
         epilog=_EPILOG,
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28),
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -81,6 +80,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest command beside its help; argparse forgets how far commands are indented."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(map(len, _COMMAND_TO_HELP)) + 4
 
 
 class _PrintVersion(argparse.Action):
