@@ -73,7 +73,9 @@ def measure_api(
     yield Figure(f"{title}, requests", "1/s", (num_requests / elapsed_s,))
     yield Figure(f"{title}, tokens", "tok/s", (num_tokens / elapsed_s,))
     for name in cluster.pids:
-        yield Figure(f"{title}, {name}, CPU per token", "us", (1e6 * (after[name] - before[name]) / num_tokens,))
+        yield Figure(
+            f"{title}, {name}, CPU per token", "us", (1e6 * (after[name] - before[name]) / num_tokens,)
+        )
     yield Figure(f"{title}, client, share of a core", "", (client_s,))
 
 
@@ -115,7 +117,9 @@ async def _send_load(api: str, address: str, arguments: argparse.Namespace, pipe
         pipe.send((time.process_time() - cpu_before_s) / (loop.time() - began_at))
 
     connect = connect_http if api == "http" else connect_grpc
-    completes = await asyncio.gather(*(connect(address, arguments.output_len) for _ in range(arguments.streams)))
+    completes = await asyncio.gather(
+        *(connect(address, arguments.output_len) for _ in range(arguments.streams))
+    )
     async with asyncio.TaskGroup() as group:
         streams = [group.create_task(keep_busy(complete)) for complete in completes]
         await answer()

@@ -61,7 +61,7 @@ class FrontendApp(ServiceApp):
         self._router = Router(_read_aliases(config.frontend.model_aliases))
         self._router.engines = _create_engines(config, self._router)
         metrics = FrontendMetrics.create()
-        self._generator = Generator(self._router, metrics)
+        self._generator = Generator(self._router, metrics, config.frontend.max_messages_per_s)
         self._status_watch = StatusWatch(self._router)
         gauges = EngineGauges(self._status_watch.latest)
         REGISTRY.register(gauges)

@@ -16,11 +16,13 @@ from services.frontend.access.caller import current_caller
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
+from services.frontend.choice import Choice
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed
 from services.frontend.logprobs import PromptReport
-from services.frontend.outputs import Choice, RequestOutputs
+from services.frontend.outputs import RequestOutputs
+from services.frontend.pacing import Pace
 from services.frontend.requests.parse import check_chat, is_request_id
 from services.frontend.requests.prepare import PreparedRequest, prepare
 from services.frontend.requests.raw import RawChat, RawRequest
@@ -63,11 +65,13 @@ class ServedModel(NamedTuple):
 class Generator:
     """The operations that the gRPC and HTTP APIs call. Bound to one event loop."""
 
-    def __init__(self, router: Router, metrics: FrontendMetrics) -> None:
+    def __init__(self, router: Router, metrics: FrontendMetrics, max_messages_per_s: float = 0) -> None:
+        """`max_messages_per_s`: See `Pace`."""
         self._router = router
         self._metrics = metrics
         self._text: TextModel | None = None
         self._alive = AliveRequests()
+        self._pace = Pace(max_messages_per_s, self._alive.__len__)
         self._rate_limits = RateLimits()
         self._is_draining = False
         self._started_unix_s = int(time.time())
@@ -126,7 +130,7 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
-        outputs = RequestOutputs(request_id)
+        outputs = RequestOutputs(request_id, self._pace)
         caller = current_caller()
         with (
             RequestRecord(self._metrics, raw.api, request_id) as record,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.frontend.choice import Choice
 from services.frontend.logprobs import MAX_CANDIDATES, PromptReport
-from services.frontend.outputs import Choice, RequestOutputs
+from services.frontend.outputs import RequestOutputs
 from tests.frontend.test_request_outputs import TOKENIZER, end, feed
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import collect, frontend_core, raw_request

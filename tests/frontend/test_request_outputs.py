@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend import outputs as outputs_module
+from services.frontend import choice as choice_module
+from services.frontend.choice import Choice
 from services.frontend.logprobs import BatchLogprobs
-from services.frontend.outputs import Choice, RequestOutputs
+from services.frontend.outputs import RequestOutputs
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from triptych.errors import EngineFailure, EngineUnavailable, GenerationLost, QueueFull
 from triptych.types.events import DeltaEvent
@@ -182,7 +183,7 @@ async def test_the_stream_ends_with_the_engine_s_account_of_a_stopped_choice() -
 async def test_an_engine_that_never_accounts_does_not_hold_the_end_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outputs_module, "ACCOUNT_WAIT_S", 0.01)
+    monkeypatch.setattr(choice_module, "ACCOUNT_WAIT_S", 0.01)
     outputs, choice, _ = one_choice(stop=("ll",))
     feed(choice, TOKENIZER.encode("Hello"))
     assert len(await rest(outputs)) == 1

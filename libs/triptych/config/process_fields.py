@@ -30,6 +30,13 @@ class FrontendConfig:
     )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    max_messages_per_s: int = value(
+        10_000,
+        "Messages per second that all streams of a frontend share. Where tokens come faster, a stream's tokens leave "
+        "together; a message costs tens of microseconds. 0: every token leaves as it comes.",
+        FRONTEND,
+        ge=0,
+    )
     metrics_vllm_names: bool = value(
         False,
         "Serve the metrics under vLLM's names too (`vllm:num_requests_running`, …), which gateways, autoscalers and "

@@ -47,7 +47,10 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return "".join(self.pieces(token_ids))
+        token_bytes, skipped = self._token_bytes, self._skipped
+        return self._text(
+            b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
+        )
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Like `push`, one text per token: `StopChecker` needs them to find the token that ended it."""
