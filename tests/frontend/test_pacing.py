@@ -1,4 +1,4 @@
-"""Where tokens come faster than messages should leave, those of a stream leave together, and none waits for long."""
+"""Tokens that come faster than messages should leave, leave together, and none of them waits for long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def paced_choice(pace: Pace) -> tuple[RequestOutputs, Choice]:
 
 
 def feed(choice: Choice, text: str, finish: FinishedRequest | None = None) -> None:
-    choice.on_tokens(list(text.encode()), None, 0, finish)
+    choice.on_tokens(TOKENIZER.encode(text), None, 0, finish)
 
 
 async def take(outputs: RequestOutputs) -> str | None:
