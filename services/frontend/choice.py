@@ -92,7 +92,12 @@ class Choice:
         """New tokens that become text when they leave, which is cheaper together. Empty with stop strings, which are
         looked for in each token's text as it comes."""
         self._logprobs: list[TokenLogprobs] = []
-        self._splitter = None if split is None else AnswerSplitter(split)
+        self._splitter = None if split is None else AnswerSplitter(split, tokenizer.token_bytes)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens that the client has taken and the model thought before it answered."""
+        return 0 if self._splitter is None else self._splitter.num_reasoning_tokens
 
     def go_on_from(self, emitted: Sequence[int]) -> None:
         """Take the state that these output tokens, which the client has seen, had left behind.
@@ -108,7 +113,7 @@ class Choice:
             if match is not None:
                 raise ValueError(f"hold the stop string {match.stop!r}, which has ended the choice")
             if self._splitter is not None:
-                self._splitter.skip(text)
+                self._splitter.skip(text, emitted)
 
     def on_admitted(self) -> None:
         if not self._is_admitted:

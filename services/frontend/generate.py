@@ -151,6 +151,7 @@ class Generator:
                     request.seed,
                     request.prompt_token_ids,
                     request.is_limited_by_context,
+                    fingerprint=request.fingerprint,
                 )
                 is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
                 while (event := await outputs.next_event()) is not None:
@@ -380,7 +381,12 @@ class Generator:
 
 
 def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:
-    return Usage(len(request.prompt_token_ids), outputs.num_tokens, outputs.num_cached_tokens)
+    return Usage(
+        len(request.prompt_token_ids),
+        outputs.num_tokens,
+        outputs.num_cached_tokens,
+        outputs.num_reasoning_tokens,
+    )
 
 
 def _remaining_ms(raw: RawRequest, record: RequestRecord) -> int | None:

@@ -153,6 +153,10 @@ class RequestOutputs:
         return min((c.num_cached_tokens for c in self.choices if c.num_cached_tokens is not None), default=0)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def timings(self) -> StageTimings:
         """Return the timings of the slowest choice."""
         return max(

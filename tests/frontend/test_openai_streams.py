@@ -39,7 +39,8 @@ async def test_the_bytes_of_a_stream_are_server_sent_events(api: HttpApi) -> Non
     *events, done, end = text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert all(set(chunk) == {"id", "object", "created", "model", "choices"} for chunk in chunks)
+    names = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+    assert all(set(chunk) == names for chunk in chunks)
     assert chunks[0]["choices"] == [{"index": 0, "text": "0", "logprobs": None, "finish_reason": None}]
 
 
@@ -291,3 +292,36 @@ async def test_ipv6_and_names_are_addresses_too() -> None:
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"http://localhost:{port}/version")).status_code == 200
     await server.stop(0)
+
+
+async def test_every_chunk_tells_the_usage_so_far(api: HttpApi) -> None:
+    body: dict[str, Any] = {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream": True,
+        "temperature": 1,
+        "max_tokens": 3,
+    }
+    text = await api.client.completions.create(model=MODEL, prompt=["ab", "c"], n=2, **body)
+    chat = await api.client.chat.completions.create(model=MODEL, **CHAT, **body)
+    for chunks in ([chunk async for chunk in text], [chunk async for chunk in chat]):
+        usages = [chunk.usage for chunk in chunks]
+        assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
+        counts = [usage.completion_tokens for usage in usages if usage is not None]
+        assert len(counts) == len(usages)
+        assert counts == sorted(counts)
+        last = usages[-1]
+        assert last is not None
+        assert last.completion_tokens == counts[-2]
+        assert last.total_tokens == last.prompt_tokens + last.completion_tokens
+        assert last.prompt_tokens_details is not None
+
+
+async def test_running_usage_alone_is_refused(api: HttpApi) -> None:
+    with pytest.raises(openai.BadRequestError, match="needs include_usage") as caught:
+        await api.client.completions.create(
+            model=MODEL,
+            prompt="a",
+            stream=True,
+            extra_body={"stream_options": {"continuous_usage_stats": True}},
+        )
+    assert caught.value.param == "stream_options.continuous_usage_stats"

@@ -104,6 +104,9 @@ async def test_a_stream_adds_up_to_the_same() -> None:
             model="tiny", messages=USER, tools=[ADD, NOW]
         ) as helper:
             final = (await helper.get_final_completion()).choices[0]
+        counted = await chat(api, stream=True, stream_options={"include_usage": True})
+        usages = [chunk.usage async for chunk in counted]
+    assert usages[-1].completion_tokens_details.reasoning_tokens == len("\nHm\n")
     assert final.finish_reason == deltas[-1].finish_reason == "tool_calls"
     reasoning = [getattr(delta.delta, "reasoning_content", None) or "" for delta in deltas]
     assert "".join(reasoning) == whole.reasoning_content == "Hm"
@@ -141,6 +144,9 @@ async def test_reasoning_may_be_opened_by_the_prompt_and_left_out() -> None:
     shown, hidden = (answer.choices[0].message for answer in answers)
     assert (shown.reasoning_content, shown.content) == ("so", "Yes")
     assert (getattr(hidden, "reasoning_content", None), hidden.content) == (None, "Yes")
+    for answer in answers:
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len("so\n")
+        assert answer.system_fingerprint == "fp_000000000000"
     assert prompt.endswith("assistant:none-")
 
 
@@ -353,6 +359,8 @@ async def test_tools_over_grpc() -> None:
             content += output.text
             for call in output.tool_calls:
                 calls.setdefault(call.index, [call.name, ""])[1] += call.arguments_json
+            if message.HasField("finished"):
+                assert message.finished.usage.num_reasoning_tokens == len("\nHm\n")
             if output.finish_reason:
                 assert output.finish_reason == output_pb2.FINISH_REASON_TOOL_CALLS
                 assert output.eos_token_id == EOS_ID

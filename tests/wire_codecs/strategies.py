@@ -88,7 +88,9 @@ sampling = build(
 )
 
 timings = build(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
-usage = build(Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32)
+usage = build(
+    Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32, num_reasoning_tokens=u32
+)
 public_logprob = st.builds(Logprob.of_bytes, u32, logprob_values, st.binary(max_size=3), st.just(0))
 
 
@@ -146,6 +148,8 @@ events = st.one_of(
         seed=u64,
         prompt_token_ids=st.lists(u32, max_size=5),
         is_limited_by_context=st.just(False),  # is told with the end
+        index=st.just(0),  # a stream has one prompt
+        fingerprint=st.just(""),  # GetModel tells it
     ),
     delta_events(),
     build(FinishedEvent, usage=usage, timings=timings, tokenize_ns=u64),

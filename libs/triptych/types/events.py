@@ -21,6 +21,8 @@ class AdmittedEvent:
     """The output may be as long as the model's context leaves, and no longer."""
     index: int = 0
     """The first choice of the prompt."""
+    fingerprint: str = ""
+    """Digest of the model's checkpoint, in hexadecimal; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

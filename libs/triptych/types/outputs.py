@@ -168,6 +168,8 @@ class Usage:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    num_reasoning_tokens: int = 0
+    """Output tokens that the model thought before it answered."""
 
 
 @dataclass(slots=True)

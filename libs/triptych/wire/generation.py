@@ -143,6 +143,7 @@ class EventEncoder:
             num_prompt_tokens=event.usage.num_prompt_tokens,
             num_output_tokens=event.usage.num_output_tokens,
             num_cached_tokens=event.usage.num_cached_tokens,
+            num_reasoning_tokens=event.usage.num_reasoning_tokens,
         )
         if not self._sends_timings:
             return output_pb2.Finished(usage=usage)
@@ -205,7 +206,12 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
         case "finished":
             usage, timings = message.finished.usage, message.finished.timings
             return FinishedEvent(
-                Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens),
+                Usage(
+                    usage.num_prompt_tokens,
+                    usage.num_output_tokens,
+                    usage.num_cached_tokens,
+                    usage.num_reasoning_tokens,
+                ),
                 StageTimings(timings.queued_ns, timings.prefill_ns, timings.decode_ns),
                 timings.tokenize_ns,
             )

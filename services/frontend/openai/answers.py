@@ -18,13 +18,20 @@ class PromptTokensDetails(Answer):
     """Found in the prefix cache."""
 
 
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+    """Thought before the answer, where the model's reasoning is known apart."""
+
+
 class UsageAnswer(Answer):
     """Counts in tokens, over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
+    """Not in the counts of a chunk with a choice, like the other details."""
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(Answer):
@@ -76,6 +83,8 @@ class CompletionAnswer(Answer):
     created: int
     """Unix seconds."""
     model: str
+    system_fingerprint: str | None
+    """It is equal where the same weights answer."""
     choices: list[CompletionChoice]
     usage: UsageAnswer
 
@@ -88,10 +97,12 @@ class CompletionChunk(Answer):
     created: int
     """Unix seconds."""
     model: str
+    system_fingerprint: str | None
+    """It is equal where the same weights answer."""
     choices: list[CompletionChoice]
     """One, or none in the chunk with the usage."""
     usage: UsageAnswer | None = None
-    """Only with `stream_options.include_usage`; null but in the last chunk."""
+    """Only with `stream_options.include_usage`; null but in the last chunk, unless continuous_usage_stats is set."""
 
 
 class Candidate(Answer):
@@ -154,6 +165,8 @@ class ChatCompletionAnswer(Answer):
     created: int
     """Unix seconds."""
     model: str
+    system_fingerprint: str | None
+    """It is equal where the same weights answer."""
     choices: list[ChatChoice]
     usage: UsageAnswer
     prompt_logprobs: PromptLogprobs | None = None
@@ -210,12 +223,14 @@ class ChatCompletionChunk(Answer):
     created: int
     """Unix seconds."""
     model: str
+    system_fingerprint: str | None
+    """It is equal where the same weights answer."""
     choices: list[ChatChunkChoice]
     """One, or none in the chunk with the usage."""
     prompt_token_ids: list[int] | None = None
     """With `return_token_ids`, in the first chunk of each choice."""
     usage: UsageAnswer | None = None
-    """Only with `stream_options.include_usage`; null but in the last chunk."""
+    """Only with `stream_options.include_usage`; null but in the last chunk, unless continuous_usage_stats is set."""
 
 
 class ModelAnswer(Answer):

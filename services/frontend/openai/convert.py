@@ -19,6 +19,7 @@ from services.frontend.openai.schema import (
     DetokenizeRequest,
     GenerationBody,
     SamplingBody,
+    StreamOptions,
     TokenizeRequest,
 )
 from services.frontend.requests.parse import why_not_request_id
@@ -45,6 +46,8 @@ class AnswerOptions:
     """Per prompt."""
     is_streamed: bool
     includes_usage: bool
+    has_running_usage: bool
+    """Each chunk tells the usage so far."""
     wants_logprobs: bool
     echoes_logprobs: bool
     """The log-probabilities of the prompt stand at the head of those of the output."""
@@ -186,10 +189,12 @@ def to_chat(body: ChatFields) -> RawChat:
 def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
     """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
     wants_logprobs = body.logprobs is not None and body.logprobs is not False
+    stream_options = body.stream_options or StreamOptions()
     return AnswerOptions(
         num_choices=_sampling_fields(body)["n"] or 1,
         is_streamed=bool(body.stream),
-        includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        includes_usage=bool(stream_options.include_usage),
+        has_running_usage=bool(stream_options.include_usage and stream_options.continuous_usage_stats),
         wants_logprobs=wants_logprobs,
         echoes_logprobs=wants_logprobs and isinstance(body, CompletionRequest) and bool(body.echo),
         returns_prompt_logprobs=body.prompt_logprobs is not None,
@@ -265,7 +270,11 @@ def _misuse_of_stream(body: SamplingBody) -> list[FieldViolation]:
     if body.stream and body.prompt_logprobs is not None:
         why = "comes with whole answers only; leave it out, or set stream to false"
         violations.append(FieldViolation("prompt_logprobs", why))
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        why = "needs include_usage to be true"
+        violations.append(FieldViolation("stream_options.continuous_usage_stats", why))
+    if options is not None and not body.stream:
         why = "only a stream has options; set stream to true"
         violations.append(FieldViolation("stream_options", why))
     return violations

@@ -271,7 +271,7 @@ async def whole_answer(
     events: AsyncGenerator[Event], format: AnswerFormat, *, answer_id: str, created_unix_s: int
 ) -> dict[str, Any]:
     """The answer to a request that does not stream."""
-    model, usage = "", Usage()
+    model, fingerprint, usage = "", "", Usage()
     choices: dict[int, Choice] = {}
     async with aclosing(events):
         async for event in events:
@@ -283,7 +283,7 @@ async def whole_answer(
                 case PromptLogprobsEvent():
                     format.add_prompt(event)
                 case AdmittedEvent():
-                    model = event.model
+                    model, fingerprint = event.model, event.fingerprint
                     format.admit(event)
                 case _:
                     usage = event.usage
@@ -292,6 +292,7 @@ async def whole_answer(
         "object": format.object_name,
         "created": created_unix_s,
         "model": model,
+        "system_fingerprint": system_fingerprint(fingerprint),
         "choices": [format.whole(choice) for _, choice in sorted(choices.items())],
         "usage": usage_object(usage),
         **format.prompt_fields(),
@@ -304,7 +305,22 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
+
+
+def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """Return the counts so far, in the chunks of a stream."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
+def system_fingerprint(fingerprint: str) -> str | None:
+    """Return OpenAI's name of what a model is computed from, or None if it is not known."""
+    return f"fp_{fingerprint[:12]}" if fingerprint else None
 
 
 def _ending(delta: DeltaEvent) -> str:

@@ -90,11 +90,12 @@ else:
 
 
 class StreamOptions(Part):
-    """How a stream ends."""
+    """How a stream tells the token counts."""
 
     include_usage: bool | None = None
     """One more chunk before the end, with no choices and the token counts."""
-    continuous_usage_stats: bool | None = not_served(False)
+    continuous_usage_stats: bool | None = None
+    """The counts so far in every chunk. Only with `include_usage`."""
     include_obfuscation: bool | None = not_served(False)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,7 +14,13 @@ from starlette.types import Receive, Scope, Send
 from services.frontend.openai.convert import AnswerOptions
 from services.frontend.openai.errors import to_http_error
 from services.frontend.openai.in_flight import ClientGone, InFlight
-from services.frontend.openai.objects import AnswerFormat, to_json, usage_object
+from services.frontend.openai.objects import (
+    AnswerFormat,
+    running_usage,
+    system_fingerprint,
+    to_json,
+    usage_object,
+)
 from services.frontend.openai.request_body import MAX_VIOLATIONS
 from triptych.errors import InvalidRequest
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
@@ -101,6 +108,7 @@ def _sum(ends: Sequence[FinishedEvent]) -> FinishedEvent:
             sum(end.usage.num_prompt_tokens for end in ends),
             sum(end.usage.num_output_tokens for end in ends),
             sum(end.usage.num_cached_tokens for end in ends),
+            sum(end.usage.num_reasoning_tokens for end in ends),
         ),
         timings=slowest.timings,
         tokenize_ns=sum(end.tokenize_ns for end in ends),
@@ -128,9 +136,13 @@ async def chunks(
     """
     async with aclosing(events):
         head = tail = ""
+        num_prompt = num_output = 0
         async for event in events:
             match event:
                 case DeltaEvent():
+                    if options.has_running_usage:
+                        num_output += len(event.token_ids)
+                        tail = _usage_tail(running_usage(num_prompt, num_output))
                     has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
                     has_tokens = options.returns_token_ids and event.token_ids
                     if has_output or has_tokens or event.finish_reason is not None:
@@ -139,6 +151,7 @@ async def chunks(
                     format.add_prompt(event)
                 case AdmittedEvent():
                     format.admit(event)
+                    num_prompt += len(event.prompt_token_ids)
                     if head:
                         continue
                     shared = {
@@ -146,9 +159,12 @@ async def chunks(
                         "object": format.chunk_name,
                         "created": created_unix_s,
                         "model": event.model,
+                        "system_fingerprint": system_fingerprint(event.fingerprint),
                     }
                     head = f'data: {to_json(shared)[:-1]},"choices":['
-                    tail = '],"usage":null}\n\n' if options.includes_usage else "]}\n\n"
+                    tail = _usage_tail(None) if options.includes_usage else "]}\n\n"
+                    if options.has_running_usage:
+                        tail = _usage_tail(running_usage(num_prompt, 0))
                     prompt_fields = "".join(
                         f',"{name}":{to_json(value)}' for name, value in format.prompt_fields().items()
                     )
@@ -159,8 +175,16 @@ async def chunks(
                         if opening is not None
                     )
                 case _:
-                    usage = f'{head}],"usage":{to_json(usage_object(event.usage))}}}\n\n'
-                    yield usage + DONE if options.includes_usage else DONE
+                    yield (
+                        head + _usage_tail(usage_object(event.usage)) + DONE
+                        if options.includes_usage
+                        else DONE
+                    )
+
+
+def _usage_tail(usage: Mapping[str, Any] | None) -> str:
+    """Return the end of a chunk behind its choices."""
+    return f'],"usage":{to_json(usage)}}}\n\n'
 
 
 class EventStream(Response):

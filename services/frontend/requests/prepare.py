@@ -36,6 +36,12 @@ class PreparedRequest:
     split: AnswerSplit | None = None
     """How the answer to a conversation is split; None: it stays one text."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the model's checkpoint."""
+        assert self.engine.model is not None, "a ready engine has told its model"
+        return self.engine.model.fingerprint
+
 
 async def prepare(
     raw: RawRequest, request_id: str, engine: EngineWelcome, text: TextModel
