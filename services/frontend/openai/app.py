@@ -19,6 +19,7 @@ from services.frontend.openai.in_flight import InFlight
 from services.frontend.openai.key_guard import KeyGuard
 from services.frontend.openai.request_body import BodyReader
 from services.frontend.openai.request_guard import RequestGuard
+from services.frontend.openai.responses import routes as responses_routes
 from services.frontend.openai.status_routes import VERSION
 
 
@@ -47,7 +48,7 @@ def create_app(
     app.state.generator = generator
     app.state.in_flight = InFlight()
     app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
-    for router in (routes.router, token_routes.router, status_routes.router):
+    for router in (routes.router, responses_routes.router, token_routes.router, status_routes.router):
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(build_document, app))  # type: ignore[method-assign]
     install_handlers(app)

@@ -34,8 +34,8 @@ TIMEOUT_HEADER = "X-Request-Timeout-S"
 CHAT_PATHS = {"prompt": "messages", "template_kwargs": "chat_template_kwargs", "tools.function": ".function"}
 """Fields of a `RawChat` -> their paths in a body, where they differ."""
 
-# Replaces a prompt that `violations` refuse already, so that it is not reported missing as well.
-_REFUSED_PROMPT = "-"
+REFUSED_PROMPT = "-"
+"""Replaces a prompt that `violations` refuse already, so that it is not reported missing as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ def completion_requests(body: CompletionRequest, *, label: str, deadline_s: floa
     base = replace(base, sampling=sampling, echo=bool(body.echo))
     prompt = body.prompt
     if prompt is None:
-        return [replace(base, prompt=_REFUSED_PROMPT if _is_refused(body, "prompt") else None)]
+        return [replace(base, prompt=REFUSED_PROMPT if is_refused(body, "prompt") else None)]
     if isinstance(prompt, str):
         return [replace(base, prompt=prompt)]
     if not prompt:
         empty = FieldViolation("prompt", "the list is empty; at least 1 token or 1 prompt is needed")
-        return [replace(base, prompt=_REFUSED_PROMPT, violations=(*base.violations, empty))]
+        return [replace(base, prompt=REFUSED_PROMPT, violations=(*base.violations, empty))]
     if isinstance(prompt[0], int):
         return [replace(base, prompt=prompt)]
     return [
@@ -110,7 +110,7 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
         why = "true contradicts continue_final_message: a turn is opened or continued"
         violations.append(FieldViolation("add_generation_prompt", why))
     if body.messages is None:
-        prompt = _REFUSED_PROMPT if _is_refused(body, "messages") else None
+        prompt = REFUSED_PROMPT if is_refused(body, "messages") else None
     return replace(
         base,
         prompt=prompt,
@@ -299,5 +299,6 @@ def _joined(parts: Sequence[ContentPart]) -> str:
     return "\n".join(part.text for part in parts if part.text is not None)
 
 
-def _is_refused(body: SamplingBody, name: str) -> bool:
+def is_refused(body: GenerationBody, name: str) -> bool:
+    """Return whether a field was left out of a body for what is wrong with it."""
     return any(violation.field.partition("[")[0] == name for violation in body.violations)

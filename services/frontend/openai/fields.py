@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WrapValidator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 
 from triptych.types.sampling import SAMPLING_FIELDS
@@ -61,6 +70,41 @@ def document_as(*required: str) -> ConfigDict:
                 field["anyOf"] = [choice for choice in field["anyOf"] if choice != {"type": "null"}]
 
     return ConfigDict(json_schema_extra=require)
+
+
+def kind(name: str) -> Tag:
+    """Mark a member of a union that `by_kind` chooses: `text`, `list`, `other`, or the value of its field `type`.
+
+    It is a step in the places of pydantic's findings; the parentheses tell it from a field of the body.
+    """
+    return Tag(f"({name})")
+
+
+def is_kind(step: int | str) -> bool:
+    """Return whether a step in the place of a finding is the mark of a union's member."""
+    return isinstance(step, str) and step.startswith("(")
+
+
+def by_kind(expected: str, *types: str, default: str = "") -> Discriminator:
+    """Choose the member of a union, so that only its own findings are reported.
+
+    Args:
+        expected: Completes "must be …" where there is no such member.
+        types: Of the objects that are served. Others are of the kind `other`.
+        default: The type of objects that leave it out.
+    """
+
+    def find(value: Any) -> str | None:
+        if isinstance(value, str):
+            return "(text)"
+        if isinstance(value, list):
+            return "(list)"
+        type = value.get("type", default) if isinstance(value, dict) else None
+        if not isinstance(type, str) or not type:
+            return None
+        return f"({type})" if type in types else "(other)"
+
+    return Discriminator(find, custom_error_type="either", custom_error_message=f"must be {expected}")
 
 
 TokenId = Annotated[int, schema(minimum=0)]

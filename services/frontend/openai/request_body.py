@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
+from services.frontend.openai.fields import is_kind
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
@@ -64,6 +65,18 @@ class Part(BaseModel):
     def unserved_kind(self) -> str | None:
         """The kind of this part where it is one that the API knows and this version does not serve."""
         return None
+
+
+class Unserved(Part):
+    """A part of a kind that the API knows and this version does not serve."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def unserved_kind(self) -> str | None:
+        return self.type
 
 
 LEAVE_OUT_UNKNOWN = object()
@@ -125,7 +138,7 @@ def _leave_out_unknown(right: dict[str, Any], details: Sequence[Mapping[str, Any
             *parents, name = detail["loc"]
             part: Any = right
             for step in parents:
-                part = part[step]
+                part = part if is_kind(step) else part[step]
             del part[name]
             paths.append(to_path(detail["loc"]))
     return paths
@@ -225,6 +238,8 @@ def to_path(loc: Sequence[int | str]) -> str:
     """("messages", 2, "role") -> `messages[2].role`."""
     path = ""
     for step in loc:
+        if is_kind(step):
+            continue
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
     return path
 

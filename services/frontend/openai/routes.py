@@ -21,16 +21,17 @@ from services.frontend.requests.raw import RawRequest
 from triptych.errors import InvalidRequest
 from triptych.types.events import Event
 
-_TimeoutS = Annotated[
+TimeoutS = Annotated[
     float | None,
     Header(alias=convert.TIMEOUT_HEADER, description="Seconds that all of it may take; more is a 504."),
 ]
+"""The header by which a client bounds the time of a request."""
 
 router = APIRouter(responses=answers.ERRORS)
 
 
 @router.post("/v1/completions", responses={200: {"model": answers.CompletionAnswer}}, tags=["generate"])
-async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
+async def create_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
     """Complete one prompt or several."""
 
     def to_raws(body: CompletionRequest) -> tuple[convert.AnswerOptions, list[RawRequest]]:
@@ -44,7 +45,7 @@ async def create_completion(request: Request, timeout_s: _TimeoutS = None) -> Re
 @router.post(
     "/v1/chat/completions", responses={200: {"model": answers.ChatCompletionAnswer}}, tags=["generate"]
 )
-async def create_chat_completion(request: Request, timeout_s: _TimeoutS = None) -> Response:
+async def create_chat_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
     """Answer a conversation."""
 
     def to_raw(body: ChatCompletionRequest) -> tuple[convert.AnswerOptions, RawRequest]:

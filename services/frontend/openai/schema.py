@@ -37,7 +37,8 @@ _LOGIT_BIAS: dict[str, Any] = {
     "additionalProperties": {"type": "number"},
 }
 _CHECKPOINTS_DEFAULT = "the model's own default, else "
-_VARIABLE: dict[str, Any] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
+TemplateVariables = Annotated[dict[str, Any], schema(propertyNames={"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"})]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
 MAX_DOCUMENTS = 1024
 
@@ -264,7 +265,7 @@ class ChatFields(Body):
     """Go on with the last message; open no turn."""
     documents: Annotated[list[dict[str, Any]], FirstOnly(), MaxLen(MAX_DOCUMENTS)] | None = None
     """Texts that the answer may draw on, for chat templates that read them: objects with `title` and `text`."""
-    chat_template_kwargs: Annotated[dict[str, Any], schema(propertyNames=_VARIABLE)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """Extra variables for the model's chat template."""
     tools: Annotated[list[Tool], FirstOnly(), MaxLen(MAX_TOOLS)] | None = None
     """Tools that the model may call."""
@@ -290,8 +291,9 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
     """And those of its so many best rivals, 0..20."""
     parallel_tool_calls: bool | None = None
     """The answer may hold several calls; without it, those after the first are left out. Null: true."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    """How long the model thinks, for chat templates that read it. none also sets their `enable_thinking` to false."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How long the model thinks, for chat templates that read it; xhigh and max are high to them. none also sets their
+    `enable_thinking` to false."""
     include_reasoning: bool | None = None
     """Send what the model thinks, as reasoning_content. Null: true."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.frontend.openai.convert import AnswerOptions
-from services.frontend.openai.errors import to_http_error
+from services.frontend.openai.errors import HttpError, to_http_error
 from services.frontend.openai.in_flight import ClientGone, InFlight
 from services.frontend.openai.objects import (
     AnswerFormat,
@@ -187,21 +187,34 @@ def _usage_tail(usage: Mapping[str, Any] | None) -> str:
     return f'],"usage":{to_json(usage)}}}\n\n'
 
 
+def _error_event(error: HttpError) -> str:
+    return f"data: {to_json(error.body)}\n\n"
+
+
 class EventStream(Response):
     """Sends chunks until they end, its client leaves, or something fails.
 
-    A failure before the first chunk is a plain HTTP error; one after it is an `error` event, and the
-    last: no `[DONE]` follows, for the answer is not complete.
+    A failure before the first chunk is a plain HTTP error; one after it is an event, and the last: no `[DONE]`
+    follows, for the answer is not complete.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[str], *, in_flight: InFlight, request_id: str) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[str],
+        *,
+        in_flight: InFlight,
+        request_id: str,
+        failure: Callable[[HttpError], str] = _error_event,
+    ) -> None:
+        """`failure`: Spells the event of a failure."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._in_flight = in_flight
         self._request_id = request_id
+        self._failure = failure
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,7 +225,7 @@ class EventStream(Response):
         except Exception as error:
             if not self._has_started:
                 raise
-            event = f"data: {to_json(to_http_error(error, self._request_id).body)}\n\n"
+            event = self._failure(to_http_error(error, self._request_id))
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
     async def _send_all(self, send: Send) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -16,6 +17,8 @@ from triptych.text.answer_parser import AnswerParser, ReasoningFormat, ToolCallF
 MAX_TOOLS = 128
 TOOL_CHOICES = ("auto", "none", "required")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts of reasoning that chat templates do not know -> the nearest that they do."""
 _SHORT_ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -103,15 +106,15 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def to_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def to_call(call_id: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a call in a message as chat templates read it: with its arguments decoded.
 
     Arguments that are no JSON, which a model may have written, stay text.
     """
-    try:
-        decoded = json.loads(arguments)
-    except ValueError:
-        decoded = arguments
+    decoded: Any = arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            decoded = json.loads(arguments)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": decoded}}
 
 
@@ -119,6 +122,7 @@ def reasoning_variables(effort: str | None) -> dict[str, Any]:
     """Return the variables of a chat template that say how long the model thinks; None: as the template has it."""
     if effort is None:
         return {}
+    effort = _EFFORTS.get(effort, effort)
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 

@@ -1,0 +1,193 @@
+"""The blocks of an answer in their order: what the model thinks, its text, the tools that it calls.
+
+Chat completions send reasoning, content and calls side by side. OpenAI's responses (output items) and Anthropic's
+messages (content blocks) send one after the other:
+
+    reasoning | text | call | call | text        each: begin, grow …, end
+
+However an answer is cut into deltas, its blocks are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+
+
+class BlockKind(Enum):
+    """The content of a block."""
+
+    REASONING = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+@dataclass(slots=True)
+class Block:
+    """One block; grows while it streams."""
+
+    index: int
+    """Its place in the answer: 0, 1, …"""
+    kind: BlockKind
+    call_id: str = ""
+    """The id of a call."""
+    name: str = ""
+    """The tool that a call calls."""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of the tokens of a text, and of those of the reasoning before it."""
+    is_cut: bool = False
+    """The answer has ended inside of it."""
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call, its arguments as JSON text."""
+        return "".join(self.pieces)
+
+
+class Stage(Enum):
+    """The change that a step makes to its block."""
+
+    BEGIN = auto()
+    GROW = auto()
+    END = auto()
+
+
+class Step(NamedTuple):
+    """A change of one block."""
+
+    stage: Stage
+    block: Block
+    text: str = ""
+    """The new text of GROW."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of its tokens."""
+
+
+@dataclass(slots=True)
+class BlockAnswer:
+    """An answer of one choice; grows while it streams."""
+
+    model: str = ""
+    num_prompt_tokens: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it."""
+    usage: Usage = field(default_factory=Usage)
+    """Known at the end."""
+    _open: Block | None = None
+    _num_chars: int = 0
+    _pending: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind is BlockKind.CALL for block in self.blocks)
+
+    def admit(self, event: AdmittedEvent) -> None:
+        """Take in that the engine has the request."""
+        self.model, self.num_prompt_tokens = event.model, len(event.prompt_token_ids)
+
+    def add(self, delta: DeltaEvent) -> Iterator[Step]:
+        """Take in new output; yield what it means."""
+        self._pending += delta.logprobs
+        if delta.reasoning:
+            yield from self._grow(BlockKind.REASONING, delta.reasoning)
+        text = delta.text
+        for call in delta.tool_calls:
+            if call.id:
+                num_before = call.offset - self._num_chars
+                yield from self._add_text(text[:num_before])
+                text = text[num_before:]
+                yield from self._begin(BlockKind.CALL, call.id, call.name)
+            if call.arguments:
+                yield from self._grow(BlockKind.CALL, call.arguments)
+        yield from self._add_text(text)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            yield from self._end(is_cut=delta.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT))
+
+    def _add_text(self, text: str) -> Iterator[Step]:
+        if text:
+            self._num_chars += len(text)
+            yield from self._grow(BlockKind.TEXT, text)
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[Step]:
+        """Add to the open block, or to a new one where that is of another kind."""
+        if self._open is None or self._open.kind is not kind:
+            yield from self._begin(kind)
+        block = self._open
+        assert block is not None
+        block.pieces.append(text)
+        yield Step(Stage.GROW, block, text, self._take_logprobs(block))
+
+    def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[Step]:
+        yield from self._end(is_cut=False)
+        self._open = Block(len(self.blocks), kind, call_id, name)
+        self.blocks.append(self._open)
+        yield Step(Stage.BEGIN, self._open)
+
+    def _end(self, *, is_cut: bool) -> Iterator[Step]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            block.is_cut = is_cut
+            yield Step(Stage.END, block, logprobs=self._take_logprobs(block))
+
+    def _take_logprobs(self, block: Block) -> tuple[TokenLogprobs, ...]:
+        if block.kind is not BlockKind.TEXT:
+            return ()
+        taken, self._pending = tuple(self._pending), []
+        block.logprobs += taken
+        return taken
+
+
+class EventFormat(Protocol):
+    """How an API spells the events of a stream. One object per request."""
+
+    def opening(self, answer: BlockAnswer) -> str:
+        """Events at admission."""
+
+    def step(self, step: Step) -> str:
+        """Events of a change."""
+
+    def closing(self, answer: BlockAnswer) -> str:
+        """Events at the end."""
+
+
+async def stream_blocks(events: AsyncGenerator[Event], format: EventFormat) -> AsyncGenerator[str]:
+    """Yield the text of a stream, in pieces to be sent at once; the first comes with admission."""
+    answer = BlockAnswer()
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case DeltaEvent():
+                    if text := "".join(map(format.step, answer.add(event))):
+                        yield text
+                case AdmittedEvent():
+                    answer.admit(event)
+                    yield format.opening(answer)
+                case FinishedEvent():
+                    answer.usage = event.usage
+                    yield format.closing(answer)
+
+
+async def whole_blocks(events: AsyncGenerator[Event]) -> BlockAnswer:
+    """Return the answer to a request that does not stream."""
+    answer = BlockAnswer()
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case DeltaEvent():
+                    for _ in answer.add(event):
+                        pass
+                case AdmittedEvent():
+                    answer.admit(event)
+                case FinishedEvent():
+                    answer.usage = event.usage
+    return answer

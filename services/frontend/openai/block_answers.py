@@ -1,0 +1,43 @@
+"""Answers requests whose answers are blocks, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.frontend.answer_blocks import BlockAnswer, EventFormat, stream_blocks, whole_blocks
+from services.frontend.openai.app_state import generator_of
+from services.frontend.openai.errors import HttpError, json_response
+from services.frontend.openai.streams import EventStream
+from services.frontend.requests.raw import RawRequest
+
+
+class BlockFormat(EventFormat, Protocol):
+    """How an API spells its answers. One object per request."""
+
+    answer_id: str
+
+    def whole(self, answer: BlockAnswer) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+
+    def failure(self, error: HttpError) -> str:
+        """The last event of a stream that has failed."""
+
+
+async def answer_in_blocks(
+    request: Request, raw: RawRequest, format: BlockFormat, *, is_streamed: bool
+) -> Response:
+    """Generate, and answer in the API's own words."""
+    raw = replace(raw, client_names=(*raw.client_names, format.answer_id))
+    events, in_flight = generator_of(request).generate(raw), request.app.state.in_flight
+    if not is_streamed:
+        return json_response(format.whole(await in_flight.run(request.receive, whole_blocks(events))))
+    return EventStream(
+        stream_blocks(events, format),
+        in_flight=in_flight,
+        request_id=request.state.request_id,
+        failure=format.failure,
+    )

@@ -1,0 +1,39 @@
+"""The route POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.frontend.openai.answers import ERRORS
+from services.frontend.openai.app_state import reader_of
+from services.frontend.openai.block_answers import answer_in_blocks
+from services.frontend.openai.responses import convert
+from services.frontend.openai.responses.answers import ResponseAnswer
+from services.frontend.openai.responses.objects import ResponsesFormat
+from services.frontend.openai.responses.schema import ResponsesRequest
+from services.frontend.openai.routes import TimeoutS
+from services.frontend.requests.raw import RawRequest
+
+router = APIRouter(responses=ERRORS, tags=["generate"])
+
+
+@router.post("/v1/responses", responses={200: {"model": ResponseAnswer}})
+async def create_response(request: Request, timeout_s: TimeoutS = None) -> Response:
+    """Answer a conversation, as OpenAI's Responses API does. Nothing is stored."""
+    request_id: str = request.state.request_id
+
+    def to_raw(body: ResponsesRequest) -> tuple[convert.ResponsesOptions, RawRequest]:
+        raw = convert.responses_request(body, label=request_id, deadline_s=timeout_s)
+        return convert.answer_options(body), raw
+
+    options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw)
+    format = ResponsesFormat(
+        request_id=request_id,
+        created_unix_s=int(time.time()),
+        repeated=options.repeated,
+        wants_logprobs=options.wants_logprobs,
+    )
+    return await answer_in_blocks(request, raw, format, is_streamed=options.is_streamed)
