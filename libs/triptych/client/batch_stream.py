@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any, cast
 
 import grpc
 
 from triptych.client.collect import OutputCollector
-from triptych.client.request import Prompt, RequestOptions, Sampling, build_generation, is_token_ids
+from triptych.client.prompts import Prompt, is_token_ids
+from triptych.client.request import RequestOptions, Sampling, build_generation
 from triptych.errors import GenerationLost, TriptychError
 from triptych.rpc.status import from_rich_status
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
 from triptych.types.outputs import RequestOutput
 from triptych.v1 import generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import event_from_proto
+
+_FIRST_ANSWER_S = 0.1
+"""For the server to answer the first item or to refuse the stream. A message that is written while a refusal is under
+way would turn it into an INTERNAL of grpc.aio's own, and nobody would know why the stream was refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +43,15 @@ class _Call:
     requests: asyncio.Queue[generation_pb2.BatchGenerateRequest] = field(default_factory=asyncio.Queue)
     items: dict[int, _Item] = field(default_factory=dict)
     """Tag -> item that has not ended."""
+    has_answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once anything has come."""
     reader: asyncio.Task[None] | None = None
 
 
 class BatchStream:
     """Opened by the first item. A stream that breaks fails the items on it; the next item opens another.
 
-    Owned by the coroutine that opened it, which closes it at the end.
+    Owned by the coroutine that opened it, which closes it at the end: `async with`.
     """
 
     def __init__(
@@ -59,8 +68,21 @@ class BatchStream:
         self._tags = itertools.count(1)
         self._call: _Call | None = None
 
-    async def answer(self, prompt: Prompt, sampling: Sampling, options: RequestOptions) -> RequestOutput:
+    async def __aenter__(self) -> BatchStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def answer(
+        self, prompt: Prompt, sampling: Sampling, options: RequestOptions, timeout_s: float | None = None
+    ) -> RequestOutput:
         """Return the whole answer to one prompt. Cancelling it leaves the request running until `close`.
+
+        Args:
+            timeout_s: Seconds that the server may take, from its reading of the item. None: no limit.
 
         Raises:
             TriptychError: As `GenerationClient.generate`.
@@ -71,8 +93,11 @@ class BatchStream:
         collector = OutputCollector(prompt if isinstance(prompt, str) else None)
         item = _Item(prompt, options, collector, asyncio.get_running_loop().create_future())
         call, tag = self._open(), next(self._tags)
+        message = generation_pb2.BatchGenerateRequest(tag=tag, request=request)
+        if timeout_s is not None:
+            message.timeout_ms = max(1, round(timeout_s * 1000))
         call.items[tag] = item
-        call.requests.put_nowait(generation_pb2.BatchGenerateRequest(tag=tag, request=request))
+        call.requests.put_nowait(message)
         return await item.answer
 
     async def close(self) -> None:
@@ -93,6 +118,7 @@ class BatchStream:
         end: Exception = GenerationLost("the server ended the stream before all answers were finished")
         try:
             async for response in stream:
+                call.has_answered.set()
                 _take(call, response)
         except Exception as error:
             end = error
@@ -118,6 +144,9 @@ def with_prompt(event: AdmittedEvent, prompt: Prompt, options: RequestOptions) -
 
 
 async def _requests(call: _Call) -> AsyncIterator[generation_pb2.BatchGenerateRequest]:
+    yield await call.requests.get()
+    with contextlib.suppress(TimeoutError):  # it waits, as in a long queue, so it has not refused
+        await asyncio.wait_for(call.has_answered.wait(), _FIRST_ANSWER_S)
     while True:
         yield await call.requests.get()
 

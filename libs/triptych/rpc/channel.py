@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import TypeVar
 
 import grpc
@@ -67,15 +68,16 @@ def credentials_of(tls: ClientTls | None) -> ClientCredentials | None:
     return None if tls is None else tls.credentials()
 
 
-def with_api_key(stub: _Stub, api_key: str | None) -> _Stub:
+def with_api_key(stub: _Stub, api_key: str | None, metadata: Sequence[tuple[str, str]] = ()) -> _Stub:
     """Return the stub, whose calls send an API key from now on.
 
     Args:
         api_key: None: the one in the environment. Empty: none is sent.
+        metadata: Sent with each call besides it.
     """
     api_key = os.environ.get(API_KEY_ENV, "") if api_key is None else api_key
-    if api_key:
-        metadata = (("authorization", f"Bearer {api_key}"),)
+    metadata = (*metadata, *((("authorization", f"Bearer {api_key}"),) if api_key else ()))
+    if metadata:
         for name, call in vars(stub).items():
             setattr(stub, name, functools.partial(call, metadata=metadata))
     return stub
