@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triptych.client.async_llm import AsyncLLM
+    from triptych.client.batch import PartialFailure
+    from triptych.client.beam_search import BeamSearchParams
     from triptych.client.llm import LLM
     from triptych.types.outputs import CompletionOutput, RequestOutput
-    from triptych.types.sampling import SamplingParams
+    from triptych.types.sampling import OutputKind, SamplingParams
     from triptych.types.structured import StructuredOutputs
 
     __version__: str
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
+    "OutputKind",
+    "PartialFailure",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -34,6 +39,9 @@ __all__ = [
 _NAME_TO_MODULE = {
     "LLM": "triptych.client.llm",
     "AsyncLLM": "triptych.client.async_llm",
+    "BeamSearchParams": "triptych.client.beam_search",
+    "OutputKind": "triptych.types.sampling",
+    "PartialFailure": "triptych.client.batch",
     "SamplingParams": "triptych.types.sampling",
     "StructuredOutputs": "triptych.types.structured",
     "CompletionOutput": "triptych.types.outputs",

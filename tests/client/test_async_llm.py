@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.fake_frontend import FakeFrontend
 from triptych import AsyncLLM, SamplingParams
-from triptych.client import async_llm
+from triptych.client import connection
 from triptych.errors import EngineUnavailable, QueueFull
 from triptych.types.sampling import OutputKind
 
@@ -102,7 +102,7 @@ async def test_cancelling_the_start_waits_until_nothing_is_left(monkeypatch):
         finally:
             undone.set()
 
-    monkeypatch.setattr(async_llm, "launch", launch)
+    monkeypatch.setattr(connection, "launch", launch)
     starting = asyncio.create_task(AsyncLLM().start())
     await wait_until(started.is_set)
     starting.cancel()

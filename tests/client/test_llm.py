@@ -8,13 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+from types import NoneType
 
+import numpy as np
 import pytest
+from tqdm import tqdm
 
-from tests.helpers.fake_frontend import FakeFrontend
-from triptych import LLM, SamplingParams
+from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
+from triptych import LLM, PartialFailure, SamplingParams
 from triptych.client import batch
-from triptych.errors import ConfigError, EngineFailure, EngineUnavailable, InvalidRequest, QueueFull
+from triptych.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailure,
+    EngineUnavailable,
+    InvalidRequest,
+    QueueFull,
+    Unauthenticated,
+)
 
 HELLO = [{"role": "user", "content": "a b"}]
 
@@ -59,6 +70,9 @@ def test_outputs_come_in_the_order_of_the_prompts(llm, frontend):
 def test_one_prompt_in_any_form(llm):
     assert llm.generate("a", use_tqdm=False)[0].outputs[0].text == " a"
     assert llm.generate([4, 5], use_tqdm=False)[0].outputs[0].text == " 4 5"
+    assert llm.generate(np.array([4, 5]), use_tqdm=False)[0].outputs[0].text == " 4 5"
+    assert len(llm.generate(np.array([[4, 5], [6, 7]]), use_tqdm=False)) == 2
+    assert len(llm.generate((text for text in ("a", "b")), use_tqdm=False)) == 2
     assert llm.generate(HELLO, use_tqdm=False)[0].outputs[0].text == " a b"
     assert llm.chat(HELLO, use_tqdm=False)[0].prompt is None
     assert len(llm.chat([HELLO, HELLO], use_tqdm=False)) == 2
@@ -124,7 +138,7 @@ def test_a_stack_of_our_own_that_has_failed_is_not_asked_again(llm, frontend, mo
     def fail():
         raise EngineUnavailable("the worker died 6 times")
 
-    monkeypatch.setattr(llm._session, "check", fail)
+    monkeypatch.setattr(llm._connection, "check", fail)
     frontend.errors = [EngineUnavailable("gone")]
     with pytest.raises(EngineUnavailable, match="died 6 times"):
         llm.generate(["a"], use_tqdm=False)
@@ -137,11 +151,122 @@ def test_a_server_that_stays_full_is_given_up(frontend, monkeypatch):
         llm.generate(["a", "b"], use_tqdm=False)
 
 
-def test_a_bad_prompt_raises_its_error_naming_it_and_cancels_the_rest(llm, frontend):
-    with pytest.raises(InvalidRequest, match=r"prompts\[2\].prompt: is empty"):
-        llm.generate(["hang", "hang", "", "hang"], use_tqdm=False)
+def test_a_bad_prompt_loses_no_other_and_the_error_holds_them_all(llm):
+    prompts = ["a", "", "b c", ""]
+    with pytest.raises(
+        PartialFailure, match=r"^2 of 4 prompts failed, first prompts\[1\]: prompt: is empty"
+    ) as caught:
+        llm.generate(prompts, use_tqdm=False)
+    assert isinstance(caught.value.__cause__, InvalidRequest)
+    returned = llm.generate(prompts, use_tqdm=False, on_error="return")
+    for outputs in (caught.value.outputs, returned):
+        assert [output.prompt for output in outputs] == prompts
+        assert [type(output.error) for output in outputs] == [NoneType, InvalidRequest] * 2
+        assert [len(output.outputs) for output in outputs] == [1, 0, 1, 0]
+        assert all(output.finished for output in outputs)
+
+
+def test_a_lone_prompt_raises_its_own_error(llm):
+    with pytest.raises(InvalidRequest, match=r"^prompt: is empty$"):
+        llm.generate([""], use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="on_error: expected raise or return, not 'ignore'"):
+        llm.generate("a", use_tqdm=False, on_error="ignore")
+
+
+def test_an_error_that_all_would_meet_ends_all_but_what_is_done(llm, frontend):
+    frontend.errors = [Unauthenticated("who are you?")]
+    with pytest.raises(Unauthenticated, match="who are you"):
+        llm.generate(["hang"] * 3, use_tqdm=False)
     wait_until(lambda: frontend.num_running == 0)
     assert llm.generate("a", use_tqdm=False)[0].finished
+
+
+def test_a_prompt_past_its_time_fails_alone(llm):
+    outputs = llm.generate(["a", "hang"], use_tqdm=False, on_error="return", timeout_s=[None, 0.2])
+    assert outputs[0].outputs[0].text == " a"
+    assert isinstance(outputs[1].error, DeadlineExceeded)
+    with pytest.raises(InvalidRequest, match="timeout_s: 0 is not a time"):
+        llm.generate("a", timeout_s=0)
+
+
+def test_a_full_server_is_not_asked_past_the_time(frontend):
+    frontend.capacity = 0
+    with LLM(address=frontend.address) as llm, pytest.raises(DeadlineExceeded, match=r"timeout_s.*0\.2 s"):
+        llm.generate("a", use_tqdm=False, timeout_s=0.2)
+
+
+def test_options_go_with_their_prompts(llm, frontend):
+    prompts = [{"prompt": "a"}, {"prompt_token_ids": [5], "prompt": "five", "cache_salt": "own"}, "c"]
+    outputs = llm.generate(
+        prompts, use_tqdm=False, priority=[3, 1, 2], tenant="me", cache_salt=["x", "y", "z"], timeout_s=9
+    )
+    assert [output.prompt for output in outputs] == ["a", "five", "c"]
+    sent = {r.generation.text.text: r.generation for r in frontend.requests}
+    assert {text: (g.priority, g.tenant, g.cache.salt) for text, g in sent.items()} == {
+        "a": (3, "me", "x"),
+        "": (1, "me", "own"),
+        "c": (2, "me", "z"),
+    }
+    with pytest.raises(InvalidRequest, match="priority: 2 of them for 3 prompts; tenant: 1 of them for 3"):
+        llm.generate(prompts, priority=[1, 2], tenant=["me"])
+
+
+def test_conversations_carry_their_options(llm, frontend):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    spoken = [*HELLO, {"role": "assistant", "content": "So"}]
+    llm.chat(
+        iter([spoken, spoken]), use_tqdm=False, tools=[tool], chat_template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False, continue_final_message=True, priority=[1, 2],
+    )  # fmt: skip
+    assert sorted(r.generation.priority for r in frontend.requests) == [1, 2]
+    chat = frontend.requests[0].generation.chat
+    assert (chat.tools[0].name, chat.template_kwargs_json) == ("add", '{"enable_thinking": false}')
+    assert (chat.continue_final_message, chat.add_generation_prompt) == (True, False)
+
+
+def test_credentials_travel(frontend):
+    seen = {}
+
+    def note(context):
+        seen.update(context.invocation_metadata())
+
+    frontend.on_call = note
+    with LLM(address=frontend.address, api_key="tk-1", metadata={"x-team": "blue"}) as llm:
+        llm.generate("a", use_tqdm=False)
+    assert (seen["authorization"], seen["x-team"]) == ("Bearer tk-1", "blue")
+    with pytest.raises(ConfigError, match="metadata: 'X-Team' is not a lower case key"):
+        LLM(address=frontend.address, metadata={"X-Team": "blue"})
+
+
+def test_the_address_may_come_from_the_environment(frontend, monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_ADDRESS", frontend.address)
+    with LLM() as llm:
+        assert llm.address == frontend.address
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*TRIPTYCH_ADDRESS"):
+        LLM(max_num_seqs=4)
+    for address in ("http://127.0.0.1:8000", "localhost"):
+        with pytest.raises(ConfigError, match="is not host:port of a gRPC server"):
+            LLM(address=address)
+
+
+def test_the_tokenizer_is_the_servers(llm):
+    tokenizer = llm.get_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.model_max_length, tokenizer.eos_token_id) == (
+        50,
+        MAX_MODEL_LEN,
+        2,
+    )
+    assert tokenizer.encode("a b") == [1, 2]
+    assert tokenizer.decode([4, 5]) == "4 5"
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=True) == [1, 2]
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False) == "1 2"
+
+
+def test_steering_needs_the_admin_address(llm):
+    with pytest.raises(ConfigError, match="admin_address: give it with address"):
+        llm.sleep()
+    with pytest.raises(InvalidRequest, match="level: 3 is neither 1 nor 2"):
+        llm.sleep(level=3)
 
 
 def test_an_error_of_the_engine_is_not_retried(llm, frontend):
@@ -170,6 +295,17 @@ def test_the_progress_bar_tells_tokens_per_second_and_can_be_turned_off(llm, cap
     shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "tok/s out" in shown
+
+
+def test_the_progress_bar_may_be_the_callers(llm):
+    made = []
+
+    def make(**arguments):
+        made.append(tqdm(**arguments, disable=True))
+        return made[0]
+
+    llm.generate(["a", "b"], use_tqdm=make)
+    assert made[0].total == 2
 
 
 def test_a_closed_llm_says_so(frontend):

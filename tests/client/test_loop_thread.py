@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from triptych.client.llm import LoopThread
+from triptych.client.loop_thread import LoopThread
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from triptych.client.conversation import ChatOptions
+from triptych.client.prompts import parse_conversations, parse_prompts
 from triptych.client.request import (
     DEFAULT_OPTIONS,
     RequestOptions,
     build_generation,
-    split_conversations,
-    split_prompts,
 )
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import SamplingParams
@@ -38,7 +37,7 @@ HELLO = [{"role": "user", "content": "hello"}]
     ],
 )
 def test_one_prompt_and_many_are_told_apart(given, count):
-    assert len(split_prompts(given)) == count
+    assert len(parse_prompts(given)) == count
 
 
 @pytest.mark.parametrize(
@@ -56,19 +55,19 @@ def test_one_prompt_and_many_are_told_apart(given, count):
 )
 def test_what_is_no_prompt_is_refused_by_name(given, field):
     with pytest.raises(InvalidRequest, match=f"^{field}: "):
-        split_prompts(given)
+        parse_prompts(given)
 
 
 def test_a_long_wrong_argument_is_shown_by_its_beginning():
     with pytest.raises(InvalidRequest) as caught:
-        split_prompts([["a", 1] * 10_000])
+        parse_prompts([["a", 1] * 10_000])
     assert len(str(caught.value)) < 500
 
 
 def test_chat_refuses_what_is_no_conversation():
-    assert len(split_conversations([HELLO, HELLO])) == 2
+    assert len(parse_conversations([HELLO, HELLO])) == 2
     with pytest.raises(InvalidRequest, match=r"messages\[1\]"):
-        split_conversations([HELLO, "hello"])
+        parse_conversations([HELLO, "hello"])
 
 
 def test_the_prompt_goes_into_its_own_place():

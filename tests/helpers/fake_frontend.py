@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from services.frontend.grpc.batch import BatchRun
-from triptych.client.llm import LoopThread
-from triptych.errors import InvalidRequest, QueueFull, TriptychError
+from triptych.client.loop_thread import LoopThread
+from triptych.errors import DeadlineExceeded, InvalidRequest, QueueFull, TriptychError
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -45,9 +45,12 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         """Called with each request before anything else is done."""
         self.waits_for_running = 0
         """Nothing is answered until so many requests have run at once."""
+        self.is_ready = True
         self.breaks_mid_answer = False
         self.adds_unknown = False
         """An event of a kind that no client knows follows every event."""
+        self.on_call: Callable[[Any], None] = lambda context: None
+        """Called with the context of each call that generates."""
         self.requests: list[generation_pb2.StreamGenerateRequest] = []
         self.num_batches = 0
         self.num_running = self.max_running = self.num_refused = self.num_cancelled = 0
@@ -73,6 +76,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self._loop.run(self._server.stop(0))
 
     def set_ready(self, is_ready: bool) -> None:
+        self.is_ready = is_ready
         self._loop.run(self._server.set_ready(is_ready))
 
     async def _start(self) -> None:
@@ -85,10 +89,23 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
 
     async def BatchGenerate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         self.num_batches += 1
-        run = BatchRun(lambda item: self.StreamGenerate(item.request, context))
+        self.on_call(context)
+        run = BatchRun(lambda item: self._within(item, context))
         async with aclosing(run.run(request_iterator)) as responses:
             async for response in responses:
                 yield response
+
+    async def _within(self, item: Any, context: Any) -> AsyncGenerator[Any]:
+        """Answer an item of a batch within its time."""
+        try:
+            async with (
+                asyncio.timeout(item.timeout_ms / 1000 if item.HasField("timeout_ms") else None),
+                aclosing(self.StreamGenerate(item.request, context)) as messages,
+            ):
+                async for message in messages:
+                    yield message
+        except TimeoutError:
+            raise DeadlineExceeded("its time ran out") from None
 
     async def StreamGenerate(
         self, request: generation_pb2.StreamGenerateRequest, context: Any
@@ -145,7 +162,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         yield FinishedEvent(Usage(len(words), len(words) * num_choices), StageTimings(1, 2, 3))
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:
-        ids = range(1, len(request.text.text.split()) + 1)
+        ids = range(1, len(_words(request)) + 1)
         return generation_pb2.TokenizeResponse(token_ids=ids, max_model_len=MAX_MODEL_LEN)
 
     async def Detokenize(self, request: generation_pb2.DetokenizeRequest, context: Any) -> Any:
@@ -154,14 +171,25 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
     async def Abort(self, request: generation_pb2.AbortRequest, context: Any) -> Any:
         return generation_pb2.AbortResponse(aborted_request_ids=request.request_ids[:1])
 
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: Any) -> Any:
+        return model_pb2.GetModelResponse(model=_model("fake"))
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:
+        return model_pb2.GetServerInfoResponse(ready=self.is_ready, why_not_ready="it rests")
+
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Any) -> Any:
         """Two models, on a page of their own each."""
         names = ["fake", "fake-2"]
         page = names.index(request.page_token) + 1 if request.page_token else 0
-        model = model_pb2.Model(name=names[page], max_model_len=MAX_MODEL_LEN, vocab_size=50)
-        model.create_time.FromSeconds(1_700_000_000)
+        model = _model(names[page])
         next_page_token = names[page] if page + 1 < len(names) else ""
         return model_pb2.ListModelsResponse(models=[model], next_page_token=next_page_token)
+
+
+def _model(name: str) -> model_pb2.Model:
+    model = model_pb2.Model(name=name, max_model_len=MAX_MODEL_LEN, vocab_size=50, eos_token_ids=[2])
+    model.create_time.FromSeconds(1_700_000_000)
+    return model
 
 
 def unknown_event() -> generation_pb2.StreamGenerateResponse:
@@ -169,7 +197,7 @@ def unknown_event() -> generation_pb2.StreamGenerateResponse:
     return generation_pb2.StreamGenerateResponse.FromString(b"\x7a\x02\x08\x01")
 
 
-def _words(prompt: generation_pb2.Generation) -> list[str]:
+def _words(prompt: generation_pb2.Generation | generation_pb2.TokenizeRequest) -> list[str]:
     match prompt.WhichOneof("prompt"):
         case "text":
             return prompt.text.text.split()

@@ -23,7 +23,8 @@ from triptych.cli.sampling_flags import add_form_arguments, add_sampling_argumen
 from triptych.cli.streaming import AnswerPrinter, visible, write_now
 from triptych.client.collect import OutputCollector
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.request import Prompt, RequestOptions, Sampling
+from triptych.client.prompts import Prompt
+from triptych.client.request import RequestOptions, Sampling
 from triptych.errors import ConfigError, TriptychError
 from triptych.types.outputs import RequestOutput
 

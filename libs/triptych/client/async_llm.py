@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from triptych.client.collect import stream_outputs
+from triptych.client.admin_client import EngineMetric, to_pause_mode, to_sleep_level
+from triptych.client.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from triptych.client.collect import OutputCollector, stream_outputs
+from triptych.client.connection import Connection
+from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.request import Prompt, RequestOptions
-from triptych.config import EngineConfig, TlsConfig
-from triptych.errors import EngineUnavailable
-from triptych.launcher.launch import (
-    CONNECT_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    launch,
-    request_model,
-    stack_config,
-)
-from triptych.launcher.local_cluster import LocalCluster
+from triptych.client.prompts import AnyPrompt, ParsedPrompt, parse_conversations, parse_prompt
+from triptych.client.request import RequestOptions
+from triptych.client.served_tokenizer import AsyncServedTokenizer
+from triptych.config import TlsConfig
+from triptych.errors import InvalidRequest
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import OutputKind, SamplingParams
 
@@ -43,21 +41,24 @@ class AsyncLLM:
         model: str | None = None,
         *,
         address: str | None = None,
+        admin_address: str | None = None,
         api_key: str | None = None,
         tls: TlsConfig | None = None,
+        metadata: Mapping[str, str] | None = None,
         ready_timeout_s: float | None = None,
         **overrides: Any,
     ) -> None:
         """See `LLM`."""
-        self._config = stack_config(model, address, overrides)
-        self._address = address
-        self._model_name = request_model(model, address)
-        self._api_key = api_key
-        self._tls = tls if self._config is None else self._config.tls
-        self._ready_timeout_s = ready_timeout_s
-        self._cluster: LocalCluster | None = None
-        self._client: GenerationClient | None = None
-        self._starting = asyncio.Lock()
+        self._connection = Connection(
+            model,
+            address=address,
+            admin_address=admin_address,
+            api_key=api_key,
+            tls=tls,
+            metadata=metadata,
+            ready_timeout_s=ready_timeout_s,
+            overrides=overrides,
+        )
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -74,82 +75,188 @@ class AsyncLLM:
         Raises:
             ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
         """
-        async with self._starting:
-            if self._client is None:
-                if self._config is not None:
-                    self._cluster = await _launch_on_thread(self._config, self._ready_timeout_s)
-                address = self._cluster.address if self._cluster else str(self._address)
-                self._client = await GenerationClient.connect(
-                    address, self._ready_timeout_s or CONNECT_TIMEOUT_S, api_key=self._api_key, tls=self._tls
-                )
-            return self._client
+        return await self._connection.start()
 
     async def close(self) -> None:
         """Abort what runs; stop the stack, if it is ours. Generating again would start another."""
-        if self._client is not None:
-            await self._client.close()
-        if self._cluster is not None:
-            await asyncio.to_thread(self._cluster.stop)
-        self._client = self._cluster = None
+        cluster = await self._connection.disconnect()
+        if cluster is not None:
+            await asyncio.to_thread(cluster.stop)
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str = "",
+        *,
         priority: int = 0,
+        tenant: str = "",
         cache_salt: str = "",
         truncate_prompt_tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to one prompt: text, token ids or messages. Leaving the iterator aborts it.
+        """Stream the answer to one prompt, in any form that `LLM.generate` takes. Leaving the iterator aborts it.
 
-        Each output holds one choice, as `sampling_params.output_kind` says: CUMULATIVE, the default, all of it so
-        far; DELTA what is new; FINAL_ONLY each choice once, when it has ended. The last output has `finished`, usage
-        and timings. Nothing is retried: QueueFull says when to try again.
+        `sampling_params.output_kind` says what comes. CUMULATIVE, the default: outputs with one choice each, all of it
+        so far. DELTA: the same, with what is new. FINAL_ONLY: one output with all choices. The last output has
+        `finished`, usage and timings. Nothing is retried: QueueFull says when to try again.
 
         Args:
             sampling_params: sent unchanged, with every field; None leaves all but the output kind to the
                 model's generation_config.json and the server's defaults.
+            request_id: a name for it, unique while it runs, for `abort` and the server's log. Empty: one is drawn.
             timeout_s: the request's deadline.
         """
-        client = await self.start()
-        kind = OutputKind.CUMULATIVE if sampling_params is None else sampling_params.output_kind
         options = RequestOptions(
             request_id=request_id,
-            model=self._model_name,
+            model=self._connection.model_name,
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            whole_choices=kind is OutputKind.FINAL_ONLY,
         )
-        text = prompt if isinstance(prompt, str) else None
-        async with aclosing(client.generate(prompt, sampling_params, options, timeout_s=timeout_s)) as events:
-            # Deltas are added up here: sent cumulatively, an answer would travel again with each token.
-            is_cumulative = kind is OutputKind.CUMULATIVE
-            async for output in stream_outputs(events, text, is_cumulative=is_cumulative):
+        async with aclosing(
+            self._stream(parse_prompt(prompt), sampling_params, options, timeout_s)
+        ) as outputs:
+            async for output in outputs:
                 yield output
 
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        *,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a conversation: the assistant's next turn. `LLM.chat` says what the options are."""
+        chat = ChatOptions(
+            tools or (),
+            tool_choice,
+            parallel_tool_calls,
+            chat_template_kwargs or {},
+            add_generation_prompt,
+            continue_final_message,
+        )
+        options = RequestOptions(
+            request_id=request_id,
+            model=self._connection.model_name,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            chat=chat,
+        )
+        prompts = parse_conversations(messages)
+        if len(prompts) != 1:
+            raise InvalidRequest("messages", f"expected one conversation, not {len(prompts)}")
+        async with aclosing(self._stream(prompts[0], sampling_params, options, timeout_s)) as outputs:
+            async for output in outputs:
+                yield output
 
-async def _launch_on_thread(config: EngineConfig, ready_timeout_s: float | None) -> LocalCluster:
-    """`launch` without blocking the loop; cancelled, it returns when nothing is left running."""
-    is_cancelled = threading.Event()
+    async def beam_search(
+        self,
+        prompt: AnyPrompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> BeamSearchOutput:
+        """Search the likeliest sequences after one prompt; see `LLM.beam_search`."""
+        options = RequestOptions(
+            model=self._connection.model_name, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
+        [output] = await beam_search(
+            await self.start(),
+            [parse_prompt(prompt)],
+            params,
+            options,
+            concurrency_limit=None,
+            on_finished=lambda num_in, num_out: None,
+            check_server=self._connection.check,
+        )
+        return output
 
-    def check() -> None:
-        if is_cancelled.is_set():
-            raise EngineUnavailable("the start was cancelled")
+    async def abort(self, request_id: str | Sequence[str]) -> list[str]:
+        """End requests with what they have, and return the ids of those that were alive."""
+        client = await self.start()
+        return await client.abort([request_id] if isinstance(request_id, str) else request_id)
 
-    launching = asyncio.create_task(
-        asyncio.to_thread(launch, config, ready_timeout_s=ready_timeout_s or READY_TIMEOUT_S, check=check)
-    )
-    try:
-        return await asyncio.shield(launching)
-    except asyncio.CancelledError:
-        is_cancelled.set()
-        try:
-            cluster = await launching
-        except Exception:  # ours, or another reason not to have started
-            raise asyncio.CancelledError from None
-        await asyncio.to_thread(cluster.stop)
-        raise
+    async def check_health(self) -> None:
+        """Return if the frontend takes requests now; raises EngineUnavailable, which says why it does not."""
+        await (await self.start()).check_health()
+
+    async def get_tokenizer(self) -> AsyncServedTokenizer:
+        """Return the model's tokenizer as the server has it: `encode`, `decode`, `apply_chat_template`."""
+        client = await self.start()
+        return AsyncServedTokenizer(client, await client.get_model(self._connection.model_name))
+
+    async def get_metrics(self) -> list[EngineMetric]:
+        """Return the engines' counters of this moment, under vLLM's names."""
+        return await (await self._connection.admin()).metrics()
+
+    async def sleep(self, level: int = 1, mode: Literal["wait", "abort", "keep"] = "wait") -> int:
+        """Free the accelerators' memory until `wake_up`; see `LLM.sleep`."""
+        known_level, known_mode = to_sleep_level(level), to_pause_mode(mode)
+        return await (await self._connection.admin()).sleep(known_level, known_mode)
+
+    async def wake_up(self) -> None:
+        """End a sleep; returns when the engines can compute."""
+        await (await self._connection.admin()).wake()
+
+    async def is_sleeping(self) -> bool:
+        """Return whether any engine sleeps."""
+        return await (await self._connection.admin()).is_asleep()
+
+    async def pause(self, mode: Literal["wait", "abort", "keep"] = "wait") -> None:
+        """Plan no more steps until `resume`; returns when none is under way. New requests queue meanwhile.
+
+        Args:
+            mode: what becomes of running requests: they finish first, are aborted, or freeze.
+        """
+        known_mode = to_pause_mode(mode)
+        await (await self._connection.admin()).pause(known_mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await (await self._connection.admin()).resume()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, and return True; see `LLM.reset_prefix_cache`."""
+        await (await self._connection.admin()).reset_prefix_cache()
+        return True
+
+    async def _stream(
+        self,
+        prompt: ParsedPrompt,
+        sampling_params: SamplingParams | None,
+        options: RequestOptions,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        client = await self.start()
+        kind = OutputKind.CUMULATIVE if sampling_params is None else sampling_params.output_kind
+        changes: dict[str, Any] = {"whole_choices": kind is OutputKind.FINAL_ONLY}
+        if prompt.cache_salt is not None:
+            changes["cache_salt"] = prompt.cache_salt
+        options = replace(options, **changes)
+        events = client.generate(prompt.content, sampling_params, options, timeout_s=timeout_s)
+        async with aclosing(events):
+            if kind is OutputKind.FINAL_ONLY:
+                collector = OutputCollector(prompt.text)
+                async for event in events:
+                    collector.add(event)
+                yield collector.output
+                return
+            # Deltas are added up here: sent cumulatively, an answer would travel again with each token.
+            is_cumulative = kind is OutputKind.CUMULATIVE
+            async for output in stream_outputs(events, prompt.text, is_cumulative=is_cumulative):
+                yield output

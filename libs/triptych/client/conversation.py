@@ -38,7 +38,9 @@ class ChatOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the model's chat template."""
     add_generation_prompt: bool = True
-    """Open the assistant's turn."""
+    """Open the assistant's turn; not with `continue_final_message`."""
+    continue_final_message: bool = False
+    """Go on with the last message in place of opening a new turn."""
 
 
 DEFAULT_CHAT = ChatOptions()
@@ -68,6 +70,7 @@ def fill_chat(chat: chat_pb2.Chat, messages: Conversation, options: ChatOptions)
         chat.parallel_tool_calls = False
     if not options.add_generation_prompt:
         chat.add_generation_prompt = False
+    chat.continue_final_message = options.continue_final_message
     if options.template_kwargs:
         try:
             chat.template_kwargs_json = json.dumps(dict(options.template_kwargs))

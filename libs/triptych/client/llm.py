@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from triptych.client.batch import Batch, Job, ProgressBar
+from triptych.client.admin_client import AdminClient, EngineMetric, to_pause_mode, to_sleep_level
+from triptych.client.batch import Batch, Job, ProgressBar, UseTqdm, make_jobs, raise_failures
+from triptych.client.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from triptych.client.connection import Connection
 from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.request import (
-    Prompt,
-    RequestOptions,
-    split_conversations,
-    split_prompts,
-)
-from triptych.config import EngineConfig, TlsConfig
+from triptych.client.loop_thread import LoopThread
+from triptych.client.prompts import AnyPrompts, parse_conversations, parse_prompts
+from triptych.client.request import RequestOptions
+from triptych.client.served_tokenizer import AsyncServedTokenizer, ServedTokenizer
+from triptych.config import TlsConfig
 from triptych.errors import InvalidRequest
-from triptych.launcher.launch import (
-    CONNECT_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    launch,
-    request_model,
-    stack_config,
-)
-from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import SamplingParams
+
+_T = TypeVar("_T")
 
 
 class LLM:
@@ -40,7 +33,7 @@ class LLM:
             outputs = llm.generate(["Hello, my name is", "The sky is"], SamplingParams(max_tokens=16))
         llm = LLM(address="127.0.0.1:50051")            # or uses one that runs
 
-    `close` (or the end of `with`, of the object, of the program) stops a stack of its own.
+    `close` (or the end of `with`, of the object, of the program) stops a stack of its own. Threads may share it.
     """
 
     def __init__(
@@ -48,8 +41,10 @@ class LLM:
         model: str | None = None,
         *,
         address: str | None = None,
+        admin_address: str | None = None,
         api_key: str | None = None,
         tls: TlsConfig | None = None,
+        metadata: Mapping[str, str] | None = None,
         ready_timeout_s: float | None = None,
         **overrides: Any,
     ) -> None:
@@ -58,22 +53,33 @@ class LLM:
         Args:
             model: without `address`, what to serve: a directory, a .gguf file, a hub id or `embedded`,
                 the default. With it, which of the models served there to use; None where it is the only one.
-            address: host:port of a frontend's gRPC server.
+            address: host:port of a frontend's gRPC server. None: $TRIPTYCH_ADDRESS, if it is set; else, and where it
+                is empty, a stack of our own.
+            admin_address: host:port of that frontend's admin server, for `sleep` and the like.
             api_key: for a frontend that asks for one; None: $TRIPTYCH_API_KEY, if it is set.
             tls: for a frontend that serves TLS: `TlsConfig(ca="ca.pem")`; None: as $TRIPTYCH_TLS_CA and the like say.
+            metadata: sent with each call, for gateways on the way.
             ready_timeout_s: None: 600 for a stack of our own, 30 for another.
-            overrides: options of a stack of our own, by key or bare name: `max_num_seqs=16`,
-                `**{"scheduler.max_num_seqs": 16}`.
+            overrides: options of a stack of our own, by key, bare name or vLLM's name: `max_num_seqs=16`,
+                `**{"scheduler.max_num_seqs": 16}`, `gpu_memory_utilization=0.8`.
 
         Raises:
             ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
         """
-        config = stack_config(model, address, overrides)
-        self._model_name = request_model(model, address)
-        self._session = _Session()
-        self._finalizer = weakref.finalize(self, self._session.close)
+        self._connection = Connection(
+            model,
+            address=address,
+            admin_address=admin_address,
+            api_key=api_key,
+            tls=tls,
+            metadata=metadata,
+            ready_timeout_s=ready_timeout_s,
+            overrides=overrides,
+        )
+        self._loop = LoopThread("triptych-llm")
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._connection)
         try:
-            self._session.open(config, address, api_key, tls, ready_timeout_s)
+            self._loop.run(self._connection.start())
         except BaseException:
             self.close()
             raise
@@ -89,7 +95,7 @@ class LLM:
     @property
     def address(self) -> str:
         """The frontend in use, host:port."""
-        return self._session.client.address
+        return self._client().address
 
     def close(self) -> None:
         """Hang up; stop the stack, if it is ours. A second call does nothing."""
@@ -97,196 +103,212 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
+        on_error: Literal["raise", "return"] = "raise",
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
         truncate_prompt_tokens: int | None = None,
+        timeout_s: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; returns when all are done, in the order of the prompts.
 
         Any number of prompts may be given: a bounded number is in flight, and a server that is full is
-        asked again when it said.
+        asked again when it said. A prompt that fails leaves the others alone.
 
         Args:
-            prompts: text, token ids or messages, one of these or a list of them.
+            prompts: one prompt or many (a list, an iterator, a 2-D array). A prompt is a text, token ids (a list, a
+                tuple, an array), messages, or vLLM's `{"prompt": …}` or `{"prompt_token_ids": …}`, perhaps with a
+                `cache_salt`.
             sampling_params: for all prompts, or a list with one for each; sent unchanged. None leaves all
                 to the model's generation_config.json and the server's defaults.
-            use_tqdm: show a progress bar with tokens/s.
+            use_tqdm: show a progress bar with tokens/s; or what makes it, in place of `tqdm.tqdm`.
+            on_error: what follows when a prompt has failed and the others are finished. `raise` its error where it
+                is the only one, or else PartialFailure, whose `outputs` are all; `return` them: those of prompts
+                that failed have an `error` and no choices.
+            priority: lower runs first. This and the next may be lists with one entry for each prompt.
+            tenant: whose fair share pays.
+            cache_salt: share cached prefixes only with requests of the same salt.
+            truncate_prompt_tokens: keep only so many tokens of a prompt, its last ones.
+            timeout_s: seconds for each prompt, from its first sending to its end.
 
         Raises:
-            InvalidRequest: a prompt or parameter is refused; names it. No other request is left running.
-            QueueFull, EngineUnavailable, GenerationLost: the server took nothing for two minutes.
+            InvalidRequest: what is given has not the form above; names it. Nothing was sent.
+            PartialFailure: see `on_error`.
+            TriptychError: no prompt could be served: the key is refused, or the server took nothing for two minutes.
         """
-        options = RequestOptions(
-            model=self._model_name,
+        jobs = make_jobs(
+            parse_prompts(prompts),
+            sampling_params,
+            RequestOptions(model=self._connection.model_name, truncate_prompt_tokens=truncate_prompt_tokens),
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
+            timeout_s=timeout_s,
         )
-        return self._run(split_prompts(prompts), sampling_params, options, use_tqdm)
+        return self._run_batch(jobs, use_tqdm, on_error)
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        priority: int = 0,
-        cache_salt: str = "",
+        continue_final_message: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
+        timeout_s: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or a list of them: the assistant's next turn in each.
+        """`generate` for one conversation or many: the assistant's next turn in each.
 
         Args:
             tools: functions that the model may call, in OpenAI's form. Calls come as `tool_calls` of the output.
             tool_choice: auto, none, required, or `{"type": "function", "function": {"name": …}}`. None: auto.
             parallel_tool_calls: an answer may hold several calls.
             chat_template_kwargs: extra variables for the chat template, as `{"enable_thinking": False}`.
-            add_generation_prompt: open the assistant's turn.
+            add_generation_prompt: open the assistant's turn; False with `continue_final_message`.
+            continue_final_message: go on with the last message.
         """
         chat = ChatOptions(
-            tools, tool_choice, parallel_tool_calls, chat_template_kwargs or {}, add_generation_prompt
+            tools or (),
+            tool_choice,
+            parallel_tool_calls,
+            chat_template_kwargs or {},
+            add_generation_prompt,
+            continue_final_message,
         )
-        options = RequestOptions(model=self._model_name, priority=priority, cache_salt=cache_salt, chat=chat)
-        return self._run(split_conversations(messages), sampling_params, options, use_tqdm)
+        jobs = make_jobs(
+            parse_conversations(messages),
+            sampling_params,
+            RequestOptions(model=self._connection.model_name, chat=chat),
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+        )
+        return self._run_batch(jobs, use_tqdm, on_error)
 
-    def _run(
+    def beam_search(
         self,
-        prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise InvalidRequest(
-                    "sampling_params", f"{len(sampling_params)} of them for {len(prompts)} prompts"
+        prompts: AnyPrompts,
+        params: BeamSearchParams,
+        use_tqdm: UseTqdm = False,
+        *,
+        concurrency_limit: int | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest sequences after one prompt or many, as transformers does with `num_beams`.
+
+        Args:
+            prompts: as `generate` takes them.
+            concurrency_limit: prompts that are worked on at a time, at most. None: as many as fit.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter is refused; names it.
+        """
+        options = RequestOptions(
+            model=self._connection.model_name, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
+        parsed = parse_prompts(prompts)
+        with ProgressBar(len(parsed), use_tqdm) as bar:
+            return self._loop.run(
+                beam_search(
+                    self._client(),
+                    parsed,
+                    params,
+                    options,
+                    concurrency_limit=concurrency_limit,
+                    on_finished=bar.count,
+                    check_server=self._connection.check,
                 )
-            jobs = [Job(*pair) for pair in zip(prompts, sampling_params, strict=True)]
-        else:
-            jobs = [Job(prompt, sampling_params) for prompt in prompts]
-        session = self._session
-        with ProgressBar(len(jobs), is_shown=use_tqdm) as bar:
-            batch = Batch(session.client, jobs, options, on_finished=bar.add, check_server=session.check)
-            return session.loop.run(batch.run())
-
-
-class _Session:
-    """The resources of an LLM. They are kept apart from it so that its finalizer does not keep it alive."""
-
-    def __init__(self) -> None:
-        self.loop = LoopThread("triptych-llm")
-        self._client: GenerationClient | None = None
-        self._cluster: LocalCluster | None = None
-
-    def open(
-        self,
-        config: EngineConfig | None,
-        address: str | None,
-        api_key: str | None,
-        tls: TlsConfig | None,
-        ready_timeout_s: float | None,
-    ) -> None:
-        if config is not None:
-            self._cluster = launch(config, ready_timeout_s=ready_timeout_s or READY_TIMEOUT_S)
-            address, tls = self._cluster.address, config.tls
-        self._client = self.loop.run(
-            GenerationClient.connect(
-                str(address), ready_timeout_s or CONNECT_TIMEOUT_S, api_key=api_key, tls=tls
             )
-        )
 
-    @property
-    def client(self) -> GenerationClient:
-        if self._client is None:
+    def get_tokenizer(self) -> ServedTokenizer:
+        """Return the model's tokenizer as the server has it: `encode`, `decode`, `apply_chat_template`."""
+        client = self._client()
+        model = self._loop.run(client.get_model(self._connection.model_name))
+        return ServedTokenizer(AsyncServedTokenizer(client, model), self._loop)
+
+    def get_metrics(self) -> list[EngineMetric]:
+        """Return the engines' counters of this moment, under vLLM's names."""
+        return self._steer(AdminClient.metrics)
+
+    def sleep(self, level: int = 1, mode: Literal["wait", "abort", "keep"] = "wait") -> int:
+        """Free the accelerators' memory until `wake_up`, and return how many bytes were. Requests queue meanwhile.
+
+        Args:
+            level: 1: weights wait in the host's memory. 2: they are dropped, and read again.
+            mode: what becomes of running requests, of whoever they are: they finish, are aborted, or go on afterwards.
+        """
+        known_level, known_mode = to_sleep_level(level), to_pause_mode(mode)
+        return self._steer(lambda admin: admin.sleep(known_level, known_mode))
+
+    def wake_up(self) -> None:
+        """End a sleep; returns when the engines can compute."""
+        self._steer(AdminClient.wake)
+
+    def is_sleeping(self) -> bool:
+        """Return whether any engine sleeps."""
+        return self._steer(AdminClient.is_asleep)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, and return True.
+
+        Raises:
+            WrongState: A request holds blocks.
+        """
+        self._steer(AdminClient.reset_prefix_cache)
+        return True
+
+    def _steer(self, call: Callable[[AdminClient], Coroutine[Any, Any, _T]]) -> _T:
+        self._client()
+
+        async def run() -> _T:
+            return await call(await self._connection.admin())
+
+        return self._loop.run(run())
+
+    def _client(self) -> GenerationClient:
+        if not self._finalizer.alive:
             raise RuntimeError("this LLM has been closed")
-        return self._client
+        return self._loop.run(self._connection.start())
 
-    def check(self) -> None:
-        """Raises what took our own stack down, if anything did."""
-        if self._cluster is not None:
-            self._cluster.check()
-
-    def close(self) -> None:
-        if self.loop.is_current():  # the garbage collector runs finalizers wherever it happens to be
-            threading.Thread(target=self.close).start()
-            return
-        if self._client is not None:
-            self.loop.run(self._client.close())
-            self._client = None
-        self.loop.close()
-        if self._cluster is not None:
-            self._cluster.stop()
+    def _run_batch(self, jobs: list[Job], use_tqdm: UseTqdm, on_error: str) -> list[RequestOutput]:
+        if on_error not in ("raise", "return"):
+            raise InvalidRequest("on_error", f"expected raise or return, not {on_error!r:.80}")
+        client = self._client()
+        with ProgressBar(len(jobs), use_tqdm) as bar:
+            outputs = self._loop.run(_run(client, jobs, bar, self._connection.check))
+        if on_error == "raise":
+            raise_failures(outputs)
+        return outputs
 
 
-_T = TypeVar("_T")
+async def _run(
+    client: GenerationClient, jobs: list[Job], bar: ProgressBar, check_server: Callable[[], None]
+) -> list[RequestOutput]:
+    async with client.open_batch() as stream:
+        return await Batch(stream, jobs, on_finished=bar.add, check_server=check_server).run()
 
 
-class LoopThread:
-    """Runs coroutines for synchronous callers, from any thread, until `close`."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for the coroutine's result. KeyboardInterrupt cancels it and waits for it to clean up."""
-        outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
-        started: list[asyncio.Task[_T]] = []
-
-        def start() -> None:
-            task = self._loop.create_task(coroutine)
-            task.add_done_callback(lambda ended: _copy(ended, outcome))
-            started.append(task)
-
-        def cancel() -> None:
-            if started:
-                started[0].cancel()
-            else:  # interrupted before `start` was scheduled
-                coroutine.close()
-                outcome.set_exception(concurrent.futures.CancelledError())
-
-        try:
-            self._loop.call_soon_threadsafe(start)
-            return outcome.result()
-        except BaseException:
-            if not outcome.done():  # we were interrupted, not the coroutine
-                self._loop.call_soon_threadsafe(cancel)
-                concurrent.futures.wait([outcome])
-            raise
-
-    def is_current(self) -> bool:
-        """Whether the caller is on the loop's own thread, where `run` would wait for itself."""
-        return threading.current_thread() is self._thread
-
-    def close(self) -> None:
-        """Stop the loop and join the thread; a second call does nothing."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-
-def _copy(task: asyncio.Task[_T], outcome: concurrent.futures.Future[_T]) -> None:
-    if task.cancelled():
-        outcome.set_exception(concurrent.futures.CancelledError())
-    elif (error := task.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())
+def _close(loop: LoopThread, connection: Connection) -> None:
+    """End what an LLM holds; kept apart from it, so that its finalizer does not keep it alive."""
+    if loop.is_current():  # the garbage collector runs finalizers wherever it happens to be
+        threading.Thread(target=_close, args=(loop, connection)).start()
+        return
+    cluster = loop.run(connection.disconnect())
+    loop.close()
+    if cluster is not None:
+        cluster.stop()

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from triptych.client.conversation import DEFAULT_CHAT, ChatOptions, Conversation, fill_chat, fill_messages
+from triptych.client.conversation import DEFAULT_CHAT, ChatOptions, Conversation, fill_chat
+from triptych.client.prompts import Prompt, is_conversation, parse_prompt, show
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams
 from triptych.types.structured import StructuredOutputs
-from triptych.v1 import chat_pb2, common_pb2, generation_pb2
+from triptych.v1 import common_pb2, generation_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, SAMPLING_PATHS
 from triptych.wire.structured import structured_to_proto
 
-Prompt: TypeAlias = str | Sequence[int] | Conversation
-"""Text, token ids, or a conversation for the model's chat template."""
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
 """How to sample. Every field of a SamplingParams object is sent. A mapping sends
 the fields that it names, and None nothing; the model's generation_config.json, then the server's defaults,
 stand for what is not sent."""
 
-# Wrong values are shown in errors by their beginning: a list of thousands of prompts must not print itself.
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_show = _SHORT.repr
 _OPTION_PATHS = {
     "model": "model",
     "priority": "priority",
@@ -58,50 +51,6 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or a list of them, as a list; each checked for its form.
-
-    A string, a list of integers and a list of messages are one prompt; a list of such is many.
-
-    Raises:
-        InvalidRequest: an item is none of these; names it.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidRequest(
-            "prompts", f"expected text, token ids, messages or a list of these, not {_show(prompts)}"
-        )
-    if not prompts:
-        return []
-    if isinstance(prompts[0], Integral | Mapping):
-        return [_check_prompt(prompts, "prompt")]
-    return [_check_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-
-
-def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Prompt]:
-    """One conversation or a list of them, as a list.
-
-    Raises:
-        InvalidRequest: an item is no conversation; names it.
-    """
-    prompts = split_prompts(cast("Sequence[Prompt]", messages))
-    for i, prompt in enumerate(prompts):
-        if not is_conversation(prompt):
-            raise InvalidRequest(f"messages[{i}]", f"expected a list of messages, not {_show(prompt)}")
-    return prompts
-
-
-def is_token_ids(prompt: Prompt) -> bool:
-    """Whether a prompt that `split_prompts` has checked is a list of token ids."""
-    return not isinstance(prompt, str) and not is_conversation(prompt)
-
-
-def is_conversation(prompt: Prompt) -> bool:
-    """Whether a prompt that `split_prompts` has checked is a list of messages."""
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
 def build_generation(
     prompt: Prompt, sampling: Sampling, options: RequestOptions
 ) -> generation_pb2.Generation:
@@ -127,14 +76,16 @@ def build_generation(
     return generation
 
 
-def build_tokenize_request(prompt: Prompt, model: str) -> generation_pb2.TokenizeRequest:
+def build_tokenize_request(
+    prompt: Prompt, model: str, chat: ChatOptions = DEFAULT_CHAT
+) -> generation_pb2.TokenizeRequest:
     """Return the message to send.
 
     Raises:
         InvalidRequest: It is no prompt, or token ids already.
     """
     request = generation_pb2.TokenizeRequest(model=model)
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, chat)
     return request
 
 
@@ -143,7 +94,7 @@ def _set_prompt(
     prompt: Prompt,
     chat: ChatOptions = DEFAULT_CHAT,
 ) -> None:
-    prompt = _check_prompt(prompt, "prompt")
+    prompt = parse_prompt(prompt).content
     if isinstance(prompt, str):
         _assign(request, "text.text", prompt, "prompt")
         request.text.SetInParent()  # an empty text is there, and refused by the server as what it is
@@ -154,20 +105,6 @@ def _set_prompt(
         _extend(request.token_ids.ids, cast("Sequence[int]", prompt), "prompt")
     else:
         raise InvalidRequest("prompt", "these are token ids already")
-
-
-def _check_prompt(prompt: Any, where: str) -> Prompt:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-        if all(isinstance(item, Mapping) for item in prompt):
-            fill_messages(chat_pb2.Chat(), cast(Conversation, prompt), f"{where}.messages")  # checks them
-            return cast(Conversation, prompt)
-        if all(isinstance(item, Integral) for item in prompt):
-            return cast("Sequence[int]", prompt)
-    raise InvalidRequest(
-        where, f"expected text, a list of token ids or a list of messages, not {_show(prompt)}"
-    )
 
 
 def _set_sampling(
@@ -182,7 +119,7 @@ def _set_sampling(
     elif isinstance(sampling, Mapping):
         values = dict(sampling)
     else:
-        raise InvalidRequest("sampling_params", f"expected SamplingParams, not {_show(sampling)}")
+        raise InvalidRequest("sampling_params", f"expected SamplingParams, not {show(sampling)}")
     for name, value in values.items():
         if name not in SAMPLING_PATHS:
             raise InvalidRequest(f"sampling.{name}", "no such field")
@@ -228,7 +165,7 @@ def _set_form(generation: generation_pb2.Generation, form: Any, field: str) -> N
             raise TypeError("expected StructuredOutputs, or a mapping of its fields")
         generation.structured_outputs.CopyFrom(structured_to_proto(form))
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, f"{_show(form)} cannot be sent: {error}") from None
+        raise InvalidRequest(field, f"{show(form)} cannot be sent: {error}") from None
 
 
 def _set_biases(column: Any, biases: Any, field: str) -> None:
@@ -236,7 +173,7 @@ def _set_biases(column: Any, biases: Any, field: str) -> None:
         for token_id, bias in biases.items() if isinstance(biases, Mapping) else biases:
             column[token_id] = bias
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, f"{_show(biases)} cannot be sent: {error}") from None
+        raise InvalidRequest(field, f"{show(biases)} cannot be sent: {error}") from None
 
 
 def _find(message: Any, path: str) -> Any:
@@ -252,7 +189,7 @@ def _assign(message: Any, path: str, value: Any, field: str = "") -> None:
     try:
         setattr(_find(message, parent) if parent else message, name, value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(field or path, f"{_show(value)} cannot be sent: {error}") from None
+        raise InvalidRequest(field or path, f"{show(value)} cannot be sent: {error}") from None
 
 
 def _extend(column: Any, values: Iterable[Any], field: str) -> None:

@@ -27,6 +27,18 @@ READY_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 30.0
 """For a stack that is already running or starting."""
 
+ADDRESS_ENV = "TRIPTYCH_ADDRESS"
+"""The variable that has the frontend's address for programs which are given none."""
+_ALIASES = {
+    "gpu_memory_utilization": "cache.memory_fraction",
+    "kv_cache_dtype": "cache.dtype",
+    "load_format": "load.format",
+    "num_gpu_blocks_override": "cache.num_blocks",
+    "scheduling_policy": "scheduler.policy",
+    "served_model_name": "model.served_name",
+}
+"""vLLM's name of an option -> its key, where the bare name differs."""
+
 _write_lock = threading.Lock()
 
 
@@ -42,8 +54,9 @@ def config_from_overrides(
     """The config of a stack that a program starts for itself.
 
     Args:
-        overrides: keys (`scheduler.max_num_seqs`) or bare names (`max_num_seqs`) to values. Where several
-            sections have a name, the one of `model` is meant: `dtype` is `model.dtype`.
+        overrides: keys (`scheduler.max_num_seqs`), bare names (`max_num_seqs`) or vLLM's names
+            (`gpu_memory_utilization`) to values. Where several sections have a name, the one of `model` is meant:
+            `dtype` is `model.dtype`.
         file: yaml, as in `load_config`; environment variables count too, below the overrides.
         preferred: key to value, for options that have their default.
 
@@ -70,7 +83,7 @@ def stack_config(model: str | None, address: str | None, overrides: dict[str, An
     if overrides:
         raise ConfigError(
             f"{', '.join(overrides)}: options of a stack that is started here; "
-            f"the one at address={address!r} has its own"
+            f"the one at address={address!r} (or ${ADDRESS_ENV}) has its own"
         )
     return None
 
@@ -151,6 +164,7 @@ def write_log_line(line: str) -> None:
 
 def _find_option(name: str) -> Option:
     options = {option.key: option for option in iter_options()}
+    name = _ALIASES.get(name, name)
     if name in options:
         return options[name]
     found = [option for option in options.values() if option.name == name]
@@ -162,6 +176,6 @@ def _find_option(name: str) -> Option:
             return of_model[0]
         keys = " or ".join(repr(option.key) for option in found)
         raise ConfigError(f"{name}: ambiguous, several sections have it; say {keys}")
-    names = [*options, *(option.name for option in options.values())]
+    names = [*options, *(option.name for option in options.values()), *_ALIASES]
     close = difflib.get_close_matches(name, names, n=1)
     raise ConfigError(f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else ""))

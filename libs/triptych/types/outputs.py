@@ -135,6 +135,11 @@ class Logprob:
         """The token's bytes: a part of a UTF-8 text."""
         return self.text.encode() if self.token_bytes is None else self.token_bytes
 
+    @property
+    def decoded_token(self) -> str:
+        """`text`, under vLLM's name."""
+        return self.text
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -142,6 +147,10 @@ class TokenLogprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
+
+    def as_dict(self) -> dict[int, Logprob]:
+        """Return vLLM's form: token id -> its entry, the chosen one first."""
+        return {entry.token_id: entry for entry in (self.chosen, *self.top)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +199,11 @@ def append_calls(calls: list[ToolCall], deltas: Sequence[ToolCallDelta]) -> None
         calls[-1].arguments += delta.arguments
 
 
+def as_dicts(logprobs: Sequence[TokenLogprobs | None]) -> list[dict[int, Logprob] | None]:
+    """Return log-probabilities in vLLM's form: for each position its candidates by token id."""
+    return [None if entry is None else entry.as_dict() for entry in logprobs]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request; grows while it streams."""
@@ -199,7 +213,9 @@ class CompletionOutput:
     """The text. In a conversation it has neither reasoning nor calls."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
+    """Sum of the chosen tokens' natural log-probabilities; only if `logprobs` are asked for."""
     logprobs: list[TokenLogprobs] | None = None
+    """One entry per token; only if asked for. `as_dicts` has vLLM's form."""
     finish_reason: str | None = None
     """stop, length, abort, tool_calls, or unknown for one of a later version; None while it runs."""
     stop_reason: int | str | None = None
@@ -210,20 +226,56 @@ class CompletionOutput:
     """Calls of tools, in their order."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """A request's times in the engine, in seconds; 0 for what it did not reach."""
+
+    queued_time: float
+    """Accepted until first planned."""
+    prefill_time: float
+    """First planned until the first token."""
+    decode_time: float
+    """First token until the last."""
+    num_generation_tokens: int
+    """Output tokens of all choices."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Accepted by the engine until the first token."""
+        return self.queued_time + self.prefill_time
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """Result of `LLM.generate` for one prompt."""
 
     request_id: str
     prompt: str | None
+    """The text of the prompt where it was given as text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """The choices, by index. Empty where `error` is set."""
     finished: bool = False
     usage: Usage = Usage()
     timings: StageTimings = StageTimings()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry per token of the prompt, None for the first; only if asked for."""
+    """One entry per token of the prompt, None for the first; only if asked for. `as_dicts` has vLLM's form."""
+    error: Exception | None = None
+    """The reason for which there is no output, a typed error of `triptych.errors`. Only with `on_error="return"` and in
+    `PartialFailure.outputs`."""
 
     @property
     def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
         return self.usage.num_cached_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times in seconds, known once the request has finished."""
+        timings = self.timings
+        return RequestMetrics(
+            queued_time=timings.queued_ns / 1e9,
+            prefill_time=timings.prefill_ns / 1e9,
+            decode_time=timings.decode_ns / 1e9,
+            num_generation_tokens=self.usage.num_output_tokens,
+        )

@@ -18,6 +18,7 @@ _SLEEP_LEVELS = {
     admin_pb2.SLEEP_LEVEL_WEIGHTS_ON_HOST: SleepLevel.WEIGHTS_ON_HOST,
     admin_pb2.SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel.WEIGHTS_DROPPED,
 }
+_PROTO_SLEEP_LEVELS = {level: number for number, level in _SLEEP_LEVELS.items()}
 _PLAIN = (
     "engine_id",
     "why_not_ready",
@@ -84,6 +85,10 @@ def pause_mode_from_proto(mode: int) -> PauseMode:
 
 def pause_mode_to_proto(mode: PauseMode) -> admin_pb2.PauseMode:
     return _PROTO_PAUSE_MODES[mode]
+
+
+def sleep_level_to_proto(level: SleepLevel) -> admin_pb2.SleepLevel:
+    return _PROTO_SLEEP_LEVELS[level]
 
 
 def sleep_level_from_proto(level: int) -> SleepLevel:
