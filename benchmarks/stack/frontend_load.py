@@ -2,7 +2,9 @@
 
 The worker is simulated and takes no time for a step, so that the services and the client share the machine's cores
 and nothing else limits them. The clients read bytes and take nothing apart: of HTTP they look for the stream's last
-event, of gRPC they count messages. Each stream begins its next request when the last has ended.
+event, of gRPC they count messages. Each stream sends so many requests, the next when the last has ended, and the
+figures are those of all together. `--beside logprobs` measures in turn with requests for each token's 20 best
+log-probabilities, `--beside tls` with TLS on all ports and hops.
 """
 
 from __future__ import annotations
@@ -11,11 +13,17 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import grpc
 import grpc.aio
 import numpy as np
 
@@ -27,6 +35,7 @@ from triptych.launcher.local_cluster import LocalCluster
 from triptych.v1 import generation_pb2
 
 VOCAB_SIZE = 49152
+NUM_LOGPROBS = 20
 _TIMEOUT_S = 120.0
 _DONE = b"data: [DONE]\n\n"
 _METHOD = "/triptych.v1.GenerationService/StreamGenerate"
@@ -35,51 +44,109 @@ Complete = Callable[[list[int]], Awaitable[None]]
 """Send one request with this prompt and read its stream to the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One way to load a frontend; made in the parent, used by the client's process."""
+
+    api: str
+    address: str
+    num_streams: int
+    input_len: int
+    output_len: int
+    num_logprobs: int = 0
+    ca: bytes = b""
+    """PEM of the authority of a server with TLS. Empty: plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one load showed."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    cpu_s_per_token: Mapping[str, float]
+    """By service."""
+    client_share: float
+    """Of one core."""
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    config = simulated_config(0, max_num_seqs=max(arguments.streams, 64))
-    with running(config) as cluster:
+    options = {"max_num_seqs": max(arguments.streams, 64)}
+    with ExitStack() as stack:
+        plain = stack.enter_context(running(simulated_config(0, **options)))
+        variants = {"": (plain, 0, b"")}
+        if arguments.beside == "logprobs":
+            variants["logprobs"] = plain, NUM_LOGPROBS, b""
+        elif arguments.beside == "tls":
+            tls, ca = create_tls(Path(stack.enter_context(TemporaryDirectory())))
+            variants["tls"] = stack.enter_context(running(simulated_config(0, **options, **tls))), 0, ca
         for number in range(arguments.rounds + 1):
             for api in arguments.apis:
-                yield from measure_api(cluster, api, arguments, is_warm_up=not number)
+                found: dict[str, Rates] = {}
+                for name, (cluster, num_logprobs, ca) in variants.items():
+                    address = cluster.http_address if api == "http" else cluster.address
+                    lengths = arguments.streams, arguments.input_len, arguments.output_len
+                    load = Load(api, address, *lengths, num_logprobs, ca)
+                    found[name] = rates(cluster, load, arguments.requests if number else 1)
+                if number:
+                    yield from figures(api, arguments.streams, found)
 
 
-def measure_api(
-    cluster: LocalCluster, api: str, arguments: argparse.Namespace, *, is_warm_up: bool
-) -> Iterator[Figure]:
-    """Load the frontend from a process of its own for so many seconds."""
+def figures(api: str, num_streams: int, found: Mapping[str, Rates]) -> Iterator[Figure]:
+    plain = found[""]
+    for name, shown in found.items():
+        title = f"{api}, {num_streams} streams" + (f", {name}" if name else "")
+        yield Figure(f"{title}: requests", "1/s", (shown.requests_per_s,))
+        yield Figure(f"{title}: tokens", "tok/s", (shown.tokens_per_s,))
+        for service, cpu_s in shown.cpu_s_per_token.items():
+            yield Figure(f"{title}: {service}, CPU per token", "us", (1e6 * cpu_s,), less_is_better=True)
+        yield Figure(f"{title}: client, share of a core", "", (shown.client_share,))
+        if not name:
+            continue
+        yield Figure(f"{title}: tokens / plain", "", (shown.tokens_per_s / plain.tokens_per_s,))
+        for service in ("frontend", "enginecore"):
+            more_s = shown.cpu_s_per_token[service] - plain.cpu_s_per_token[service]
+            yield Figure(f"{title}: {service}, CPU above plain", "us", (1e6 * more_s,), less_is_better=True)
+
+
+def create_tls(folder: Path) -> tuple[dict[str, str], bytes]:
+    """Return the options of a stack with TLS on all ports and hops, and the authority's PEM."""
+    import trustme  # one of the tests' packages
+
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    ca_file, chain, key = (str(folder / name) for name in ("ca.pem", "chain.pem", "key.pem"))
+    authority.cert_pem.write_to_path(ca_file)
+    certificate.private_key_pem.write_to_path(key)
+    for blob in certificate.cert_chain_pems:
+        blob.write_to_path(chain, append=True)
+    return {"tls.certificate": chain, "tls.key": key, "tls.ca": ca_file}, authority.cert_pem.bytes()
+
+
+def rates(cluster: LocalCluster, load: Load, num_requests: int) -> Rates:
+    """Have a process of its own send so many requests over each stream."""
     pipe, child_end = multiprocessing.Pipe()
-    terms = (api, cluster.http_address if api == "http" else cluster.address, arguments, child_end)
-    client = multiprocessing.get_context("spawn").Process(target=send_load, args=terms)
+    client = multiprocessing.get_context("spawn").Process(
+        target=send_load, args=(load, num_requests, child_end)
+    )
     client.start()
     child_end.close()
     try:
-        receive(pipe)  # it has streams under way
+        receive(pipe)  # its connections are there
         before = {name: cpu_seconds(descendants([pid])) for name, pid in cluster.pids.items()}
-        pipe.send("count")
-        num_before, began_at = receive(pipe), time.perf_counter()
-        time.sleep(1.0 if is_warm_up else arguments.seconds)
-        pipe.send("count")
-        num_requests, elapsed_s = receive(pipe) - num_before, time.perf_counter() - began_at
+        pipe.send("go")
+        elapsed_s, client_s = receive(pipe)
         after = {name: cpu_seconds(descendants([pid])) for name, pid in cluster.pids.items()}
-        pipe.send("stop")
-        client_s = receive(pipe)
     finally:
         client.kill()
         client.join()
-    if is_warm_up:
-        return
-    num_tokens = num_requests * arguments.output_len
-    title = f"{api}, {arguments.streams} streams"
-    yield Figure(f"{title}, requests", "1/s", (num_requests / elapsed_s,))
-    yield Figure(f"{title}, tokens", "tok/s", (num_tokens / elapsed_s,))
-    for name in cluster.pids:
-        yield Figure(
-            f"{title}, {name}, CPU per token", "us", (1e6 * (after[name] - before[name]) / num_tokens,)
-        )
-    yield Figure(f"{title}, client, share of a core", "", (client_s,))
+    num_requests *= load.num_streams
+    num_tokens = num_requests * load.output_len
+    cpu_s = {name: (after[name] - before[name]) / num_tokens for name in cluster.pids}
+    return Rates(num_requests / elapsed_s, num_tokens / elapsed_s, cpu_s, client_s / elapsed_s)
 
 
-def receive(pipe: Connection) -> float:
+def receive(pipe: Connection) -> tuple[float, float]:
     """Return what the client says.
 
     Raises:
@@ -87,83 +154,84 @@ def receive(pipe: Connection) -> float:
     """
     if not pipe.poll(_TIMEOUT_S):
         raise TimeoutError(f"the client says nothing for {_TIMEOUT_S:g} s")
-    return float(pipe.recv())
+    elapsed_s, cpu_s = pipe.recv()
+    return elapsed_s, cpu_s
 
 
-def send_load(api: str, address: str, arguments: argparse.Namespace, pipe: Connection) -> None:
-    """Keep all streams busy; answer each `count` with the requests completed so far, and `stop` with the CPU share."""
-    asyncio.run(_send_load(api, address, arguments, pipe))
-
-
-async def _send_load(api: str, address: str, arguments: argparse.Namespace, pipe: Connection) -> None:
-    loop, questions = asyncio.get_running_loop(), asyncio.Queue[str]()
-    loop.add_reader(pipe.fileno(), lambda: questions.put_nowait(pipe.recv()))
-    num_done = 0.0
+def send_load(load: Load, num_requests: int, pipe: Connection) -> None:
+    """Connect, wait to be told, send the requests, and say how many seconds and CPU seconds that took."""
     rng = np.random.default_rng(0)
 
-    async def keep_busy(complete: Complete) -> None:
-        nonlocal num_done
-        while True:
-            await complete(rng.integers(0, VOCAB_SIZE, arguments.input_len).tolist())
-            num_done += 1
+    async def send_all(complete: Complete) -> None:
+        for _ in range(num_requests):
+            await complete(rng.integers(0, VOCAB_SIZE, load.input_len).tolist())
 
-    async def answer() -> None:
-        while num_done < arguments.streams:
-            await asyncio.sleep(0.01)
-        pipe.send(0.0)
-        began_at, cpu_before_s = loop.time(), time.process_time()
-        while await questions.get() == "count":
-            pipe.send(num_done)
-        pipe.send((time.process_time() - cpu_before_s) / (loop.time() - began_at))
+    async def send() -> None:
+        completes = await (connect_http if load.api == "http" else connect_grpc)(load)
+        pipe.send((0.0, 0.0))
+        pipe.recv()
+        began_at, cpu_before_s = time.perf_counter(), time.process_time()
+        await asyncio.gather(*map(send_all, completes))
+        pipe.send((time.perf_counter() - began_at, time.process_time() - cpu_before_s))
 
-    connect = connect_http if api == "http" else connect_grpc
-    completes = await asyncio.gather(
-        *(connect(address, arguments.output_len) for _ in range(arguments.streams))
-    )
-    async with asyncio.TaskGroup() as group:
-        streams = [group.create_task(keep_busy(complete)) for complete in completes]
-        await answer()
-        for stream in streams:
-            stream.cancel()
+    asyncio.run(send())
 
 
-async def connect_http(address: str, output_len: int) -> Complete:
-    """Return what completes over one kept connection."""
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+async def connect_http(load: Load) -> list[Complete]:
+    """Return what completes over kept connections, one per stream."""
+    host, port = load.address.rsplit(":", 1)
+    context = ssl.create_default_context(cadata=load.ca.decode()) if load.ca else None
+    terms = {"max_tokens": load.output_len, "ignore_eos": True, "stream": True}
+    if load.num_logprobs:
+        terms["logprobs"] = load.num_logprobs
 
-    async def complete(prompt: list[int]) -> None:
-        terms = {"max_tokens": output_len, "ignore_eos": True, "stream": True}
-        body = json.dumps({"prompt": prompt, **terms}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
-        writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await reader.readuntil(_DONE)
-        await reader.readuntil(b"0\r\n\r\n")  # the last chunk
+    async def connect() -> Complete:
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24, ssl=context)
 
-    return complete
+        async def complete(prompt: list[int]) -> None:
+            body = json.dumps({"prompt": prompt, **terms}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {load.address}\r\nContent-Type: application/json\r\n"
+            )
+            writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await reader.readuntil(_DONE)
+            await reader.readuntil(b"0\r\n\r\n")  # the last chunk
+
+        return complete
+
+    return await asyncio.gather(*(connect() for _ in range(load.num_streams)))
 
 
-async def connect_grpc(address: str, output_len: int) -> Complete:
+async def connect_grpc(load: Load) -> list[Complete]:
     """Return what completes over the connection that all streams share; messages stay bytes."""
-    channel = grpc.aio.insecure_channel(address)
+    if load.ca:
+        channel = grpc.aio.secure_channel(load.address, grpc.ssl_channel_credentials(load.ca))
+    else:
+        channel = grpc.aio.insecure_channel(load.address)
     call = channel.unary_stream(_METHOD)
+    request = generation_pb2.StreamGenerateRequest()
+    request.generation.length.max_tokens = load.output_len
+    request.generation.length.ignore_eos = True
+    if load.num_logprobs:
+        request.generation.response.logprobs.top = load.num_logprobs
 
     async def complete(prompt: list[int]) -> None:
-        request = generation_pb2.StreamGenerateRequest()
+        del request.generation.token_ids.ids[:]
         request.generation.token_ids.ids.extend(prompt)
-        request.generation.length.max_tokens = output_len
-        request.generation.length.ignore_eos = True
         async for _ in call(request.SerializeToString()):
             pass
 
-    return complete
+    return [complete] * load.num_streams
 
 
 if __name__ == "__main__":
     parser = create_parser(__doc__, rounds=3)
     parser.add_argument("--apis", nargs="+", choices=("http", "grpc"), default=["http", "grpc"])
+    parser.add_argument(
+        "--beside", choices=("logprobs", "tls"), help="measure this in turn with plain requests"
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=int, default=512, help="tokens of each answer (default: 512)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default: 8)")
+    parser.add_argument("--requests", type=int, default=4, help="of each stream (default: 4)")
     sys.exit(run(parser, measure))
