@@ -60,14 +60,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one load showed."""
+    """Result of one load."""
 
     requests_per_s: float
     tokens_per_s: float
     cpu_s_per_token: Mapping[str, float]
     """By service."""
     client_share: float
-    """Of one core."""
+    """Share of one core that the client took."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
