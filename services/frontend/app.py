@@ -25,6 +25,8 @@ from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_f
 from services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
 from services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
+from services.frontend.grpc.vllm_servicer import VLLM_SERVICE, VllmServicer
+from triptych.compat import vllm_engine_pb2_grpc
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe.logging import with_fields
@@ -68,7 +70,9 @@ class FrontendApp(ServiceApp):
         if config.frontend.metrics_vllm_names:
             REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
         self._keys = create_api_keys(config.frontend)
-        self.server = create_server(config.frontend, self._generator, self._keys, self.server_tls)
+        self.server = create_server(
+            config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
+        )
         self._admin_server = create_admin_server(self._router, self._keys, self.server_tls)
         self._http: HttpServer | None = None
         self.start_background("load-tokenizer", self._load_text_model())
@@ -195,7 +199,11 @@ def _split(text: str) -> list[str]:
 
 
 def create_server(
-    config: FrontendConfig, generator: Generator, keys: ApiKeys | None = None, tls: ServerTls | None = None
+    config: FrontendConfig,
+    generator: Generator,
+    status_watch: StatusWatch,
+    keys: ApiKeys | None = None,
+    tls: ServerTls | None = None,
 ) -> RpcServer:
     """Make the frontend's server with all its public services.
 
@@ -204,7 +212,7 @@ def create_server(
         tls: None: plain text.
     """
     server = RpcServer(
-        services=(SERVICE,),
+        services=(SERVICE, VLLM_SERVICE),
         other_services={MODEL_SERVICE: True},  # it answers without an engine
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
@@ -214,6 +222,8 @@ def create_server(
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(generator), server.grpc)
+    vllm = VllmServicer(generator, config.client_timeout_s, status_watch.latest)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server.grpc)
     return server
 
 

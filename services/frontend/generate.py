@@ -196,6 +196,15 @@ class Generator:
         """
         return self._require_text().tokenizer
 
+    @property
+    def text_model(self) -> TextModel:
+        """The text side of the models that are served here.
+
+        Raises:
+            EngineUnavailable: It is being loaded.
+        """
+        return self._require_text()
+
     async def find_offsets(
         self, text: str, *, add_special_tokens: bool | None = None
     ) -> list[tuple[int, int]]:

@@ -40,15 +40,18 @@ class TextModel:
         self,
         tokenizer: Tokenizer,
         defaults: Mapping[str, float],
+        directory: Path,
         *,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
         """
         Args:
+            directory: Where the checkpoint's files are.
             tool_call_parser, reasoning_parser: See `FrontendConfig`.
         """
         self.tokenizer = tokenizer
+        self.directory = directory
         template = tokenizer.chat_template or ""
         self._template = ChatTemplate(tokenizer)
         if tool_call_parser == "auto" and tokenizer.chat_template and not self._template.knows_tools:
@@ -66,7 +69,8 @@ class TextModel:
     @classmethod
     def from_directory(cls, directory: Path, **parsers: str) -> TextModel:
         """Raises ModelError, naming what is missing or not understood."""
-        return cls(Tokenizer.from_directory(directory), read_generation_defaults(directory), **parsers)
+        tokenizer, defaults = Tokenizer.from_directory(directory), read_generation_defaults(directory)
+        return cls(tokenizer, defaults, directory, **parsers)
 
     async def run(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that works on a prompt: here if it is short, else on a thread.

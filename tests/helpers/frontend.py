@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -50,6 +51,7 @@ async def frontend_core(
     defaults: Mapping[str, float] | None = None,
     waits: bool = True,
     aliases: Mapping[str, str] | None = None,
+    directory: Path = Path("no-checkpoint"),
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
     """Dial the engines; with `waits`, until all are ready. `parsers`: those of `TextModel`."""
@@ -59,7 +61,7 @@ async def frontend_core(
         for engine in engines
     ]
     generator = Generator(router, FrontendMetrics.create(registry))
-    generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, **parsers))
+    generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, directory, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
     try:
         if waits:

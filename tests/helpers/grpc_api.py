@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ import pytest
 
 from services.frontend import app as app_module
 from services.frontend.access.keys import create_api_keys
+from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import FrontendCore, frontend_core
@@ -65,19 +67,26 @@ class Api:
 
 @asynccontextmanager
 async def open_api(
-    *engines: FakeEngine, waits: bool = True, tokenizer: Tokenizer | None = None, **options: float | str
+    *engines: FakeEngine,
+    waits: bool = True,
+    tokenizer: Tokenizer | None = None,
+    directory: Path = Path("no-checkpoint"),
+    **options: float | str,
 ) -> AsyncIterator[Api]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
-    async with frontend_core(*engines, waits=waits, tokenizer=tokenizer) as core:
+    async with frontend_core(*engines, waits=waits, tokenizer=tokenizer, directory=directory) as core:
         keys = create_api_keys(config)
-        server = app_module.create_server(config, core.generator, keys)
+        watch = StatusWatch(core.router)
+        server = app_module.create_server(config, core.generator, watch, keys)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
         admin_server = app_module.create_admin_server(core.router, keys)
         admin_port = admin_server.bind("127.0.0.1", 0, option="frontend.admin_port")
         await admin_server.start()
         await admin_server.set_ready(True)
-        following = asyncio.create_task(app_module.follow_readiness(server, core.generator, core.router, 0.0))
+        background = asyncio.gather(
+            app_module.follow_readiness(server, core.generator, core.router, 0.0), watch.run()
+        )
         try:
             async with (
                 open_channel(f"127.0.0.1:{port}") as channel,
@@ -94,7 +103,8 @@ async def open_api(
                     admin_channel,
                 )
         finally:
-            following.cancel()
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
             await server.stop(None)
             await admin_server.stop(None)
 

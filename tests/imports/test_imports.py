@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych.v1": GRPC,
     "triptych.admin.v1": GRPC,
     "triptych.internal.v1": GRPC,
+    "triptych.compat": GRPC,
     "triptych.wire": {"numpy"},
     "triptych.wire.journal": {"google"},
     "triptych.rpc": GRPC,

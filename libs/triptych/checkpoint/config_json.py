@@ -94,6 +94,12 @@ def read_generation_defaults(directory: Path) -> dict[str, float | int]:
     return defaults
 
 
+def read_model_class(directory: Path) -> tuple[str, tuple[str, ...]]:
+    """Return `model_type` and `architectures` of config.json; empty ones where it has none."""
+    values = _JsonFile.read_optional(directory / CONFIG_FILE).values
+    return str(values.get("model_type") or ""), tuple(map(str, values.get("architectures") or ()))
+
+
 class _JsonFile:
     """The keys of one JSON object, each fetched with its type checked; errors name file, key and value."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -12,13 +10,13 @@ import grpc.aio
 from services.frontend.generate import Generator
 from services.frontend.grpc.batch import BatchRun
 from services.frontend.grpc.convert import CHAT_PATHS, chat_size, to_raw_request, to_tokenize_prompt
+from services.frontend.grpc.stall_watch import StallWatch
 from services.frontend.identity import unique_request_id
 from services.frontend.requests.raw import MAX_ABORTS, RawRequest
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, FeatureDisabled, InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
-from triptych.rpc.status import to_status
 from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import EventEncoder, WholeAnswer
 
@@ -61,7 +59,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._name(request, context)
         raw = await self._read(request, context.time_remaining())
         encoder = _encoder(request)
-        watch = _StallWatch(context, self._client_timeout_s)
+        watch = StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(self._generator.generate(raw)) as events:
                 async for event in events:
@@ -83,7 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             item.request.request_id = item.request.request_id or new_request_id()
             return self._messages(item.request, _time_of_item(item, context.time_remaining()))
 
-        watch = _StallWatch(context, self._client_timeout_s)
+        watch = StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(BatchRun(answer).run(request_iterator)) as responses:
                 async for response in responses:
@@ -193,42 +191,3 @@ def _time_of_item(item: generation_pb2.BatchGenerateRequest, remaining_s: float 
         return remaining_s
     timeout_s = item.timeout_ms / 1000
     return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
-
-
-class _StallWatch:
-    """Ends a call whose client has stopped reading. Made inside the call's task."""
-
-    def __init__(self, context: grpc.aio.ServicerContext, timeout_s: float) -> None:
-        self._context = context
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._call = asyncio.current_task()
-        self._writing_since: float | None = None
-        self._abort: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(timeout_s, self._check)
-
-    def begin_write(self) -> None:
-        """A message is about to be written, which waits while the client does not read."""
-        self._writing_since = self._loop.time()
-
-    def end_write(self) -> None:
-        self._writing_since = None
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        now = self._loop.time()
-        written_for_s = 0.0 if self._writing_since is None else now - self._writing_since
-        if written_for_s < self._timeout_s:
-            self._timer = self._loop.call_later(self._timeout_s - written_for_s, self._check)
-            return
-        self._abort = self._loop.create_task(self._end())
-
-    async def _end(self) -> None:
-        """Send the status behind what was written, and end the call's task, which closes the generation."""
-        status = to_status(DeadlineExceeded(f"the client read nothing for {self._timeout_s:g} s"))
-        if self._call is not None:
-            self._loop.call_soon(self._call.cancel)
-        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
-            await self._context.abort(status.code, status.details, status.trailing_metadata)
