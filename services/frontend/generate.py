@@ -37,7 +37,6 @@ from triptych.errors import (
 )
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
-from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
@@ -188,33 +187,26 @@ class Generator:
         return self._router.max_choices(model)
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all models that are served here.
-
-        Raises:
-            EngineUnavailable: It is being loaded.
-        """
-        return self._require_text().tokenizer
-
-    @property
     def text_model(self) -> TextModel:
         """The text side of the models that are served here.
 
         Raises:
             EngineUnavailable: It is being loaded.
         """
-        return self._require_text()
+        if self._text is None:
+            raise EngineUnavailable(self.why_not_ready)
+        return self._text
 
     async def find_offsets(
         self, text: str, *, add_special_tokens: bool | None = None
     ) -> list[tuple[int, int]]:
         """Return where in a text each of the tokens that `tokenize` gives begins and ends, in code points."""
         adds_special_tokens = add_special_tokens is not False
-        return await self._require_text().find_offsets(text, add_special_tokens=adds_special_tokens)
+        return await self.text_model.find_offsets(text, add_special_tokens=adds_special_tokens)
 
     async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return the UTF-8 bytes of each token; they may be a part of a character."""
-        text = self._require_text()
+        text = self.text_model
         return await text.run(len(token_ids), lambda: list(map(text.tokenizer.token_bytes, token_ids)))
 
     async def tokenize(
@@ -234,7 +226,7 @@ class Generator:
         Raises:
             InvalidRequest, ModelNotFound, EngineUnavailable
         """
-        text = self._require_text()
+        text = self.text_model
         self._router.find(model)
         path = paths.get("prompt", "prompt")
         if isinstance(prompt, RawChat):
@@ -259,7 +251,7 @@ class Generator:
         Raises:
             InvalidRequest, ModelNotFound, EngineUnavailable
         """
-        text = self._require_text()
+        text = self.text_model
         served = self.find_model(model)
         if len(token_ids) > MAX_DETOKENIZE:
             raise InvalidRequest(
@@ -282,7 +274,7 @@ class Generator:
         return self.num_active
 
     async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
-        text = self._require_text()
+        text = self.text_model
         engine = self._router.find(raw.model, raw.path("model"))
         assert engine.model is not None, "a ready engine has reported its model"
         record.note_model(engine.model.name)
@@ -307,7 +299,7 @@ class Generator:
         self, request: PreparedRequest, engine: EngineClient, outputs: RequestOutputs, record: RequestRecord
     ) -> None:
         """Hand all choices to an engine."""
-        text = self._require_text()
+        text = self.text_model
         raw, sampling = request.raw, request.sampling
         if sampling.prompt_logprobs is not None:
             prompt = request.prompt_token_ids
@@ -355,7 +347,7 @@ class Generator:
 
     async def _go_on(self, choice: Choice, emitted: Sequence[int], path: str) -> None:
         try:
-            await self._require_text().run(len(emitted), choice.go_on_from, emitted)
+            await self.text_model.run(len(emitted), choice.go_on_from, emitted)
         except ValueError as error:
             raise InvalidRequest(path, str(error)) from None
 
@@ -382,11 +374,6 @@ class Generator:
             self._text is not None and self._text.tokenizer.chat_template is not None,
             self._router.aliases_of(facts.name),
         )
-
-    def _require_text(self) -> TextModel:
-        if self._text is None:
-            raise EngineUnavailable(self.why_not_ready)
-        return self._text
 
 
 def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -12,9 +14,9 @@ from services.frontend.generate import Generator, ServedModel
 from services.frontend.logprobs import PromptReport
 from services.frontend.requests.parse import fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
+from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
-from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
@@ -161,9 +163,9 @@ class FakeGenerator(Generator):
             raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
         return bytes(token_ids).decode(errors="replace")
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return byte_tokenizer()
+    @functools.cached_property
+    def text_model(self) -> TextModel:
+        return TextModel(byte_tokenizer(), {}, Path("no-checkpoint"))
 
     def models(self) -> list[ServedModel]:
         return [ServedModel(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, 1_700_000_000)]

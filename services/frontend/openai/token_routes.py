@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> Response:
     max_model_len = generator.find_model(model).max_model_len
     answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
     if with_texts:
-        answer["token_strs"] = list(map(generator.tokenizer.token, token_ids))
+        answer["token_strs"] = list(map(generator.text_model.tokenizer.token, token_ids))
     return json_response(answer)
 
 
@@ -56,7 +56,7 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info", responses={200: {"model": answers.TokenizerInfoAnswer}})
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of the model."""
-    tokenizer = generator_of(request).tokenizer
+    tokenizer = generator_of(request).text_model.tokenizer
     return json_response(
         {
             "tokenizer_class": tokenizer.class_name,
