@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ async def test_a_call_without_a_valid_key_is_refused_alike(doors, headers):
         error = await error_of(call)
         assert type(error) is errors.Unauthenticated
         assert error.message == "no valid API key; send one as `authorization: Bearer KEY`"
-    for path in ("/v1/completions", "/v1/models", "/metrics", "/docs", "/nowhere"):
+    for path in ("/v1/completions", "/v1/models", "/metrics", "/tokenizer_info", "/nowhere"):
         response = await doors.http.http.request(
             "POST" if path == "/v1/completions" else "GET", path, headers=headers
         )
@@ -137,6 +138,22 @@ async def test_health_stays_open(doors):
     response = await stub.Check(health_pb2.HealthCheckRequest(service="triptych.v1.GenerationService"))
     assert response.status == health_pb2.HealthCheckResponse.SERVING
     assert (await doors.http.http.get("/health")).status_code == 200
+
+
+async def test_the_page_for_people_is_open_and_asks_for_a_key_itself(doors):
+    page = await doors.http.http.get("/docs")
+    for target in re.findall(r'(?:src|href)="([^"]*)"', page.text):
+        assert (await doors.http.http.get(target)).status_code == 200
+    document = (await doors.http.http.get("/openapi.json")).json()
+    assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
+    bearer, header = (document["components"]["securitySchemes"][name] for name in ("bearer", "x-api-key"))
+    assert (bearer["type"], bearer["scheme"]) == ("http", "bearer")
+    assert (header["type"], header["in"], header["name"]) == ("apiKey", "header", "x-api-key")
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            is_open = path in ("/health", "/ping")
+            assert operation.get("security") == ([] if is_open else None)
+            assert ("401" in operation["responses"]) is not is_open
 
 
 # A good key

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
-from tests.helpers.http_api import HttpApi, open_api
+from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
@@ -81,8 +81,11 @@ async def test_requests_and_answers_are_as_described(
     if body is not None:
         check(body, operation["requestBody"]["content"]["application/json"]["schema"], document)
     response = await api.http.request(method, path.replace("{model}", "tiny/fake"), json=body)
-    key = "200" if response.status_code == 200 else f"{response.status_code // 100}XX"
-    check(response.json(), operation["responses"][key]["content"]["application/json"]["schema"], document)
+    check(
+        response.json(),
+        operation["responses"][str(response.status_code)]["content"]["application/json"]["schema"],
+        document,
+    )
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -154,7 +157,7 @@ async def test_what_is_refused_is_described_as_bad(api: HttpApi, path: str, body
 )
 async def test_events_of_a_stream_are_as_described(api: HttpApi, path: str, body: dict[str, Any]) -> None:
     document = await openapi(api)
-    schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    schema = schema_of_answer(document, path, is_streamed=True)
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     response = await api.http.post(path, json=streamed)
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -168,7 +171,7 @@ async def test_every_route_is_described_with_its_errors_and_header(api: HttpApi)
     assert set(document["paths"]) == {path for _, path, _ in CALLS} | {"/metrics"}
     for operations in document["paths"].values():
         for operation in operations.values():
-            assert set(operation["responses"]) == {"200", "4XX", "5XX"}
+            assert {"200", "500"} <= set(operation["responses"])
             assert operation["description"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         (header,) = document["paths"][path]["post"]["parameters"]

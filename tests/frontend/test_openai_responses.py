@@ -17,7 +17,7 @@ from tests.frontend.test_tools import TALKATIVE, TOKENIZER, http_api, prompt_of
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.frontend import frontend_core
-from tests.helpers.http_api import HttpApi, open_api
+from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
 from triptych.errors import GenerationLost, QueueFull
 
 ADD: Any = {
@@ -46,8 +46,7 @@ async def events_of(api: HttpApi, **fields: Any) -> list[Any]:
     response = await api.http.post("/v1/responses", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     document = (await api.http.get("/openapi.json")).json()
-    content = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
-    schema = content["text/event-stream"]["schema"] | {"components": document["components"]}
+    schema = schema_of_answer(document, "/v1/responses", is_streamed=True)
     validator = jsonschema.Draft202012Validator(schema)
     events = []
     for number, block in enumerate(response.text.removesuffix("\n\n").split("\n\n")):

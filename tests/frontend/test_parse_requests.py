@@ -47,7 +47,6 @@ def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, 
         ("temperature", "hot", "temperature", ["'hot'", "not a number"]),
         ("top_p", 0, "top_p", ["0 must be above 0"]),
         ("top_p", 1.5, "top_p", ["1.5", "above the limit 1"]),
-        ("top_p", 1e-46, "top_p", ["1e-46 must be above 0"]),
         ("top_k", -2, "top_k", ["-2", "below the limit -1"]),
         ("top_k", 1 << 31, "top_k", ["2147483648", "above the limit 2147483647"]),
         ("min_p", -0.1, "min_p", ["-0.1", "below the limit 0"]),
@@ -275,6 +274,15 @@ def test_long_prompt_error_has_machine_readable_numbers() -> None:
 def test_long_prompt_is_reported_with_other_violations() -> None:
     found = violations_of(raw_request([1] * 70, sampling={"top_p": 0}))
     assert set(found) == {"prompt", "top_p"}
+
+
+def test_what_would_be_rounded_to_an_excluded_limit_stays_above_it() -> None:
+    assert sampling_of({"top_p": 1e-46}).top_p == 2.0**-149
+
+
+def test_biases_of_any_size_are_clamped() -> None:
+    biases = {"1": 1e300, "2": -(10**400), "3": 5}
+    assert sampling_of({"logit_bias": biases}).logit_bias == ((1, 100.0), (2, -100.0), (3, 5.0))
 
 
 def test_floats_are_rounded_to_float32() -> None:

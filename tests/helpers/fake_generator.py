@@ -12,7 +12,7 @@ import numpy as np
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.logprobs import PromptReport
-from services.frontend.requests.parse import fit_to_context, parse
+from services.frontend.requests.parse import check_chat, fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -149,6 +149,10 @@ class FakeGenerator(Generator):
         paths: Mapping[str, str] = MappingProxyType({}),
     ) -> list[int]:
         self.find_model(model)
+        if isinstance(prompt, RawChat) and (
+            violations := check_chat(prompt, lambda name: paths.get(name, name))
+        ):
+            raise InvalidRequest(violations)
         return _token_ids(prompt)
 
     async def detokenize(

@@ -94,3 +94,14 @@ async def open_api(
             yield HttpApi(cast(FakeGenerator, generator), server, port, client, http)
     finally:
         await server.stop(0)
+
+
+def schema_of_answer(
+    document: dict[str, Any], path: str, *, status: int = 200, is_streamed: bool = False
+) -> dict[str, Any]:
+    """Return the schema that /openapi.json has for an answer to a POST, or for each event of a stream but the last."""
+    content = document["paths"][path]["post"]["responses"][str(status)]["content"]
+    schema: dict[str, Any] = content["text/event-stream" if is_streamed else "application/json"]["schema"]
+    if is_streamed:
+        schema = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
+    return schema | {"components": document["components"]}

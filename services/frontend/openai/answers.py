@@ -316,8 +316,31 @@ class ErrorAnswer(Answer):
     error: ErrorFields
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as sent."},
-    "5XX": {"model": ErrorAnswer, "description": "The server failed or cannot serve now."},
+_STATUS_TO_MEANING = {
+    400: "Something in the request is wrong, or not served; the message names all of it.",
+    401: "No valid API key was sent.",
+    403: "The API key does not permit this.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "The queue is full, or a limit of the API key is used up; Retry-After says when to come back.",
+    500: "The server failed; its log has the details under the request's id.",
+    503: "The server cannot serve now; Retry-After says when to come back.",
+    504: "The request ran out of time.",
 }
-"""Answers of any route besides 200."""
+_RETRY_AFTER = {"Retry-After": {"schema": {"type": "string"}, "description": "Seconds to wait."}}
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a route besides 200; any may also be 401 or 500."""
+    return {
+        status: {
+            "model": ErrorAnswer,
+            "description": _STATUS_TO_MEANING[status],
+            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
+        }
+        for status in sorted({401, 500, *statuses})
+    }
+
+
+GENERATE_ERRORS = error_answers(400, 403, 404, 413, 429, 503, 504)
+"""The answers of a route that generates, besides 200."""

@@ -16,7 +16,7 @@ from services.frontend.openai.convert import REQUEST_ID_HEADER
 from services.frontend.openai.document import build_document
 from services.frontend.openai.errors import install_handlers
 from services.frontend.openai.in_flight import InFlight
-from services.frontend.openai.key_guard import KeyGuard
+from services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
 from services.frontend.openai.request_body import BodyReader
 from services.frontend.openai.request_guard import RequestGuard
 from services.frontend.openai.responses import routes as responses_routes
@@ -41,7 +41,10 @@ def create_app(
         title="Triptych",
         version=VERSION,
         description="OpenAI-compatible completions and chat completions, and a few routes for operators.",
-        docs_url="/docs",  # Swagger UI; the framework's own page loads it from a CDN
+        openapi_url=DOCUMENT_PATH,
+        docs_url=DOCS_PATH,  # Swagger UI; the framework's own page loads it from a CDN
+        static_url=STATIC_PATH,
+        swagger_ui_parameters={"validatorUrl": None, "persistAuthorization": True},
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -50,7 +53,7 @@ def create_app(
     app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
     for router in (routes.router, responses_routes.router, token_routes.router, status_routes.router):
         app.include_router(router)
-    app.openapi = functools.cache(functools.partial(build_document, app))  # type: ignore[method-assign]
+    app.openapi = functools.cache(functools.partial(build_document, app, asks_key=keys is not None))  # type: ignore[method-assign]
     install_handlers(app)
     if keys is not None:
         app.add_middleware(KeyGuard, keys=keys)

@@ -58,6 +58,12 @@ def _token_ids(value: Any, handler: Any) -> Any:
 Integral = BeforeValidator(_integral)
 
 
+def exactly_one_of(*names: str) -> dict[str, Any]:
+    """Say in the document that one of these fields is given, neither as null nor as false."""
+    given = {"not": {"enum": [None, False]}}
+    return {"oneOf": [{"required": [name], "properties": {name: given}} for name in names]}
+
+
 def document_as(*required: str) -> ConfigDict:
     """Say in the document that these fields are needed. The parser reports their absence: a body always builds."""
 

@@ -79,6 +79,8 @@ def _from_response_format(given: ResponseFormat) -> Form:
     if given.type == "json_schema" and given.json_schema is None:
         return missing(path, "the type json_schema needs it")
     schema = given.json_schema.schema_ if given.json_schema is not None else None
+    if given.json_schema is not None and schema is None:
+        return missing(f"{path}.schema", "send the JSON schema of the answer")
     return json_form(given.type, schema, "response_format", f"{path}.schema")
 
 

@@ -8,8 +8,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.frontend.access.caller import set_caller
 from services.frontend.access.keys import ApiKeys
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""Probes have no keys."""
+DOCS_PATH, DOCUMENT_PATH, STATIC_PATH = "/docs", "/openapi.json", "/static-offline-docs"
+OPEN_PATHS = frozenset({"/health", "/ping", DOCS_PATH, DOCUMENT_PATH})
+"""Probes have no keys, and a browser has none before the page for people asks for one."""
 
 
 class KeyGuard:
@@ -20,6 +21,10 @@ class KeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             set_caller(self._keys.find(Headers(scope=scope)))
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(f"{STATIC_PATH}/")

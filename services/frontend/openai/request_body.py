@@ -179,13 +179,18 @@ def unsupported_paths(part: Part, path: str = "") -> Iterator[str]:
             continue
         value = getattr(part, name)
         if name in accepted:
-            if value not in accepted[name]:
+            if not _is_one_of(value, accepted[name]):
                 yield f"{path}{name}"
         elif isinstance(value, Part):
             yield from _unsupported_part(value, f"{path}{name}")
         elif isinstance(value, list) and value and isinstance(value[0], Part):
             for number, entry in enumerate(value):
                 yield from _unsupported_part(entry, f"{path}{name}[{number}]")
+
+
+def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
+    """Compare as JSON does, where 0 is not false."""
+    return any(type(value) is type(each) and value == each for each in accepted)
 
 
 def _unsupported_part(part: Part, path: str) -> Iterator[str]:

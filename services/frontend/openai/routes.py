@@ -18,7 +18,7 @@ from services.frontend.openai.objects import AnswerFormat, ChatFormat, Completio
 from services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
 from services.frontend.openai.streams import EventStream, chunks, merge
 from services.frontend.requests.raw import RawRequest
-from triptych.errors import InvalidRequest
+from triptych.errors import InvalidRequest, ModelNotFound
 from triptych.types.events import Event
 
 TimeoutS = Annotated[
@@ -27,10 +27,15 @@ TimeoutS = Annotated[
 ]
 """The header by which a client bounds the time of a request."""
 
-router = APIRouter(responses=answers.ERRORS)
+
+router = APIRouter()
 
 
-@router.post("/v1/completions", responses={200: {"model": answers.CompletionAnswer}}, tags=["generate"])
+@router.post(
+    "/v1/completions",
+    responses={200: {"model": answers.CompletionAnswer}, **answers.GENERATE_ERRORS},
+    tags=["generate"],
+)
 async def create_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
     """Complete one prompt or several."""
 
@@ -43,7 +48,9 @@ async def create_completion(request: Request, timeout_s: TimeoutS = None) -> Res
 
 
 @router.post(
-    "/v1/chat/completions", responses={200: {"model": answers.ChatCompletionAnswer}}, tags=["generate"]
+    "/v1/chat/completions",
+    responses={200: {"model": answers.ChatCompletionAnswer}, **answers.GENERATE_ERRORS},
+    tags=["generate"],
 )
 async def create_chat_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
     """Answer a conversation."""
@@ -56,14 +63,22 @@ async def create_chat_completion(request: Request, timeout_s: TimeoutS = None) -
     return await _generate(request, options, [raw], ChatFormat(options))
 
 
-@router.post("/abort_requests", responses={200: {"model": answers.AbortAnswer}}, tags=["generate"])
+@router.post(
+    "/abort_requests",
+    responses={200: {"model": answers.AbortAnswer}, **answers.error_answers(400, 413, 429)},
+    tags=["generate"],
+)
 async def abort_requests(request: Request) -> Response:
     """End requests of the caller's tenant with what they have."""
     names = await reader_of(request).read(request, AbortRequest, convert.names_to_abort)
     return json_response({"aborted_request_ids": generator_of(request).abort(names)})
 
 
-@router.get("/v1/models", responses={200: {"model": answers.ModelListAnswer}}, tags=["models"])
+@router.get(
+    "/v1/models",
+    responses={200: {"model": answers.ModelListAnswer}, **answers.error_answers()},
+    tags=["models"],
+)
 async def list_models(request: Request) -> Response:
     """The models that requests may name."""
     models = [
@@ -74,9 +89,15 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": models})
 
 
-@router.get("/v1/models/{model:path}", responses={200: {"model": answers.ModelAnswer}}, tags=["models"])
+@router.get(
+    "/v1/models/{model:path}",
+    responses={200: {"model": answers.ModelAnswer}, **answers.error_answers(404, 503)},
+    tags=["models"],
+)
 async def get_model(request: Request, model: str) -> Response:
     """One of them."""
+    if not model:
+        raise ModelNotFound("model: no name is given; GET /v1/models lists them")
     return json_response(_model_object(model, generator_of(request).find_model(model)))
 
 

@@ -23,11 +23,12 @@ from services.frontend.openai.fields import (
     Text,
     TokenIds,
     document_as,
+    exactly_one_of,
     limits,
     schema,
 )
 from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
-from services.frontend.requests.parse import MAX_LABEL_BYTES
+from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
 from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
 from services.frontend.requests.tools import MAX_TOOLS
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
@@ -128,6 +129,10 @@ class ResponseFormat(Part):
 class StructuredOutputsBody(Part):
     """Exactly one form of the answer, and how its JSON is written. vLLM has the same object."""
 
+    model_config = ConfigDict(
+        json_schema_extra=exactly_one_of("json", "regex", "choice", "grammar", "json_object")
+    )
+
     json_: Annotated[
         dict[str, Any] | str | None, Field(alias="json"), either("a JSON schema: an object, or its text")
     ] = None
@@ -156,7 +161,9 @@ class GenerationBody(SamplingFields):
     """Name of the model; null: the one served."""
     seed: Annotated[int, Integral, schema(minimum=-(1 << 63), maximum=(1 << 64) - 1)] | None = None
     """The same seed gives the same output. Null and -1: one is drawn."""
-    truncate_prompt_tokens: Annotated[int, Integral, schema(minimum=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1}])] | None = (
+        None
+    )
     """Keep only so many tokens of the prompt, -1: as many as the context has room for beside the output. Null: refuse
     what is too long."""
     truncation_side: Literal["left", "right"] | None = None
@@ -164,7 +171,7 @@ class GenerationBody(SamplingFields):
     add_special_tokens: bool | None = None
     """Begin and end the prompt as the model's prompts do. Null: true for a text, false for a conversation, whose
     template writes its own."""
-    request_id: str | None = None
+    request_id: Annotated[str, schema(pattern=f"^[ -~]{{1,{MAX_REQUEST_ID_BYTES}}}$")] | None = None
     """Name of the request in logs. Null: the X-Request-Id."""
     priority: Annotated[int, Integral, schema(minimum=-(1 << 31), maximum=(1 << 31) - 1)] | None = None
     """Lower runs first. Null: 0."""
@@ -311,14 +318,7 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
 class TokenizeRequest(ChatFields):
     """POST /tokenize: either `prompt` or `messages`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-                for name in ("prompt", "messages")
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=exactly_one_of("prompt", "messages"))
 
     model: str | None = None
     """Name of the model; null: the one served."""
@@ -348,6 +348,6 @@ class AbortRequest(Body):
 
     model_config = document_as("request_ids")
 
-    request_ids: Annotated[list[Text], FirstOnly(), MaxLen(MAX_ABORTS), schema(minItems=1)] | None = None
+    request_ids: Annotated[list[str], FirstOnly(), MaxLen(MAX_ABORTS), schema(minItems=1)] | None = None
     """X-Request-Ids of requests, `request_id`s that they were sent with, or ids of their answers. One that several
     requests share ends all of them."""

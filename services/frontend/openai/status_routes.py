@@ -15,10 +15,10 @@ from triptych.errors import EngineUnavailable
 
 VERSION = importlib.metadata.version("triptych")
 
-router = APIRouter(responses=answers.ERRORS, tags=["operate"])
+router = APIRouter(responses=answers.error_answers(), tags=["operate"])
 
 
-@router.get("/health", responses={200: {"model": answers.HealthAnswer}})
+@router.get("/health", responses={200: {"model": answers.HealthAnswer}, **answers.error_answers(503)})
 async def health(request: Request) -> Response:
     """200 when requests can be served, 503 with the reason when not."""
     generator = generator_of(request)

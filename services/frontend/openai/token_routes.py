@@ -11,7 +11,7 @@ from services.frontend.openai.errors import json_response
 from services.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
 from services.frontend.requests.raw import RawChat
 
-router = APIRouter(responses=answers.ERRORS, tags=["tokens"])
+router = APIRouter(responses=answers.error_answers(400, 404, 413, 429, 503), tags=["tokens"])
 
 
 @router.post("/tokenize", responses={200: {"model": answers.TokenizeAnswer}})

@@ -148,8 +148,10 @@ def _integer(value: Any, spec: SamplingField) -> int:
 def _number(value: Any, spec: SamplingField) -> float:
     single = _float32(value)
     _check_range(single, spec)
-    if spec.excludes_low and single == spec.low:
+    if spec.excludes_low and value == spec.low:
         raise _BadValue(f"{value:g} must be above {spec.low:g}", value=f"{value:g}", limit=f"{spec.low:g}")
+    if spec.excludes_low and single == spec.low:  # rounded to it
+        return float(np.nextafter(np.float32(single), np.float32(math.inf)))
     return single
 
 
@@ -159,7 +161,7 @@ def _float32(value: Any) -> float:
     try:
         single: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
-        raise _BadValue(f"{value:g} is beyond the range of a 32-bit float") from None
+        raise _BadValue(f"{_show(value)} is beyond the range of a 32-bit float") from None
     if not math.isfinite(single):
         raise _BadValue(f"{value} is not a finite number")
     return single
@@ -177,7 +179,7 @@ def _out_of_range(value: str, side: str, limit: str) -> _BadValue:
 
 
 def _show(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
+    return f"{value!s:.80}" if isinstance(value, int) else f"{value:g}"
 
 
 def _boolean(value: Any) -> bool:
@@ -228,11 +230,16 @@ def _biases(value: Any, spec: SamplingField, vocab_size: int) -> tuple[tuple[int
         if bad is not None:
             raise _BadValue(bad[1], where)
         try:
-            bias = _float32(raw_bias)
+            biases[token_id] = _float32(_clamped(raw_bias, spec))
         except _BadValue as error:
             raise _BadValue(error.description, where) from None
-        biases[token_id] = min(spec.high, max(spec.low, bias))
     return tuple(sorted(biases.items()))
+
+
+def _clamped(value: Any, spec: SamplingField) -> Any:
+    """Return a finite number within the field's limits, anything else as it is."""
+    is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+    return min(spec.high, max(spec.low, value)) if is_number else value
 
 
 def _structured_outputs(value: Any) -> StructuredOutputs:

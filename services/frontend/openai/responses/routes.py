@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.frontend.openai.answers import ERRORS
+from services.frontend.openai.answers import GENERATE_ERRORS
 from services.frontend.openai.app_state import reader_of
 from services.frontend.openai.block_answers import answer_in_blocks
 from services.frontend.openai.responses import convert
@@ -17,7 +17,7 @@ from services.frontend.openai.responses.schema import ResponsesRequest
 from services.frontend.openai.routes import TimeoutS
 from services.frontend.requests.raw import RawRequest
 
-router = APIRouter(responses=ERRORS, tags=["generate"])
+router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 
 
 @router.post("/v1/responses", responses={200: {"model": ResponseAnswer}})
