@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.helpers.fake_generator import MODEL
-from tests.helpers.http_api import HttpApi, open_api
+from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,13 +37,12 @@ async def send(api: HttpApi, path: str, **body: Any) -> Any:
     response = await api.post(path, json.dumps({"model": MODEL, "temperature": 1, **body}))
     assert response.status_code == 200, response.text
     document = (await api.http.get("/openapi.json")).json()
-    content = document["paths"][path]["post"]["responses"]["200"]["content"]
-    kind = response.headers["content-type"].partition(";")[0]
-    values = [response.json()] if kind == "application/json" else _events(response.text)
+    is_streamed = bool(body.get("stream"))
+    values = _events(response.text) if is_streamed else [response.json()]
     for value in values:
-        schema = content[kind]["schema"] | {"components": document["components"]}
+        schema = schema_of_answer(document, path, is_streamed=is_streamed)
         jsonschema.Draft202012Validator(schema).validate(value)
-    return values[0] if kind == "application/json" else values
+    return values if is_streamed else values[0]
 
 
 def _events(text: str) -> list[Any]:
