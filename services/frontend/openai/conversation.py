@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from pydantic import ConfigDict, model_validator
 
-from services.frontend.openai.fields import FirstOnly, Text, document_as, schema
+from services.frontend.openai.fields import FirstOnly, Name, Text, document_as, schema
 from services.frontend.openai.request_body import Part, either, ignored, not_served
 from services.frontend.requests.tools import MAX_TOOLS
 
@@ -36,7 +36,7 @@ class FunctionCall(Part):
 
     model_config = document_as("name", "arguments")
 
-    name: Text
+    name: Name
     arguments: str
     """JSON text."""
 
@@ -119,7 +119,7 @@ class FunctionName(Part):
 
     model_config = document_as("name")
 
-    name: Text
+    name: Name
 
 
 class NamedTool(Part):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from annotated_types import MinLen
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -116,3 +117,5 @@ def by_kind(expected: str, *types: str, default: str = "") -> Discriminator:
 TokenId = Annotated[int, schema(minimum=0)]
 TokenIds = Annotated[list[TokenId], FirstOnly(), WrapValidator(_token_ids)]
 Text = Annotated[str, schema(minLength=1)]
+Name = Annotated[str, MinLen(1)]
+"""A name that the parser does not look at again."""

@@ -12,7 +12,7 @@ from services.frontend.openai.conversation import Function
 from services.frontend.openai.fields import (
     FirstOnly,
     Integral,
-    Text,
+    Name,
     by_kind,
     document_as,
     kind,
@@ -84,9 +84,9 @@ class InputFunctionCall(Part):
     """A call of a tool that the model made."""
 
     type: Literal["function_call"]
-    call_id: Text
+    call_id: Name
     """Referred to by the item that has its result."""
-    name: Text
+    name: Name
     arguments: str
     """JSON text."""
     caller: Any = ignored()
@@ -105,7 +105,7 @@ class InputFunctionCallOutput(Part):
     """The result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: Name
     output: Annotated[
         Annotated[str, kind("text")] | Annotated[list[_OutputPart], kind("list")],
         by_kind('text, or a list of parts like {"type": "input_text", "text": "…"}'),
@@ -165,6 +165,8 @@ ResponsesInput = Annotated[
 class FunctionTool(Function):
     """A function that the model may call."""
 
+    model_config = document_as("type", "name")
+
     type: Literal["function"]
     allowed_callers: Any = ignored()
     defer_loading: Any = ignored()
@@ -175,7 +177,7 @@ class NamedFunction(Part):
     """A tool that the model has to call."""
 
     type: Literal["function"]
-    name: Text
+    name: Name
 
 
 class ReasoningOptions(Part):
@@ -261,7 +263,7 @@ class ResponsesRequest(GenerationBody):
     """The form of the answer. Null: free text."""
     top_logprobs: Annotated[int, Integral, limits("logprobs")] | None = None
     """Report the log-probability of each token and those of its so many best rivals, 0..20. Not beside tools."""
-    include: Annotated[list[Text], FirstOnly()] | None = None
+    include: Annotated[list[str], FirstOnly()] | None = None
     """`message.output_text.logprobs` reports the log-probability of each token. Other entries name what is in an
     answer anyway, or what no answer has."""
     metadata: Annotated[dict[str, str], schema(maxProperties=MAX_METADATA)] | None = None
