@@ -109,7 +109,7 @@ def test_system_and_sampling_can_be_changed_on_the_way(chat, frontend):
     assert [m.role for m in second.chat.messages] == ["user", "assistant", "user"]
     for told in (
         "temperature: 'warm' is no value of the form X",
-        "n: makes no sense in a chat",
+        "n: no such field; there are",
         "bogus: no such field; there are",
         "[sampling: seed 7, skip_special_tokens False, stop ['END']]",
     ):

@@ -17,7 +17,6 @@ from tests.helpers.fake_frontend import SERVICE, FakeFrontend
 from triptych.cli import env
 from triptych.cli.streaming import write_now
 from triptych.config.api_keys import read_api_keys
-from triptych.errors import EngineFailure
 
 COMMANDS = ("serve", "chat", "complete", "demo", "bench", "keys", "env", "health", "admin", "completion")
 
@@ -155,38 +154,6 @@ def test_health_imports_no_model_library():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
-
-
-def test_bench_counts_what_the_server_sent(frontend, capsys):
-    words = ("--address", frontend.address, "--num-prompts", "6", "--input-len", "5", "--concurrency", "2")
-    assert exit_code("bench", "throughput", *words, "--rounds", "2", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["workload"] == {
-        "num_prompts": 6,
-        "input_len": 5,
-        "output_len": 128,
-        "concurrency": 2,
-        "seed": 0,
-    }
-    assert report["total_tokens_per_s"] == pytest.approx(2 * report["output_tokens_per_s"])  # it echoes
-    assert frontend.max_running == 2
-    prompts = [tuple(request.generation.token_ids.ids) for request in frontend.requests]
-    assert len(prompts) == len(set(prompts)) == 1 + 6 + 6  # a warm-up, and no prompt twice
-
-
-def test_bench_waits_for_a_full_server(frontend, capsys):
-    frontend.capacity, frontend.token_delay_s = 1, 0.001
-    words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
-    assert exit_code("bench", "throughput", *words) == 0
-    assert "4 x 3 tokens in" in capsys.readouterr().out
-    assert frontend.num_refused > 0
-
-
-def test_bench_ends_at_the_first_error(frontend, capsys):
-    frontend.errors = [EngineFailure("broken")] * 9
-    words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
-    assert exit_code("bench", "throughput", *words) == 1
-    assert capsys.readouterr().err == "triptych bench: broken\n"
 
 
 @pytest.mark.parametrize(

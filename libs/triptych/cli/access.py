@@ -27,6 +27,8 @@ class Frontend:
     api_key: str | None
     """The key to send. None means the one in the environment, if there is one."""
     tls: TlsConfig
+    base_url: str = ""
+    """URL of its HTTP API, where it is known."""
 
     def open_client(self) -> GenerationClient:
         """Return a client. Belongs to the event loop that it is made on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,11 @@ SAMPLING_NAMES = tuple(
 """Fields that have a flag each, and that `set_from_text` takes."""
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Add a flag for each field; what is not given is the model's own, then the server's default.
-
-    Args:
-        without: Fields that make no sense for this command.
-    """
+def add_sampling_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = SAMPLING_NAMES) -> None:
+    """Add a flag for each of these fields; what is not given is the model's own, then the server's default."""
     group = parser.add_argument_group("sampling", "What is not given is left to the model and the server.")
-    for name in SAMPLING_NAMES:
-        if name not in without:
-            _add_flag(group, name, SAMPLING_FIELDS[name])
+    for name in names:
+        _add_flag(group, name, SAMPLING_FIELDS[name])
 
 
 def add_form_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +75,11 @@ def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_field(name: str, text: str) -> Any:
-    """Return the value that a user means by `text`.
+    """Return the value that a user means by `text`, of a field of `SAMPLING_NAMES`.
 
     Raises:
-        ValueError: There is no such field, or its value has another form; says which one.
+        ValueError: Values of the field have another form; says which one.
     """
-    if name not in SAMPLING_NAMES:
-        raise ValueError(f"{name}: no such field; there are {', '.join(SAMPLING_NAMES)}")
     kind = SAMPLING_FIELDS[name].kind
     try:
         return _parse(kind, text)

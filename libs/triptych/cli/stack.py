@@ -21,7 +21,7 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def stack_to_use(
     arguments: argparse.Namespace, preferred: Mapping[str, str] | None = None
 ) -> Iterator[Frontend]:
-    """The frontend at `--address`, or that of a stack that lives as long as the block.
+    """The frontend at `--address` or `--base-url`, or that of a stack that lives as long as the block.
 
     Args:
         preferred: values for options that the user has not set; see `config_from_overrides`.
@@ -30,17 +30,18 @@ def stack_to_use(
         ConfigError: config flags for a stack that is not ours.
     """
     options = given_options(arguments)
-    address: str | None = getattr(arguments, "address", None)
+    address: str | None = getattr(arguments, "base_url", None) or getattr(arguments, "address", None)
     if address is None:
         cluster = launch(
             config_from_overrides(options, file=arguments.config, preferred={**QUIET, **(preferred or {})})
         )
         try:
-            yield Frontend(cluster.address, None, cluster.config.tls)
+            scheme = "https" if cluster.config.tls.certificate else "http"
+            yield Frontend(cluster.address, None, cluster.config.tls, f"{scheme}://{cluster.http_address}")
         finally:
             cluster.stop()
     elif options or arguments.config:
         names = ", ".join(options) or "config"
-        raise ConfigError(f"{names}: the stack at --address {address} has its own options")
+        raise ConfigError(f"{names}: the stack at {address} has its own options")
     else:
         yield frontend_of(arguments)

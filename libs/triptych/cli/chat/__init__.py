@@ -15,7 +15,7 @@ from typing import Any
 
 from triptych.cli.access import add_address_argument, frontend_of
 from triptych.cli.chat.commands import obey
-from triptych.cli.chat.conversation import NOT_IN_CHAT, Conversation
+from triptych.cli.chat.conversation import CHAT_FIELDS, Conversation
 from triptych.cli.chat.line_reader import create_line_reader
 from triptych.cli.chat_options import add_chat_arguments, chat_options_of
 from triptych.cli.sampling_flags import add_form_arguments, add_sampling_arguments, sampling_of
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chat_arguments(parser)
     parser.add_argument("--stats", action="store_true", help="show tokens and times after each answer")
     add_form_arguments(parser)
-    add_sampling_arguments(parser, without=NOT_IN_CHAT)
+    add_sampling_arguments(parser, CHAT_FIELDS)
 
 
 def run(arguments: argparse.Namespace) -> int:

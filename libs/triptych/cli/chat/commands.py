@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from triptych.cli.chat.conversation import NOT_IN_CHAT, Conversation
+from triptych.cli.chat.conversation import CHAT_FIELDS, Conversation
 from triptych.cli.sampling_flags import parse_field
 
 Todo = Literal["answer", "quit"] | None
@@ -87,8 +87,8 @@ def _file(text: str) -> Path:
 def _set(conversation: Conversation, text: str) -> Todo:
     name, _, value = text.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
-    if name in NOT_IN_CHAT:
-        raise ValueError(f"{name}: makes no sense in a chat")
+    if value and name not in CHAT_FIELDS:
+        raise ValueError(f"{name}: no such field; there are {', '.join(CHAT_FIELDS)}")
     if value:
         conversation.sampling[name] = parse_field(name, value)
     else:

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from triptych.cli.sampling_flags import SAMPLING_NAMES
 from triptych.client.conversation import Message, fill_messages
 from triptych.errors import InvalidRequest
 from triptych.v1 import chat_pb2
 
-NOT_IN_CHAT = ("n", "logprobs", "prompt_logprobs", "detokenize")
-"""Sampling fields that make no sense here."""
+CHAT_FIELDS = tuple(
+    name for name in SAMPLING_NAMES if name not in ("n", "logprobs", "prompt_logprobs", "detokenize")
+)
+"""Sampling fields that make sense here."""
 
 
 class Conversation:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triptych.cli.chat.commands import COMMANDS
-from triptych.cli.chat.conversation import NOT_IN_CHAT
-from triptych.cli.sampling_flags import SAMPLING_NAMES
+from triptych.cli.chat.conversation import CHAT_FIELDS
 from triptych.hub import cache_home
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def create_session(history_file: Path, **session: Any) -> PromptSession[str]:
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    fields = [f"/set {name}" for name in SAMPLING_NAMES if name not in NOT_IN_CHAT]
+    fields = [f"/set {name}" for name in CHAT_FIELDS]
     return PromptSession(
         multiline=True,
         key_bindings=_key_bindings(),

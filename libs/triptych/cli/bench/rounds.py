@@ -1,12 +1,6 @@
-"""Measure a stack through its public gRPC API.
-
-  triptych bench throughput                       64 prompts of 128 tokens, 128 new, all at once
-  triptych bench latency --input-len 1024         one stream at a time
-  triptych bench throughput --address HOST:PORT   a stack that runs; else one of its own is started
-  triptych bench throughput --model.dtype float32 options of the stack of its own
+"""Rounds of equal requests over gRPC, with a fixed number in flight. Figures are medians over the rounds.
 
 Prompts are random token ids of a fixed seed, other ones in each round, so that no prefix is found cached.
-Figures are medians over the rounds, after a warm-up.
 """
 
 from __future__ import annotations
@@ -25,11 +19,6 @@ from triptych.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=("throughput", "latency"),
-        help="throughput: many requests at once; latency: one at a time, one per round",
-    )
     parser.add_argument("--num-prompts", type=int, metavar="N", help="per round (default: 64; latency: 1)")
     parser.add_argument(
         "--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)"
@@ -44,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_address_argument(parser, default=None)
-    parser.usage = f"{parser.prog} {{throughput,latency}} [options] [--SECTION.OPTION VALUE ...]"
+    parser.usage = f"{parser.prog} [options] [--SECTION.OPTION VALUE ...]"
     add_config_flags(parser)
 
 

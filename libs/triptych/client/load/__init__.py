@@ -1,0 +1,1 @@
+"""Load on a server, measured from the outside: datasets, arrivals, backends, figures."""
