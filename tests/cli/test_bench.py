@@ -12,7 +12,7 @@ from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_frontend import FakeFrontend
 from tests.helpers.fake_generator import MODEL
 from tests.helpers.http_api import open_api
-from triptych.client.llm import LoopThread
+from triptych.client.loop_thread import LoopThread
 from triptych.errors import EngineFailure
 
 

@@ -11,10 +11,8 @@ from triptych.cli.tls import add_tls_arguments, tls_of
 from triptych.client.grpc_client import GenerationClient
 from triptych.config import TlsConfig
 from triptych.errors import ConfigError
-from triptych.rpc.channel import API_KEY_ENV
+from triptych.rpc.channel import ADDRESS_ENV, API_KEY_ENV
 
-ADDRESS_ENV = "TRIPTYCH_ADDRESS"
-"""The variable that has the gRPC address of the frontend for commands which are given none."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 

@@ -14,7 +14,6 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.config import EngineConfig, TlsConfig
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher.launch import (
-    ADDRESS_ENV,
     CONNECT_TIMEOUT_S,
     READY_TIMEOUT_S,
     launch,
@@ -22,6 +21,7 @@ from triptych.launcher.launch import (
     stack_config,
 )
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.rpc.channel import ADDRESS_ENV
 
 
 class Connection:

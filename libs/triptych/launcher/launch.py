@@ -19,6 +19,7 @@ from triptych.hub import resolve_model
 from triptych.hub.progress import ProgressLine
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.readiness import Progress
+from triptych.rpc.channel import ADDRESS_ENV
 from triptych.rpc.tls import create_client_tls, create_server_tls
 from triptych.types.facts import Phase
 
@@ -27,8 +28,6 @@ READY_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 30.0
 """For a stack that is already running or starting."""
 
-ADDRESS_ENV = "TRIPTYCH_ADDRESS"
-"""The variable that has the frontend's address for programs which are given none."""
 _ALIASES = {
     "gpu_memory_utilization": "cache.memory_fraction",
     "kv_cache_dtype": "cache.dtype",

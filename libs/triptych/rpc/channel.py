@@ -13,6 +13,8 @@ import grpc.aio
 from triptych.rpc.interceptors import CLIENT_INTERCEPTORS
 from triptych.rpc.tls import ClientCredentials, ClientTls
 
+ADDRESS_ENV = "TRIPTYCH_ADDRESS"
+"""The variable that has the gRPC address of the frontend for clients which are given none."""
 API_KEY_ENV = "TRIPTYCH_API_KEY"
 """The variable that has the API key of clients which are given none."""
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.http_client import HttpClient, error_text
 from triptych.client.load.datasets import LoadRequest
-from triptych.client.request import RequestOptions, is_conversation
+from triptych.client.prompts import is_conversation
+from triptych.client.request import RequestOptions
 from triptych.errors import InvalidRequest, ProtocolViolation, TriptychError
 from triptych.types.events import DeltaEvent, FinishedEvent
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from triptych.client.request import Prompt
+from triptych.client.prompts import Prompt
 from triptych.errors import ConfigError
 
 _MAX_SHOWN = 5  # bad lines that an error names
