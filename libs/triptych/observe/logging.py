@@ -1,4 +1,4 @@
-"""Logs: one line per event, UTC, as text or JSON. Lines about a request carry its id."""
+"""Logs: one line per event, UTC, as text or JSON. Lines about a request carry its id, and that of its trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from triptych.config import LogConfig
+from triptych.observe.trace import current_trace
 
 _FIELDS = "fields"
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")
@@ -58,7 +59,7 @@ class _TextFormatter(logging.Formatter):
             self._service.ljust(8),
         ]
         words.append(_one_line(record.getMessage()))
-        words += [f"{key}={_word(value)}" for key, value in getattr(record, _FIELDS, {}).items()]
+        words += [f"{key}={_word(value)}" for key, value in _fields(record).items()]
         line = " ".join(words)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -74,11 +75,18 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "service": self._service,
             "message": record.getMessage(),
-            **getattr(record, _FIELDS, {}),
+            **_fields(record),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of a line, the trace that it belongs to behind them."""
+    fields: dict[str, Any] = getattr(record, _FIELDS, {})
+    trace_id = current_trace().trace_id
+    return {**fields, "trace_id": trace_id} if trace_id else fields
 
 
 def _utc(record: logging.LogRecord) -> str:

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from triptych.errors import TriptychError
+from triptych.observe.trace import current_trace, set_trace
 from triptych.rpc.status import internal_status, to_status
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def sent_request_id(metadata: Sequence[tuple[str, Any]] | None) -> str:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Names each call by a request id, and turns what its handler raises into a status with details.
 
-    The id is the client's, or a new one that the handler may replace by `set_request_id`. It is answered in the initial
+    The id is the client's, or a new one that the handler may replace by `set_request_id`. A trace context in the
+    metadata is taken over (`triptych.observe.trace`). It is answered in the initial
     metadata, or with the error in the trailing metadata, and is in the log line of an INTERNAL error. Naming and errors
     are one interceptor because each interceptor costs every message of a stream some time.
 
@@ -93,7 +95,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
-    """Passes the request id of the call that runs now on to the server that it calls in turn."""
+    """Passes the request id and the trace of the call that runs now on to the server that it calls in turn."""
 
     async def intercept_unary_unary(
         self,
@@ -101,9 +103,12 @@ class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> Any:
-        if (request_id := current_request_id()) != "":
+        request_id = current_request_id()
+        passed_on = (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *current_trace().headers)
+        if passed_on:
             metadata = client_call_details.metadata or grpc.aio.Metadata()
-            metadata.add(REQUEST_ID_KEY, request_id)
+            for key, value in passed_on:
+                metadata.add(key, value)
             client_call_details = client_call_details._replace(metadata=metadata)
         return await continuation(client_call_details, request)
 
@@ -117,6 +122,7 @@ CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdIntercep
 def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         set_request_id(sent_id or new_request_id())
+        set_trace(context.invocation_metadata())
         try:
             response = await inner(request, context)
             await context.send_initial_metadata(_answer(sent_id))
@@ -132,6 +138,7 @@ def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
 def _guard_stream(inner: Any, method: str, sent_id: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         set_request_id(sent_id or new_request_id())
+        set_trace(context.invocation_metadata())
         try:
             responses = inner(request, context)
             # Initial metadata goes out with the first message and no earlier: clients retry only a call without any.

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.frontend.openai.convert import REQUEST_ID_HEADER
 from services.frontend.openai.errors import error_response
+from triptych.observe.trace import set_trace
 from triptych.rpc.interceptors import new_request_id
 
 MAX_BODY_BYTES = 10 << 20
@@ -26,6 +27,7 @@ class RequestGuard:
         if scope["method"] == "HEAD":  # answered like GET; the server leaves the body out
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
+        set_trace(headers.items())
         request_id = headers.get(REQUEST_ID_HEADER) or new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False
