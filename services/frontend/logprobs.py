@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from triptych.types.events import PromptLogprobsEvent
-from triptych.types.outputs import Logprob, TokenLogprobs
+from triptych.types.outputs import TokenLogprobs
 from triptych.types.step import U32, LogprobColumns, PromptLogprobs
 
 MAX_CANDIDATES = 4096
@@ -106,11 +105,10 @@ class BatchLogprobs:
         """
         entry = self._row_to_entry[row]
         start, end = self._offsets[entry], self._offsets[entry + 1]
-        candidates = [
-            Logprob.of_bytes(token_id, logprob, token_bytes(token_id), rank)
-            for rank, (token_id, logprob) in enumerate(
-                zip(self._token_ids[start:end], self._logprobs[start:end], strict=True)
-            )
-        ]
-        chosen, *top = candidates  # the chosen token comes first, then the best ones, ranked from 1
-        return TokenLogprobs(replace(chosen, rank=self._ranks[entry]), tuple(top))
+        token_ids = self._token_ids[start:end]
+        return TokenLogprobs(  # the chosen token comes first, then the best ones, ranked from 1
+            token_ids,
+            self._logprobs[start:end],
+            list(map(token_bytes, token_ids)),
+            [self._ranks[entry], *range(1, end - start)],
+        )

@@ -36,9 +36,9 @@ def events(*parts: PromptLogprobsEvent) -> list[Event]:
 PARTS = part(1, [66, 65, 66]), part(2, [67, 65, 68], [0xE2, 65, 66])
 ENTRIES = [
     None,
-    TokenLogprobs(Logprob(66, -16.5, "B", 9), (Logprob(65, -16.25, "A", 1), Logprob(66, -16.5, "B", 2))),
-    TokenLogprobs(Logprob(67, -16.75, "C", 9), (Logprob(65, -16.25, "A", 1), Logprob(68, -17.0, "D", 2))),
-    TokenLogprobs(
+    TokenLogprobs.of(Logprob(66, -16.5, "B", 9), (Logprob(65, -16.25, "A", 1), Logprob(66, -16.5, "B", 2))),
+    TokenLogprobs.of(Logprob(67, -16.75, "C", 9), (Logprob(65, -16.25, "A", 1), Logprob(68, -17.0, "D", 2))),
+    TokenLogprobs.of(
         Logprob(0xE2, -56.5, "\ufffd", 9, b"\xe2"), (Logprob(65, -16.25, "A", 1), Logprob(66, -16.5, "B", 2))
     ),
 ]

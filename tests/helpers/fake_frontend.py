@@ -208,7 +208,7 @@ def _words(prompt: generation_pb2.Generation | generation_pb2.TokenizeRequest) -
 
 
 def _delta(index: int, text: str, token_ids: Any, *, is_last: bool) -> DeltaEvent:
-    logprobs = tuple(TokenLogprobs(Logprob(token_id, -0.5)) for token_id in token_ids)
+    logprobs = tuple(TokenLogprobs.of(Logprob(token_id, -0.5)) for token_id in token_ids)
     return DeltaEvent(
         index, text, list(token_ids), logprobs,
         FinishReason.STOP if is_last else None, "." if is_last else None,

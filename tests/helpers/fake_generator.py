@@ -210,4 +210,4 @@ def _prompt_logprobs(prompt: Sequence[int], position: int, num_top: int) -> Prom
 def _logprobs(token_id: int, text: str, num_top: int) -> TokenLogprobs:
     top = tuple(Logprob(100 + rank, -0.25 * rank, f"t{rank}", rank) for rank in range(1, num_top))
     worst = (Logprob(200, float("-inf"), "\ufffd", num_top, b"\xe2\x80"),) if num_top else ()
-    return TokenLogprobs(Logprob(token_id, -0.5, text, 1), top + worst)
+    return TokenLogprobs.of(Logprob(token_id, -0.5, text, 1), top + worst)

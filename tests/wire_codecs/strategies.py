@@ -99,7 +99,7 @@ def public_logprobs(draw: Any) -> tuple[TokenLogprobs, ...]:
     """As clients see them: all of one answer have as many rivals, which are ranked from 1."""
     num_top = draw(st.integers(0, 3))
     return tuple(
-        TokenLogprobs(
+        TokenLogprobs.of(
             dataclasses.replace(draw(public_logprob), rank=draw(u32)),
             tuple(dataclasses.replace(draw(public_logprob), rank=rank) for rank in range(1, num_top + 1)),
         )

@@ -204,7 +204,7 @@ def test_ragged_public_logprobs_are_refused(change):
 
 def test_messages_are_numbered_and_stay_below_a_megabyte():
     rivals = tuple(Logprob(2, -2.0, "y" * 12, rank) for rank in range(1, 21))
-    row = TokenLogprobs(Logprob(1 << 20, -1.0, "x" * 12, 1), rivals)
+    row = TokenLogprobs.of(Logprob(1 << 20, -1.0, "x" * 12, 1), rivals)
     event = DeltaEvent(0, "text", list(range(4000)), (row,) * 4000, FinishReason.STOP, "stop")
     encoder = encoder_of_all({})
     encoder.encode(FinishedEvent(Usage(), StageTimings()))
@@ -248,7 +248,7 @@ def test_a_client_gets_nothing_that_it_did_not_ask_for():
     encoder = generation.EventEncoder(options)
     (admitted,) = encoder.encode(AdmittedEvent("id", "model", 7, [1, 2, 3]))
     assert (admitted.admitted.num_prompt_tokens, len(admitted.admitted.prompt_token_ids)) == (3, 0)
-    (output,) = encoder.encode(DeltaEvent(0, "x", [5], (TokenLogprobs(Logprob(5, -1.0, "x", 1)),)))
+    (output,) = encoder.encode(DeltaEvent(0, "x", [5], (TokenLogprobs.of(Logprob(5, -1.0, "x", 1)),)))
     assert (len(output.output.token_ids), len(output.output.logprobs.token_bytes)) == (0, 0)
     (finished,) = encoder.encode(FinishedEvent(Usage(3, 1), StageTimings(1, 2, 3)))
     assert not finished.finished.HasField("timings")

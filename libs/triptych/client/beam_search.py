@@ -95,7 +95,7 @@ class _Beam:
     cum_logprob: float = 0.0
 
     def extended(self, token: Logprob, candidates: TokenLogprobs) -> _Beam:
-        entry = TokenLogprobs(token, candidates.top)
+        entry = TokenLogprobs.of(token, candidates.top)
         total = self.cum_logprob + token.logprob
         return _Beam((*self.token_ids, token.token_id), (*self.logprobs, entry), total)
 

@@ -87,7 +87,7 @@ def _prompt_entries(event: PromptLogprobsEvent) -> list[TokenLogprobs]:
     ):
         ranks = rank, *range(1, len(token_ids))
         own, *top = map(Logprob.of_bytes, token_ids, logprobs, token_bytes, ranks)
-        entries.append(TokenLogprobs(own, tuple(top)))
+        entries.append(TokenLogprobs.of(own, tuple(top)))
     return entries
 
 

@@ -143,14 +143,42 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The chosen token's log-probability and its best rivals, at one position."""
+    """The chosen token's log-probability and its best rivals', at one position: columns, the chosen one first."""
 
-    chosen: Logprob
-    top: tuple[Logprob, ...] = ()
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    token_bytes: Sequence[bytes]
+    """Parts of a UTF-8 text; empty where they are not known."""
+    ranks: Sequence[int]
+    """1 = best; 0 = not known."""
+
+    @classmethod
+    def of(cls, chosen: Logprob, top: Sequence[Logprob] = ()) -> TokenLogprobs:
+        """Return the columns of these candidates."""
+        entries = (chosen, *top)
+        return cls(
+            [entry.token_id for entry in entries],
+            [entry.logprob for entry in entries],
+            [entry.utf8 for entry in entries],
+            [entry.rank for entry in entries],
+        )
+
+    @property
+    def chosen(self) -> Logprob:
+        return self._entry(0)
+
+    @property
+    def top(self) -> tuple[Logprob, ...]:
+        return tuple(map(self._entry, range(1, len(self.token_ids))))
 
     def as_dict(self) -> dict[int, Logprob]:
         """Return vLLM's form: token id -> its entry, the chosen one first."""
         return {entry.token_id: entry for entry in (self.chosen, *self.top)}
+
+    def _entry(self, place: int) -> Logprob:
+        return Logprob.of_bytes(
+            self.token_ids[place], self.logprobs[place], self.token_bytes[place], self.ranks[place]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from triptych.errors import ProtocolViolation
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, ToolCallDelta, Usage
+from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
 
@@ -276,23 +276,22 @@ def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
 
 
 def _logprobs_to_proto(rows: Sequence[TokenLogprobs], sends_bytes: bool) -> output_pb2.Logprobs:
-    candidates = [candidate for row in rows for candidate in (row.chosen, *row.top)]
-    return output_pb2.Logprobs(
-        num_candidates=1 + len(rows[0].top),
-        token_ids=[candidate.token_id for candidate in candidates],
-        logprobs=[candidate.logprob for candidate in candidates],
-        ranks=[row.chosen.rank for row in rows],
-        token_bytes=[candidate.utf8 for candidate in candidates] if sends_bytes else (),
-    )
+    columns = output_pb2.Logprobs(num_candidates=len(rows[0].token_ids), ranks=[row.ranks[0] for row in rows])
+    for row in rows:
+        columns.token_ids.extend(row.token_ids)
+        columns.logprobs.extend(row.logprobs)
+        if sends_bytes:
+            columns.token_bytes.extend(row.token_bytes)
+    return columns
 
 
 def _rows(columns: output_pb2.Logprobs) -> Iterator[TokenLogprobs]:
     _check_columns(columns)
-    values = zip(columns.token_ids, columns.logprobs, _bytes_of(columns), strict=True)
-    for rank in columns.ranks:
-        ranks = rank, *range(1, columns.num_candidates)
-        chosen, *top = [Logprob.of_bytes(*next(values), rank) for rank in ranks]
-        yield TokenLogprobs(chosen, tuple(top))
+    width = columns.num_candidates
+    token_ids, logprobs, token_bytes = list(columns.token_ids), list(columns.logprobs), _bytes_of(columns)
+    for number, rank in enumerate(columns.ranks):
+        row = slice(number * width, (number + 1) * width)
+        yield TokenLogprobs(token_ids[row], logprobs[row], token_bytes[row], [rank, *range(1, width)])
 
 
 def _bytes_of(columns: output_pb2.Logprobs) -> list[bytes]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from triptych.types.events import PromptLogprobsEvent
-from triptych.types.outputs import Logprob, TokenLogprobs
+from triptych.types.outputs import TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0  # represents minus infinity, which JSON lacks; as OpenAI does
 _SEARCHED_CHARS = 64
@@ -21,17 +23,15 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def spell(token_bytes: bytes) -> str:
-    """Return a token's text, or its bytes in OpenAI's spelling: parts of characters differ in these only."""
+def name_by_text(token_id: int, token_bytes: bytes) -> str:
+    """Return the name of a token in OpenAI's completions: its text, or its bytes in OpenAI's spelling.
+
+    Parts of characters differ in their bytes only.
+    """
     try:
         return token_bytes.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
-
-
-def name_by_text(token_id: int, token_bytes: bytes) -> str:
-    """Return the name of a token in OpenAI's completions."""
-    return spell(token_bytes)
 
 
 def name_by_id(token_id: int, token_bytes: bytes) -> str:
@@ -116,11 +116,11 @@ def completion_logprobs(
         offsets, offset = prompt.place_in(text)
     for entry in entries:
         offsets.append(offset)
-        offset += len(entry.chosen.text)
-    tokens = [_name(entry.chosen, name) for entry in entries]
-    token_logprobs: list[float | None] = [finite(entry.chosen.logprob) for entry in entries]
+        offset += len(entry.token_bytes[0].decode(errors="replace"))
+    tokens = [name(entry.token_ids[0], entry.token_bytes[0]) for entry in entries]
+    token_logprobs: list[float | None] = [finite(entry.logprobs[0]) for entry in entries]
     top_logprobs: list[dict[str, float] | None] = [
-        {_name(candidate, name): finite(candidate.logprob) for candidate in (entry.chosen, *entry.top)}
+        dict(zip(map(name, entry.token_ids, entry.token_bytes), _all_finite(entry.logprobs), strict=True))
         for entry in entries
     ]
     if prompt is not None:
@@ -137,22 +137,31 @@ def completion_logprobs(
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], *, names_by_id: bool) -> dict[str, Any]:
     """Return the log-probabilities of new tokens of an answer to a conversation."""
-    return {
-        "content": [
-            {
-                **_candidate(entry.chosen, names_by_id),
-                "top_logprobs": [_candidate(top, names_by_id) for top in entry.top],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+    name = name_by_id if names_by_id else _text_of
+    return {"content": [_chat_entry(entry, name) for entry in entries], "refusal": None}
 
 
-def _name(entry: Logprob, name: Naming) -> str:
-    return name(entry.token_id, entry.utf8)
+def logprobs_json(logprobs: Mapping[str, Any]) -> str:
+    """Return the JSON of log-probabilities, whose names of tokens are texts that UTF-8 can hold."""
+    return orjson.dumps(logprobs).decode()
 
 
-def _candidate(entry: Logprob, names_by_id: bool) -> dict[str, Any]:
-    token = name_by_id(entry.token_id, b"") if names_by_id else entry.text
-    return {"token": token, "logprob": finite(entry.logprob), "bytes": list(entry.utf8)}
+def _chat_entry(entry: TokenLogprobs, name: Naming) -> dict[str, Any]:
+    chosen, *top = [
+        {"token": token, "logprob": logprob, "bytes": list(token_bytes)}
+        for token, logprob, token_bytes in zip(
+            map(name, entry.token_ids, entry.token_bytes),
+            _all_finite(entry.logprobs),
+            entry.token_bytes,
+            strict=True,
+        )
+    ]
+    return {**chosen, "top_logprobs": top}
+
+
+def _text_of(token_id: int, token_bytes: bytes) -> str:
+    return token_bytes.decode(errors="replace")
+
+
+def _all_finite(logprobs: Sequence[float]) -> Sequence[float]:
+    return logprobs if min(logprobs) >= LOWEST_LOGPROB else list(map(finite, logprobs))

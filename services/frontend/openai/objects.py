@@ -16,6 +16,7 @@ from services.frontend.openai.logprobs import (
     PromptLogprobsList,
     chat_logprobs,
     completion_logprobs,
+    logprobs_json,
     name_by_id,
     name_by_text,
 )
@@ -126,7 +127,7 @@ class CompletionFormat:
         logprobs = self._logprobs(delta.index, delta.logprobs, delta.text) if has_logprobs else None
         return (
             f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
-            f'"logprobs":{to_json(logprobs) if logprobs else "null"}{self._token_ids(delta)},{_ending(delta)}}}'
+            f'"logprobs":{logprobs_json(logprobs) if logprobs else "null"}{self._token_ids(delta)},{_ending(delta)}}}'
         )
 
     def _token_ids(self, delta: DeltaEvent) -> str:
@@ -212,7 +213,7 @@ class ChatFormat:
         content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
         if delta.reasoning or delta.tool_calls:
             content = to_json(_chat_delta(delta))
-        logprobs = to_json(self._logprobs(delta.logprobs)) if self._options.wants_logprobs else "null"
+        logprobs = logprobs_json(self._logprobs(delta.logprobs)) if self._options.wants_logprobs else "null"
         token_ids = f',"token_ids":{to_json(delta.token_ids)}' if self._options.returns_token_ids else ""
         return (
             f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs}{token_ids},{_ending(delta)}}}'
