@@ -272,7 +272,7 @@ def test_logprobs_are_columns_by_position(vllm: PublishedVllm) -> None:
         np.array([[-1.0, -0.5], [-2.0, -0.25]], np.float32),
         np.array([2, 3], np.uint32),
     )
-    row = TokenLogprobs(Logprob(4, -0.5, "a", 2), (Logprob(5, -0.25, "b", 1), Logprob(4, -0.5, "a", 2)))
+    row = TokenLogprobs.of(Logprob(4, -0.5, "a", 2), (Logprob(5, -0.25, "b", 1), Logprob(4, -0.5, "a", 2)))
     events = [
         AdmittedEvent("r", "tiny", 0, [7, 8, 9]),
         PromptLogprobsEvent(prompt, [b""] * 4),

@@ -257,7 +257,7 @@ def _prompt_logprobs_from_proto(message: output_pb2.PromptLogprobs) -> PromptLog
 
 def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
     """Yield parts with at most `MAX_CANDIDATES` log-probabilities; text in the first, the end in the last."""
-    num_rows = max(1, MAX_CANDIDATES // (1 + len(event.logprobs[0].top)))
+    num_rows = max(1, MAX_CANDIDATES // len(event.logprobs[0].token_ids))
     if len(event.logprobs) <= num_rows:
         yield event
         return
