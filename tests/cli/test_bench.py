@@ -9,29 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.helpers.command import NOBODY, exit_code
-from tests.helpers.fake_frontend import FakeFrontend
 from tests.helpers.fake_generator import MODEL
-from tests.helpers.http_api import open_api
-from triptych.client.loop_thread import LoopThread
 from triptych.errors import EngineFailure
-
-
-@pytest.fixture
-def frontend():
-    with FakeFrontend() as fake:
-        yield fake
-
-
-@pytest.fixture
-def api():
-    """The HTTP API over a fake generator, served by a thread."""
-    loop = LoopThread("http-api")
-    opened = open_api()
-    try:
-        yield loop.run(opened.__aenter__())
-        loop.run(opened.__aexit__(None, None, None))
-    finally:
-        loop.close()
 
 
 def serve(frontend, *words):

@@ -17,18 +17,11 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from tests.helpers.command import exit_code, on_terminal, wait_until
-from tests.helpers.fake_frontend import FakeFrontend
 from triptych.cli.chat.line_reader import create_session
 from triptych.cli.streaming import AnswerPrinter
 from triptych.errors import EngineFailure
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
 from triptych.types.outputs import StageTimings, ToolCallDelta, Usage
-
-
-@pytest.fixture
-def frontend():
-    with FakeFrontend() as fake:
-        yield fake
 
 
 @pytest.fixture

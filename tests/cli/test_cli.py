@@ -13,18 +13,24 @@ import sys
 import pytest
 
 from tests.helpers.command import NOBODY, exit_code
-from tests.helpers.fake_frontend import SERVICE, FakeFrontend
+from tests.helpers.fake_frontend import SERVICE
 from triptych.cli import env
 from triptych.cli.streaming import write_now
 from triptych.config.api_keys import read_api_keys
 
-COMMANDS = ("serve", "chat", "complete", "demo", "bench", "keys", "env", "health", "admin", "completion")
-
-
-@pytest.fixture
-def frontend():
-    with FakeFrontend() as fake:
-        yield fake
+COMMANDS = (
+    "serve",
+    "chat",
+    "complete",
+    "demo",
+    "bench",
+    "keys",
+    "env",
+    "health",
+    "admin",
+    "completion",
+    "run-batch",
+)
 
 
 def test_help_lists_every_command(capsys):

@@ -26,12 +26,6 @@ TRIALS = {
 WITHOUT_FLAG = (FieldKind.STRUCTURED, FieldKind.OUTPUT_KIND)
 
 
-@pytest.fixture
-def frontend():
-    with FakeFrontend() as fake:
-        yield fake
-
-
 def find(message, path):
     for name in path.split("."):
         message = getattr(message, name)

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych.cli.bench.plot": {"numpy", "matplotlib"},
     "triptych.cli.bench.serve": {"numpy", "tqdm"},
     "triptych.cli.completion": {"shtab"},
+    "triptych.cli.run_batch": {"tqdm"},
     "triptych.checkpoint": {"numpy"},
     "triptych.checkpoint.gguf": {"gguf", "numpy", "tokenizers"},
     "triptych_kernels": {"torch"},

@@ -15,6 +15,7 @@ _COMMAND_TO_HELP = {
     "chat": "talk to a served model in the terminal",
     "complete": "answer prompts and leave",
     "demo": "start a stack, answer one prompt token by token, stop",
+    "run-batch": "answer a file of requests in OpenAI's batch form",
     "bench": "measure throughput and latency of a stack",
     "admin": "look into an engine and steer it: status, pause, drain, sleep",
     "keys": "make API keys for a frontend that asks for them",
@@ -75,7 +76,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if command in (name, None):
-            module = importlib.import_module(f"triptych.cli.{name}")
+            module = importlib.import_module(f"triptych.cli.{name.replace('-', '_')}")
             subparser.description = module.__doc__
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
