@@ -76,8 +76,11 @@ class RequestOutputs:
         self._error = None
 
     async def wait_admitted(self) -> None:
-        """Until the engine has every choice; raises what has ended the request instead."""
-        while self._num_admitted < len(self.choices):
+        """Until the engine has every choice; raises what has ended the request instead.
+
+        An engine need not hear of a request that is aborted.
+        """
+        while self._num_admitted < len(self.choices) and not self._is_aborted:
             if self._error is not None:
                 raise self._error
             await self._wait()
@@ -89,6 +92,7 @@ class RequestOutputs:
         self._is_aborted = True
         for choice in self.choices:
             choice.end_by_abort()
+        self._news.set()
 
     def expect_prompt(self, report: PromptReport) -> None:
         """Report the prompt's log-probabilities before any output; called before the first choice is added."""

@@ -496,3 +496,17 @@ async def test_a_chat_without_a_template_is_refused_in_the_client_s_words() -> N
         raw = raw_request(RawChat([{"role": "user", "content": "Hi"}]), paths={"prompt": "chat.messages"})
         with pytest.raises(InvalidRequest, match=r"^chat\.messages: this model has no chat template"):
             await collect(core.generator, raw)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_a_request_that_is_aborted_before_it_is_admitted_ends(is_sent: bool) -> None:
+    async with FakeEngine(is_mute=True) as engine, frontend_core(engine) as core:
+        asking = asyncio.create_task(answer(core.generator, raw_request(request_id="r", sampling={"n": 2})))
+        while not core.generator.abort(["r"]) if not is_sent else not engine.submitted:
+            await asyncio.sleep(0)
+        core.generator.abort(["r"])
+        got = await asking
+    assert {(delta.index, delta.finish_reason) for delta in got.deltas} == {
+        (0, FinishReason.ABORT),
+        (1, FinishReason.ABORT),
+    }

@@ -504,3 +504,21 @@ async def test_the_operator_s_calls_reach_the_engine_named() -> None:
         await b.die()
         error = await error_of(servicer.admin.GetStatus(admin_pb2.GetStatusRequest(engine_id="engine-1")))
         assert isinstance(error, errors.EngineUnavailable)
+
+
+async def test_an_id_that_metadata_cannot_carry_is_refused_by_name() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        error = await error_of(api.generation.StreamGenerate(ask("🙂", text="Hello")))
+    assert isinstance(error, errors.InvalidRequest)
+    assert error.violations[0].field == "request_id"
+
+
+async def test_a_message_that_cannot_be_parsed_is_the_client_s_error() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        for call in (
+            api.channel.unary_unary("/triptych.v1.GenerationService/Generate")(b"\xff\xff"),
+            api.channel.unary_stream("/triptych.v1.GenerationService/StreamGenerate")(b"\xff\xff"),
+        ):
+            error = await error_of(call)
+            assert isinstance(error, errors.InvalidRequest)
+            assert "cannot be parsed" in error.message

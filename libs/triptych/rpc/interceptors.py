@@ -16,8 +16,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from triptych.errors import TriptychError
+from triptych.errors import InvalidRequest, TriptychError
 from triptych.observe.trace import current_trace, set_trace
 from triptych.rpc.status import internal_status, to_status
 
@@ -41,8 +42,12 @@ def new_request_id() -> str:
 
 
 def set_request_id(request_id: str) -> None:
-    """Name the request of the call that runs now, for its answer, and for the log line and status of its error."""
-    _request_id.set(request_id)  # each call runs in a task of its own, and so in a context of its own
+    """Name the request of the call that runs now, for its answer, and for the log line and status of its error.
+
+    A name that metadata cannot carry is not taken: the call keeps the one that it has.
+    """
+    if request_id.isascii() and request_id.isprintable() and len(request_id) <= _MAX_REQUEST_ID_CHARS:
+        _request_id.set(request_id)  # each call runs in a task of its own, and so in a context of its own
 
 
 def current_request_id() -> str:
@@ -79,6 +84,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return handler
         sent_id = sent_request_id(handler_call_details.invocation_metadata)
         codecs = (handler.request_deserializer, handler.response_serializer)
+        if not handler.request_streaming and handler.request_deserializer is not None:
+            codecs = (_Reader(handler.request_deserializer), handler.response_serializer)
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
             wrap = (
@@ -119,11 +126,34 @@ CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdIntercep
 """Interceptors of every asyncio channel. gRPC applies each to one kind of call, none to the long-lived streams."""
 
 
+class _Unreadable:
+    """Stands for a message that is not one of its type."""
+
+
+class _Reader:
+    """Reads a request. gRPC itself would call a message that cannot be read an error of the server."""
+
+    def __init__(self, deserialize: Callable[[bytes], Any]) -> None:
+        self._deserialize = deserialize
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return self._deserialize(data)
+        except DecodeError:
+            return _Unreadable()
+
+
+def _check_readable(request: Any, method: str) -> None:
+    if isinstance(request, _Unreadable):
+        raise InvalidRequest("", f"the message is no request of {method}: it cannot be parsed")
+
+
 def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
+            _check_readable(request, method)
             response = await inner(request, context)
             await context.send_initial_metadata(_answer(sent_id))
             return response
@@ -140,6 +170,7 @@ def _guard_stream(inner: Any, method: str, sent_id: str) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
+            _check_readable(request, method)
             responses = inner(request, context)
             # Initial metadata goes out with the first message and no earlier: clients retry only a call without any.
             async for response in responses:
