@@ -15,6 +15,10 @@ from services.frontend.openai.schema import ChatCompletionRequest, CompletionReq
 from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+MESSAGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    "max_tokens": 9,
+}
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "n": 2, "stop": "time"}),
     ("post", "/v1/completions", {"prompt": [1], "max_tokens": 1}),
@@ -31,6 +35,9 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
         "/v1/responses",
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "top_logprobs": 2},
     ),
+    ("post", "/v1/messages", MESSAGE),
+    ("post", "/v1/messages", MESSAGE | {"max_tokens": 100}),
+    ("post", "/v1/messages/count_tokens", {"messages": MESSAGE["messages"]}),
     ("post", "/v1/responses", {"input": "hi", "max_output_tokens": 1, "text": {"format": {"type": "text"}}}),
     ("get", "/v1/models", None),
     ("get", "/ping", None),
@@ -134,6 +141,17 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hi", "previous_response_id": "x"}),
     ("/v1/responses", {"input": "hi", "background": True}),
     ("/v1/responses", {"input": "hi", "n": 2}),
+    ("/v1/messages", {"max_tokens": 9}),
+    ("/v1/messages", {"messages": MESSAGE["messages"]}),
+    ("/v1/messages", MESSAGE | {"messages": []}),
+    ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("/v1/messages", MESSAGE | {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+    ("/v1/messages", MESSAGE | {"tools": [{"name": "a"}]}),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "some"}}),
+    ("/v1/messages", MESSAGE | {"stop_sequences": [""]}),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "some"}}),
+    ("/v1/messages", MESSAGE | {"mcp_servers": [{}]}),
+    ("/v1/messages/count_tokens", {}),
     ("/tokenize", {}),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
     ("/detokenize", {}),

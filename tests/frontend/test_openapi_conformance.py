@@ -54,6 +54,9 @@ WHY_REFUSED = (
     r"input.*content: None is not text",
     "text.format.schema: is missing",
     "is not in the vocabulary",
+    "ignore_eos: goes on past",
+    "messages: the conversation is empty",  # of thoughts that only their author can read
+    "the last turn is one of the assistant without text to go on with",
     "prompts with .* choices each are above the limit",
     "min_tokens: .* exceeds max_tokens",
     "max_tokens: .* contradicts max_completion_tokens",

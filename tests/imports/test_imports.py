@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "services.frontend.engines.status_watch": {"grpc"},
     "services.frontend.grpc": {"grpc", "google"},
     "services.frontend.requests.grammar_process": {"llguidance"},
+    "services.frontend.anthropic": HTTP,
     "services.frontend.openai": HTTP | {"prometheus_client", "numpy", "orjson"},
     "services.enginecore": {"numpy"},
     "services.enginecore.frontends.servicer": {"grpc"},

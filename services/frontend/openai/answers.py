@@ -330,11 +330,15 @@ _STATUS_TO_MEANING = {
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "string"}, "description": "Seconds to wait."}}
 
 
-def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of a route besides 200; any may also be 401 or 500."""
+def error_answers(*statuses: int, model: type[Answer] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a route besides 200; any may also be 401 or 500.
+
+    Args:
+        model: Their form.
+    """
     return {
         status: {
-            "model": ErrorAnswer,
+            "model": model,
             "description": _STATUS_TO_MEANING[status],
             **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }

@@ -10,6 +10,8 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from services.frontend.access.keys import ApiKeys
+from services.frontend.anthropic import objects as anthropic_objects
+from services.frontend.anthropic import routes as anthropic_routes
 from services.frontend.generate import Generator
 from services.frontend.openai import routes, status_routes, token_routes
 from services.frontend.openai.convert import REQUEST_ID_HEADER
@@ -51,10 +53,10 @@ def create_app(
     app.state.generator = generator
     app.state.in_flight = InFlight()
     app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
-    for router in (routes.router, responses_routes.router, token_routes.router, status_routes.router):
-        app.include_router(router)
+    for module in (routes, responses_routes, anthropic_routes, token_routes, status_routes):
+        app.include_router(module.router)
     app.openapi = functools.cache(functools.partial(build_document, app, asks_key=keys is not None))  # type: ignore[method-assign]
-    install_handlers(app)
+    install_handlers(app, dialects=[anthropic_objects.DIALECT])
     if keys is not None:
         app.add_middleware(KeyGuard, keys=keys)
     app.add_middleware(RequestGuard)  # outside of the others, whose errors it answers

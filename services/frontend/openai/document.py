@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.frontend.access.keys import X_API_KEY
+from services.frontend.anthropic.answers import MESSAGES_EVENTS
+from services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.frontend.openai import answers, schema
 from services.frontend.openai.key_guard import OPEN_PATHS
 from services.frontend.openai.responses.answers import RESPONSES_EVENTS
@@ -23,6 +25,8 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": schema.CompletionRequest,
     "/v1/chat/completions": schema.ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
     "/abort_requests": schema.AbortRequest,
@@ -31,6 +35,7 @@ _EVENTS: dict[str, Sequence[type[BaseModel]]] = {
     "/v1/completions": (answers.CompletionChunk, answers.ErrorAnswer),
     "/v1/chat/completions": (answers.ChatCompletionChunk, answers.ErrorAnswer),
     "/v1/responses": RESPONSES_EVENTS,
+    "/v1/messages": MESSAGES_EVENTS,
 }
 _ENDED_BY_DONE = ("/v1/completions", "/v1/chat/completions")
 _SCHEMES = {

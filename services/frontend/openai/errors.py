@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.openai.objects import to_json
@@ -55,17 +56,37 @@ class HttpError:
         return {"error": fields}
 
 
-def install_handlers(app: FastAPI) -> None:
+class Dialect(NamedTuple):
+    """How an API spells its errors and the ids of requests, where that is not OpenAI's way."""
+
+    path: str
+    """The beginning of its routes' paths."""
+    request_id_header: str
+    """The header that has the id as well."""
+    to_body: Callable[[HttpError, str], Mapping[str, Any]]
+    """Returns the body of an error in a request of this id."""
+
+
+def dialect_of(scope: Scope) -> Dialect | None:
+    """Return the dialect of the route that a request is for; None: OpenAI's."""
+    dialects: Sequence[Dialect] = scope["app"].state.dialects
+    return next((each for each in dialects if scope["path"].startswith(each.path)), None)
+
+
+def install_handlers(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
     """Answer every error that a route raises; bugs go on to the middleware."""
+    app.state.dialects = dialects
     for kind in (TriptychError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(ClientGone, _ignore_disconnect)
 
 
-def error_response(error: Exception, request_id: str) -> Response:
+def error_response(error: Exception, scope: Scope) -> Response:
     """The answer to a request that failed before any of its answer was sent."""
-    answer = to_http_error(error, request_id)
-    return json_response(answer.body, status=answer.status, headers=answer.headers)
+    request_id: str = scope["state"]["request_id"]
+    answer, dialect = to_http_error(error, request_id), dialect_of(scope)
+    body = answer.body if dialect is None else dialect.to_body(answer, request_id)
+    return json_response(body, status=answer.status, headers=answer.headers)
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -125,7 +146,7 @@ def _to_invalid_request(error: RequestValidationError) -> InvalidRequest:
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = _explained(error, request)
-    return error_response(error, request.state.request_id)
+    return error_response(error, request.scope)
 
 
 async def _ignore_disconnect(request: Request, error: Exception) -> Response:

@@ -80,7 +80,7 @@ def document_as(*required: str) -> ConfigDict:
 
 
 def kind(name: str) -> Tag:
-    """Mark a member of a union that `by_kind` chooses: `text`, `list`, `other`, or the value of its field `type`.
+    """Mark a member of a union that `by_kind` chooses: `text`, `list`, `other`, or the kind of an object.
 
     It is a step in the places of pydantic's findings; the parentheses tell it from a field of the body.
     """
@@ -92,24 +92,27 @@ def is_kind(step: int | str) -> bool:
     return isinstance(step, str) and step.startswith("(")
 
 
-def by_kind(expected: str, *types: str, default: str = "") -> Discriminator:
+def by_kind(expected: str, *types: str, key: str = "type", default: str = "", **kinds: str) -> Discriminator:
     """Choose the member of a union, so that only its own findings are reported.
 
     Args:
         expected: Completes "must be …" where there is no such member.
-        types: Of the objects that are served. Others are of the kind `other`.
+        types: Types of objects that are their kinds as well. Objects of other types are of the kind `other`.
+        key: The field that has the type of an object.
         default: The type of objects that leave it out.
+        kinds: Types of objects -> their kinds, where they differ.
     """
+    kind_of = {**{type: type for type in types}, **kinds}
 
     def find(value: Any) -> str | None:
         if isinstance(value, str):
             return "(text)"
         if isinstance(value, list):
             return "(list)"
-        type = value.get("type", default) if isinstance(value, dict) else None
+        type = (value.get(key) or default) if isinstance(value, dict) else None
         if not isinstance(type, str) or not type:
             return None
-        return f"({type})" if type in types else "(other)"
+        return f"({kind_of.get(type, 'other')})"
 
     return Discriminator(find, custom_error_type="either", custom_error_message=f"must be {expected}")
 

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.frontend.openai.convert import REQUEST_ID_HEADER
-from services.frontend.openai.errors import error_response
+from services.frontend.openai.errors import dialect_of, error_response
 from triptych.observe.trace import set_trace
 from triptych.rpc.interceptors import new_request_id
 
@@ -36,7 +36,10 @@ class RequestGuard:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                sent = MutableHeaders(scope=message)
+                sent[REQUEST_ID_HEADER] = request_id
+                if (dialect := dialect_of(scope)) is not None:
+                    sent[dialect.request_id_header] = request_id
             await send(message)
 
         try:
@@ -47,7 +50,7 @@ class RequestGuard:
         except Exception as error:
             if has_started:
                 raise  # too late for an answer; the server closes the connection and logs it
-            await error_response(error, request_id)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
 
 
 class _Counted:

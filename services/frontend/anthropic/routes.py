@@ -1,0 +1,51 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.frontend.anthropic import convert
+from services.frontend.anthropic.answers import AnthropicError, MessageAnswer, TokensCountAnswer
+from services.frontend.anthropic.objects import MessagesFormat
+from services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
+from services.frontend.openai.answers import error_answers
+from services.frontend.openai.app_state import generator_of, reader_of
+from services.frontend.openai.block_answers import answer_in_blocks
+from services.frontend.openai.errors import json_response
+from services.frontend.openai.routes import TimeoutS
+from services.frontend.requests.raw import RawChat, RawRequest
+
+router = APIRouter()
+_GENERATE_ERRORS = error_answers(400, 403, 404, 413, 429, 503, 504, model=AnthropicError)
+_COUNT_ERRORS = error_answers(400, 404, 413, 429, 503, model=AnthropicError)
+
+
+@router.post("/v1/messages", responses={200: {"model": MessageAnswer}, **_GENERATE_ERRORS}, tags=["generate"])
+async def create_message(request: Request, timeout_s: TimeoutS = None) -> Response:
+    """Answer a conversation, as Anthropic's Messages API does."""
+    request_id: str = request.state.request_id
+
+    def to_raw(body: MessagesRequest) -> tuple[bool, RawRequest]:
+        return bool(body.stream), convert.messages_request(body, label=request_id, deadline_s=timeout_s)
+
+    is_streamed, raw = await reader_of(request).read(request, MessagesRequest, to_raw)
+    return await answer_in_blocks(
+        request, raw, MessagesFormat(request_id=request_id), is_streamed=is_streamed
+    )
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    responses={200: {"model": TokensCountAnswer}, **_COUNT_ERRORS},
+    tags=["tokens"],
+)
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation, as Anthropic's Messages API does."""
+
+    def to_chat(body: CountTokensRequest) -> tuple[str, RawChat]:
+        return body.model or "", convert.chat_to_count(body)
+
+    model, chat = await reader_of(request).read(request, CountTokensRequest, to_chat)
+    token_ids = await generator_of(request).tokenize(chat, model=model, paths=convert.CHAT_PATHS)
+    return json_response({"input_tokens": len(token_ids)})
