@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._spelling = read_spelling(backend)
-        self._token_id_to_bytes: dict[int, bytes] = {}
+        self.token_bytes: Callable[[int], bytes] = _BytesOfTokens(backend, self._spelling).__getitem__
+        """Returns the UTF-8 bytes of a token, special tokens spelled out; empty for an unknown id."""
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -135,19 +136,24 @@ class Tokenizer:
         """Return a token as the vocabulary spells it; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token, special tokens spelled out; empty for an unknown id."""
-        known = self._token_id_to_bytes.get(token_id)
-        if known is None:
-            token = self._backend.id_to_token(token_id)
-            known = b"" if token is None else self._spelling.bytes_of(token)
-            self._token_id_to_bytes[token_id] = known
-        return known
-
     @property
     def strips_leading_space(self) -> bool:
         """Whether `encode` puts a space before every text, which `decode` then leaves out."""
         return self._spelling.strips_leading_space
+
+
+class _BytesOfTokens(dict[int, bytes]):
+    """Token id -> its bytes, found at the first look-up. The others cost no call of Python's."""
+
+    def __init__(self, backend: Backend, spelling: Spelling) -> None:
+        super().__init__()
+        self._backend = backend
+        self._spelling = spelling
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        found = self[token_id] = b"" if token is None else self._spelling.bytes_of(token)
+        return found
 
 
 def _max_chars_per_token(backend: Backend) -> int | None:

@@ -91,7 +91,7 @@ class EventEncoder:
         else:
             output = output_pb2.ChoiceOutput(index=event.index, text=event.text)
         if event.logprobs:
-            output.logprobs.CopyFrom(_logprobs_to_proto(event.logprobs, self._sends_bytes))
+            _fill_logprobs(output.logprobs, event.logprobs, self._sends_bytes)
         if event.reasoning:
             output.reasoning = event.reasoning
         for call in event.tool_calls:
@@ -275,14 +275,14 @@ def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
         )
 
 
-def _logprobs_to_proto(rows: Sequence[TokenLogprobs], sends_bytes: bool) -> output_pb2.Logprobs:
-    columns = output_pb2.Logprobs(num_candidates=len(rows[0].token_ids), ranks=[row.ranks[0] for row in rows])
+def _fill_logprobs(columns: output_pb2.Logprobs, rows: Sequence[TokenLogprobs], sends_bytes: bool) -> None:
+    columns.num_candidates = len(rows[0].token_ids)
     for row in rows:
+        columns.ranks.append(row.ranks[0])
         columns.token_ids.extend(row.token_ids)
         columns.logprobs.extend(row.logprobs)
         if sends_bytes:
             columns.token_bytes.extend(row.token_bytes)
-    return columns
 
 
 def _rows(columns: output_pb2.Logprobs) -> Iterator[TokenLogprobs]:
