@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from triptych.client.beam_search import BeamSearchParams
     from triptych.client.llm import LLM
     from triptych.types.outputs import CompletionOutput, RequestOutput
-    from triptych.types.sampling import OutputKind, SamplingParams
+    from triptych.types.sampling import OutputKind, RepetitionDetection, SamplingParams
     from triptych.types.structured import StructuredOutputs
 
     __version__: str
@@ -30,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "OutputKind",
     "PartialFailure",
+    "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -42,6 +43,7 @@ _NAME_TO_MODULE = {
     "BeamSearchParams": "triptych.client.beam_search",
     "OutputKind": "triptych.types.sampling",
     "PartialFailure": "triptych.client.batch",
+    "RepetitionDetection": "triptych.types.sampling",
     "SamplingParams": "triptych.types.sampling",
     "StructuredOutputs": "triptych.types.structured",
     "CompletionOutput": "triptych.types.outputs",

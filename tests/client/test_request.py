@@ -105,7 +105,12 @@ def test_a_mapping_sends_only_what_it_names():
 
 def test_lists_strings_and_dicts_are_taken_where_tuples_are_declared():
     params = SamplingParams(
-        stop="END", stop_token_ids=[2], logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["x"]
+        stop="END",
+        stop_token_ids=[2],
+        logit_bias={5: -1.5},
+        allowed_token_ids=[5, 6],
+        bad_words=["x"],
+        repetition_detection={"max_pattern_size": 2, "min_count": 3},
     )
     generation = build_generation("text", params, DEFAULT_OPTIONS)
     assert list(generation.length.stop) == ["END"]
@@ -114,6 +119,8 @@ def test_lists_strings_and_dicts_are_taken_where_tuples_are_declared():
     assert dict(message.logit_bias) == {5: -1.5}
     assert list(message.allowed_token_ids.ids) == [5, 6]
     assert list(message.bad_words) == ["x"]
+    detection = generation.length.repetition_detection
+    assert (detection.max_pattern_size, detection.min_count, detection.min_pattern_size) == (2, 3, 1)
 
 
 def test_an_empty_list_of_allowed_tokens_travels_for_the_server_to_refuse():
@@ -130,6 +137,8 @@ def test_an_empty_list_of_allowed_tokens_travels_for_the_server_to_refuse():
         (SamplingParams(stop_token_ids=[-1]), "length.stop_token_ids"),
         (SamplingParams(logit_bias={-1: 1.0}), "sampling.logit_bias"),
         (SamplingParams(stop=[3]), "length.stop"),
+        (SamplingParams(repetition_detection={"size": 3}), "length.repetition_detection"),
+        (SamplingParams(repetition_detection=3), "length.repetition_detection"),
         ("greedy", "sampling_params"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 
-from triptych import LLM, SamplingParams
+from triptych import LLM, RepetitionDetection, SamplingParams
 from triptych.launcher.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.model
@@ -33,3 +35,15 @@ def test_bad_words_never_appear(cluster: LocalCluster, client: openai.OpenAI) ->
     assert words[0] == "Paris"
     assert not any(words[0] in text for text in texts)
     assert texts[0] != texts[1] == output.outputs[0].text
+
+
+def test_an_output_that_repeats_itself_ends(cluster: LocalCluster) -> None:
+    detection = RepetitionDetection(max_pattern_size=2, min_count=5)
+    with LLM(address=cluster.address) as llm:
+        params = SamplingParams(temperature=0, max_tokens=64, allowed_token_ids=(260,))
+        (plain,) = llm.generate(PROMPT, params, use_tqdm=False)
+        params = replace(params, repetition_detection=detection)
+        (ended,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert len(plain.outputs[0].token_ids) == 64
+    assert ended.outputs[0].token_ids == [260] * 5
+    assert ended.outputs[0].finish_reason == "repetition"

@@ -152,7 +152,7 @@ def test_a_run_with_everything_in_it_replays_exactly(
     run = crowded(tmp_path)
     counters = run.engine.scheduler.counters
     assert counters.num_preemptions > 0
-    assert counters.num_finished == {"stop": 0, "length": 5, "abort": 1, "error": 1}
+    assert counters.num_finished == {"stop": 0, "length": 5, "repetition": 0, "abort": 1, "error": 1}
     run.engine.close()
     result = replayed(tmp_path)
     assert str(result) == (

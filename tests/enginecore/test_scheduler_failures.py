@@ -42,7 +42,13 @@ def test_a_failed_row_ends_that_request_alone() -> None:
     assert engine.tokens[0, 1] == []
     expect_oracle(engine, 0, prompts[0], 8)
     expect_oracle(engine, 2, prompts[2], 8)
-    assert engine.scheduler.counters.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 1}
+    assert engine.scheduler.counters.num_finished == {
+        "stop": 0,
+        "length": 2,
+        "repetition": 0,
+        "abort": 0,
+        "error": 1,
+    }
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])

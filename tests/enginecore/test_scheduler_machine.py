@@ -26,7 +26,7 @@ from tests.helpers.scheduling import (
 )
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import RepetitionDetection, SamplingParams
 from triptych.types.step import StepPlan
 
 MAX_MODEL_LEN = 40
@@ -44,6 +44,7 @@ SAMPLING = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 1),
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([(), (3,), (EOS, 12, 40)]),
+        "repetition_detection": st.sampled_from([None, RepetitionDetection(2, 2)]),
         "prompt_logprobs": st.just(1),
     },
 )

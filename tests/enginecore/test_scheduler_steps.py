@@ -329,7 +329,7 @@ def test_counters_add_up() -> None:
     engine.scheduler.abort(0, 1)
     engine.run()
     counters = engine.scheduler.counters
-    assert counters.num_finished == {"stop": 0, "length": 2, "abort": 1, "error": 0}
+    assert counters.num_finished == {"stop": 0, "length": 2, "repetition": 0, "abort": 1, "error": 0}
     assert (counters.prefix_queries, counters.prefix_hits, counters.num_preemptions) == (57, 0, 0)
     assert counters.num_scheduled_tokens == engine.worker.num_tokens_computed == 57 + 2 * 9
     assert counters.num_steps == 10

@@ -20,7 +20,7 @@ from tests.helpers.scheduling import (
 )
 from triptych.errors import ProtocolViolation
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import RepetitionDetection, SamplingParams
 from triptych.types.step import RowError, StepPlan, StepResult
 
 
@@ -52,7 +52,12 @@ def answer(plan: StepPlan, *rows: list[int], **tables: object) -> StepResult:
     budget=st.integers(6, 60),
     lose_at=st.none() | st.integers(1, 12),
     requests=st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 25), st.sampled_from([(), (3,), (EOS, 12, 40)])),
+        st.tuples(
+            st.integers(1, 20),
+            st.integers(1, 25),
+            st.sampled_from([(), (3,), (EOS, 12, 40)]),
+            st.sampled_from([None, RepetitionDetection(1, 2), RepetitionDetection(3, 2)]),
+        ),
         min_size=1,
         max_size=6,
     ),
@@ -64,7 +69,7 @@ def test_streams_are_the_same_for_every_limit(
     spare_blocks: int,
     budget: int,
     lose_at: int | None,
-    requests: list[tuple[int, int, tuple[int, ...]]],
+    requests: list[tuple[int, int, tuple[int, ...], RepetitionDetection | None]],
 ) -> None:
     scheduler = make_scheduler(
         max_samples_per_row=limit,
@@ -77,9 +82,12 @@ def test_streams_are_the_same_for_every_limit(
     )
     engine = Engine(scheduler, steps_in_flight=steps_in_flight)
     engine.worker.block_size = block_size
-    for number, (length, max_tokens, stop_token_ids) in enumerate(requests):
-        prompt = make_prompt(length, seed=length)
-        engine.add(make_request(number, prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids))
+    fields: list[dict[str, object]] = [
+        {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids, "repetition_detection": detection}
+        for _, max_tokens, stop_token_ids, detection in requests
+    ]
+    for number, (length, *_) in enumerate(requests):
+        engine.add(make_request(number, make_prompt(length, seed=length), **fields[number]))  # type: ignore[arg-type]
     if lose_at is not None:
         for _ in range(lose_at):
             while len(engine.plans) < steps_in_flight and engine.plan() is not None:
@@ -88,8 +96,8 @@ def test_streams_are_the_same_for_every_limit(
                 engine.finish_step()
         engine.lose_worker()
     engine.run()
-    for number, (length, max_tokens, stop_token_ids) in enumerate(requests):
-        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    for number, (length, *_) in enumerate(requests):
+        sampling = SamplingParams(**fields[number])  # type: ignore[arg-type]
         prompt = make_prompt(length, seed=length)
         assert engine.end_of(number) == naive_generation(prompt, number, sampling, (EOS,), 50)
     assert scheduler.snapshot().num_used_blocks == 0

@@ -24,7 +24,7 @@ from triptych import errors
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.types.events import DeltaEvent, Event
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import OutputKind
+from triptych.types.sampling import OutputKind, RepetitionDetection
 from triptych.v1 import (
     chat_pb2,
     generation_pb2,
@@ -69,6 +69,24 @@ async def test_bad_words_reach_the_engine_as_tokens() -> None:
     sequences = [tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in texts]
     assert list(engine.submitted[0].sampling.bad_words) == sequences
     assert "sampling.bad_words: 129 strings are above the limit 128" in str(error)
+
+
+async def test_a_repetition_has_a_reason_of_its_own() -> None:
+    detection = {"max_pattern_size": 2, "min_count": 3, "min_pattern_size": 2}
+    async with FakeEngine() as engine, open_api(engine) as servicer:
+        call = asyncio.ensure_future(
+            servicer.generation.Generate(ask(text="a", length={"repetition_detection": detection}))
+        )
+        choice = await engine.next_submit()
+        engine.emit(choice, TOKENIZER.encode("ab"), finish=FinishReason.REPETITION)
+        answer = await call
+        bad = {**detection, "min_pattern_size": 3}
+        error = await error_of(
+            servicer.generation.StreamGenerate(ask(text="a", length={"repetition_detection": bad}))
+        )
+    assert choice.sampling.repetition_detection == RepetitionDetection(**detection)
+    assert answer.choices[0].finish_reason == output_pb2.FINISH_REASON_REPETITION
+    assert "length.repetition_detection.min_pattern_size: 3 is above the limit 2" in str(error)
 
 
 async def test_request_id_of_the_metadata_names_the_request() -> None:

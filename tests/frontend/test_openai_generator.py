@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import open_api
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import RepetitionDetection
 from triptych.types.submit import SubmitRequest
 
 TOKENIZER = byte_tokenizer()
@@ -150,3 +153,24 @@ async def test_bad_words_reach_the_engine_as_tokens() -> None:
         tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("stop", " stop", "é", " é", " ")
     ]
     assert [list(choice.sampling.bad_words) for choice in engine.submitted] == [wanted] * 2 + [wanted[:2]] * 2
+
+
+async def test_an_output_that_repeats_itself_ends_as_stop_over_http() -> None:
+    body: Any = {"repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
+        call = asyncio.create_task(
+            servicer.client.completions.create(model="tiny", prompt="a", extra_body=body)
+        )
+        choice = await engine.next_submit()
+        engine.emit(choice, TOKENIZER.encode("xx", add_special_tokens=False), finish=FinishReason.REPETITION)
+        (answer,) = (await call).choices
+        with pytest.raises(openai.BadRequestError, match=r"min_count: 1 is below the limit 2") as caught:
+            await servicer.client.completions.create(
+                model="tiny",
+                prompt="a",
+                extra_body={"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+            )
+    assert choice.sampling.repetition_detection == RepetitionDetection(3, 4, min_pattern_size=1)
+    assert (answer.text, answer.finish_reason) == ("xx", "stop")
+    assert answer.model_extra == {"stop_reason": "repetition_detected"}
+    assert caught.value.param == "repetition_detection.min_count"

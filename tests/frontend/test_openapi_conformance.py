@@ -45,8 +45,13 @@ def base_url() -> Iterator[str]:
 
 WHY_REFUSED = (
     "stream_options: only a stream has options",
+    "stream_options.continuous_usage_stats: needs include_usage to be true",
+    "prompt_logprobs: comes with whole answers only",
+    "repetition_detection.min_pattern_size: .* is above the limit",
     "top_logprobs: .* needs logprobs to be true",
     "maximum context length",
+    "asks for .*, and structured_outputs for another form",
+    "ignore_eos: goes on past the end of a form",
     "structured_outputs.*: has white space settings, which only json",
     "tool_choice: .* (needs tools|is none of the tools)",
     "tools.*name: .* is there twice",

@@ -20,7 +20,7 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import RepetitionDetection, SamplingParams
 from triptych.types.step import (
     NewRow,
     PromptLogprobs,
@@ -144,6 +144,18 @@ def naive_generation(
             return outputs, FinishReason.STOP, outputs[-1]
         if len(outputs) == sampling.max_tokens or len(tokens) == max_model_len:
             return outputs, FinishReason.LENGTH, None
+        if may_stop and _repeats(outputs, sampling.repetition_detection):
+            return outputs, FinishReason.REPETITION, None
+
+
+def _repeats(outputs: list[int], detection: RepetitionDetection | None) -> bool:
+    if detection is None:
+        return False
+    return any(
+        len(outputs) >= size * detection.min_count
+        and outputs[-size * detection.min_count :] == outputs[-size:] * detection.min_count
+        for size in range(detection.min_pattern_size, detection.max_pattern_size + 1)
+    )
 
 
 @dataclass

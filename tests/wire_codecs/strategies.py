@@ -22,7 +22,7 @@ from triptych.types.outputs import (
     TokenLogprobs,
     Usage,
 )
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import RepetitionDetection, SamplingParams
 from triptych.types.step import (
     LogprobColumns,
     NewRow,
@@ -79,6 +79,8 @@ sampling = build(
     prompt_logprobs=st.none() | st.integers(-1, 20),
     logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=token_ids,
+    repetition_detection=st.none()
+    | build(RepetitionDetection, max_pattern_size=u32, min_count=u32, min_pattern_size=u32),
     structured_outputs=st.none() | words.filter(bool).map(compiled),
     bad_words=st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     detokenize=st.booleans(),

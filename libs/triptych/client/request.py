@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias, cast
 
 from triptych.client.conversation import DEFAULT_CHAT, ChatOptions, Conversation, fill_chat
 from triptych.client.prompts import Prompt, is_conversation, parse_prompt, show
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, RepetitionDetection, SamplingParams
 from triptych.types.structured import StructuredOutputs
-from triptych.v1 import common_pb2, generation_pb2
+from triptych.v1 import common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, SAMPLING_PATHS
 from triptych.wire.structured import structured_to_proto
 
@@ -140,6 +140,8 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
             _extend(column, value, path)
         case FieldKind.BIASES:
             _set_biases(_find(generation, path), value, path)
+        case FieldKind.REPETITION:
+            _set_repetition(generation.length.repetition_detection, value, path)
         case FieldKind.STRUCTURED:
             _set_form(generation, value, path)
         case _ if name in LOGPROB_FIELDS:
@@ -151,6 +153,20 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
                 _assign(generation, path, value)
         case _:
             _assign(generation, path, value)
+
+
+def _set_repetition(message: sampling_pb2.RepetitionDetection, detection: Any, field: str) -> None:
+    """Set when a repetition ends the output.
+
+    Args:
+        detection: A `RepetitionDetection`, or a mapping of its fields.
+    """
+    try:
+        detection = RepetitionDetection(**detection) if isinstance(detection, Mapping) else detection
+        message.MergeFrom(sampling_pb2.RepetitionDetection(**asdict(detection)))
+        message.SetInParent()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, f"{show(detection)} cannot be sent: {error}") from None
 
 
 def _set_form(generation: generation_pb2.Generation, form: Any, field: str) -> None:

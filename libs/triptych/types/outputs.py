@@ -21,12 +21,14 @@ class FinishReason(IntEnum):
     ABORT = 3
     TOOL_CALLS = 4
     """The model calls tools, which a frontend has read in its answer. Engines say STOP."""
+    REPETITION = 5
+    """The output repeated itself, as `repetition_detection` has it."""
     UNKNOWN = 255
     """A reason that a later version has added. Only a client sees it."""
 
     @property
     def word(self) -> str:
-        """The name that clients see: stop, length, abort, tool_calls, unknown."""
+        """The name that clients see: stop, length, abort, tool_calls, repetition, unknown."""
         return self.name.lower()
 
 

@@ -24,6 +24,7 @@ MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 _MAX_STOP_STRINGS = 32
 _MAX_STOP_CHARS = 256
 _MAX_BAD_WORDS = 128
+MAX_REPETITION = 1024  # tokens of a pattern, and how often it repeats
 _U32_MAX = (1 << 32) - 1
 _FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
 # The most that these take in a message, with tags and lengths.
@@ -55,10 +56,27 @@ class FieldKind(Enum):
     """An ascending tuple of ids below the vocabulary's size."""
     BIASES = auto()
     """A tuple of (token id, number) pairs, ascending by id."""
+    REPETITION = auto()
+    """A `RepetitionDetection`, or None."""
     STRUCTURED = auto()
     """A `StructuredOutputs`, or None."""
     OUTPUT_KIND = auto()
     """An `OutputKind`; part of the request, not of the sampling message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """End the output where its last tokens repeat a pattern.
+
+    So `a b c b c b c` ends with `max_pattern_size=2, min_count=3`, since `b c` stands there three times.
+    """
+
+    max_pattern_size: int
+    """Tokens of the longest pattern that is looked for, 1..1024."""
+    min_count: int
+    """How often the pattern must follow itself, 2..1024."""
+    min_pattern_size: int = 1
+    """Tokens of the shortest pattern, 1..max_pattern_size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +226,12 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
     include_stop_str_in_output: bool = _boolean(False, "Leave the stop string in the text.")
+    repetition_detection: RepetitionDetection | None = field(
+        default=None,
+        metadata=_row(
+            FieldKind.REPETITION, None, "End the output where its last tokens repeat a pattern. None: never."
+        ),
+    )
     ignore_eos: bool = _boolean(False, "Go on past the end-of-sequence token.")
     logprobs: int | None = _integer(
         None,
@@ -269,7 +293,7 @@ class SamplingParams:
     @property
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
-        num_bytes = _NUMBER_BYTES * len(SAMPLING_FIELDS)
+        num_bytes = _NUMBER_BYTES * (len(SAMPLING_FIELDS) + len(fields(RepetitionDetection)))
         if self.structured_outputs is not None:
             num_bytes += sum(_CHAR_BYTES * len(text) for text in self.structured_outputs.texts)
         if not any(_get_lists(self)):

@@ -42,6 +42,7 @@ _PROTO_REASON = {
     FinishReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: output_pb2.FINISH_REASON_ABORT,
     FinishReason.TOOL_CALLS: output_pb2.FINISH_REASON_TOOL_CALLS,
+    FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
 }
 _STOPPED = (FinishReason.STOP, FinishReason.TOOL_CALLS)
 _REASON = {number: reason for reason, number in _PROTO_REASON.items()}

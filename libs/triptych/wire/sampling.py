@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
 
 from triptych.internal.v1 import sampling_pb2
-from triptych.types.sampling import FieldKind, SamplingParams, fields_of
+from triptych.types.sampling import FieldKind, RepetitionDetection, SamplingParams, fields_of
 from triptych.types.structured import GrammarSyntax, compiled
 
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
 _WORDS = fields_of(FieldKind.WORDS)
 _MAPS = fields_of(FieldKind.BIASES)
+_REPETITION = fields_of(FieldKind.REPETITION)
 _STRUCTURED = fields_of(FieldKind.STRUCTURED)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
-_NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_STRUCTURED)
+_NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_REPETITION, *_STRUCTURED)
 _get_values = attrgetter(*_NAMES)
 _DEFAULTS = _get_values(replace(SamplingParams(), max_tokens=None))
 _EMPTY = sampling_pb2.SamplingParams()
@@ -44,6 +45,9 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     for name in _WORDS:
         if name in values:
             values[name] = [sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in values[name]]
+    for name in _REPETITION:
+        if name in values:
+            values[name] = sampling_pb2.RepetitionDetection(**asdict(values[name]))
     for name in _STRUCTURED:
         if name in values:
             assert values[name].syntax is GrammarSyntax.COMPILED, "the frontend has compiled it"
@@ -65,6 +69,8 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
             value = tuple(tuple(sequence.token_ids) for sequence in value)
         elif name in _MAPS:
             value = tuple(sorted(value.items()))
+        elif name in _REPETITION:
+            value = RepetitionDetection(value.max_pattern_size, value.min_count, value.min_pattern_size)
         elif name in _STRUCTURED:
             value = compiled(value)
         values[name] = value

@@ -10,6 +10,7 @@ import numpy as np
 
 from services.enginecore.request import Request
 from services.enginecore.scheduler.admission import Admission
+from services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
 from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Flags, Ints, Slots
 from services.enginecore.scheduler.step_results import (
@@ -172,10 +173,13 @@ class ResultReader:
     def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
         """End the running requests that these new tokens end. Only the few tokens that may end one are checked."""
         finished = []
-        for index in np.flatnonzero(is_at_limit | self._rows.watched.among(token_ids)).tolist():
+        for index in np.flatnonzero(is_at_limit | self._rows.may_end(slots, token_ids)).tolist():
             slot, token_id = int(slots[index]), int(token_ids[index])
             request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
             stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+            if stop is None and (detection := request.sampling.repetition_detection) is not None:
+                tail = self._rows.last_tokens(request, num_repeated_tokens(detection))
+                stop = _find_repetition(request, tail, num_known)
             if stop is not None:
                 finished.append(self._ends.finish(request, *stop))
         return finished
@@ -202,6 +206,10 @@ class ResultReader:
             for num_kept, token_id in enumerate(token_ids.tolist(), 1):
                 num_known = len(request.token_ids) + num_kept
                 stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+                if stop is None and request.sampling.repetition_detection is not None:
+                    known = np.array(request.token_ids[request.num_prompt_tokens :], np.uint32)
+                    tail = np.concatenate((known, token_ids[:num_kept]))
+                    stop = _find_repetition(request, tail, num_known)
                 if stop is not None:
                     indices, token_ids = indices[:num_kept], token_ids[:num_kept]
                     break
@@ -289,8 +297,8 @@ def _find_stop(
 ) -> tuple[FinishReason, int | None] | None:
     """Return why a token ends its request, and the stop id that did; None if the request goes on.
 
-    Only the engine decides this. The order is: min_tokens, EOS, stop_token_ids, length. min_tokens defers token ids
-    only; the length limit always holds.
+    Only the engine decides this. The order is: min_tokens, EOS, stop_token_ids, length, repetition. The length limit
+    holds below min_tokens as well.
 
     Args:
         token_id: The token at position `num_known - 1`.
@@ -305,6 +313,20 @@ def _find_stop(
     if num_known >= request.limit:
         return FinishReason.LENGTH, None
     return None
+
+
+def _find_repetition(request: Request, tail: U32, num_known: int) -> tuple[FinishReason, None] | None:
+    """Return the reason if the output repeats itself, else None.
+
+    Args:
+        tail: The last tokens of the output, as many as may count.
+    """
+    sampling = request.sampling
+    assert sampling.repetition_detection is not None
+    if num_known - request.num_prompt_tokens < sampling.min_tokens:
+        return None
+    repeats = repeats_itself(tail, sampling.repetition_detection)
+    return (FinishReason.REPETITION, None) if repeats else None
 
 
 def _match_prompt_logprobs(

@@ -88,6 +88,8 @@ class RunningRows:
         The table stays small enough for the nearest cache, however long the sequences are."""
         self.slot_to_request: dict[int, Request] = {}
         """Running requests, in the order of their admission. A step plans them in this order."""
+        self.detects_repetition: Flags = np.zeros(max_num_seqs, np.bool_)
+        """[max_num_seqs] whether each token of the row may end its request, by repeating a pattern."""
         self.watched = WatchedTokens(eos_token_ids)
         """Token ids that may end one of the running requests."""
         self._block_size = block_size
@@ -95,6 +97,8 @@ class RunningRows:
         """[max_num_seqs] known tokens that came with the row or that `take_tokens_to_charge` has returned."""
         self._num_held = 0
         """Rows that may not compute."""
+        self._num_detecting = 0
+        """Rows that detect repetition."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
 
@@ -126,6 +130,8 @@ class RunningRows:
         request.state = RequestState.RUNNING
         self.slot_to_request[slot] = request
         self.watched.add(request.sampling.stop_token_ids)
+        self.detects_repetition[slot] = request.sampling.repetition_detection is not None
+        self._num_detecting += bool(self.detects_repetition[slot])
         self._running_order = None
 
     def remove(self, request: Request) -> None:
@@ -138,6 +144,8 @@ class RunningRows:
         heappush(self._free_slots, slot)
         self.release(slot)
         self.watched.discard(request.sampling.stop_token_ids)
+        self._num_detecting -= bool(self.detects_repetition[slot])
+        self.detects_repetition[slot] = False
         self._running_order = None
 
     def hold(self, slot: int) -> None:
@@ -211,6 +219,24 @@ class RunningRows:
         known = self.known[slots] + 1
         self.known[slots] = known
         return offset == self._block_size - 1, known > self.last[slots]
+
+    def may_end(self, slots: Slots, token_ids: U32) -> Flags:
+        """Return which of some new tokens may end their requests before the last token that these may have, [n].
+
+        Args:
+            slots: [n] row of each token.
+        """
+        may_end = self.watched.among(token_ids)
+        return may_end | self.detects_repetition[slots] if self._num_detecting else may_end
+
+    def last_tokens(self, request: Request, limit: int) -> U32:
+        """Return the last known tokens of a running request, at most so many of its output."""
+        slot, num_full = request.slot, len(request.token_ids)
+        num_known = int(self.known[slot])
+        start = max(request.num_prompt_tokens, num_known - limit)
+        offset = num_full % self._block_size
+        tail = self.open_block[slot, offset + max(start - num_full, 0) : offset + num_known - num_full]
+        return np.concatenate((np.array(request.token_ids[start:], np.uint32), tail))
 
     def close_block(self, request: Request) -> None:
         """Move the tokens of the row's open block to its request."""

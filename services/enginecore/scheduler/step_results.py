@@ -33,7 +33,7 @@ class SchedulerCounters:
     num_preemptions: int = 0
     """Times that a running request lost its row for lack of blocks."""
     num_finished: dict[str, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        default_factory=lambda: {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0}
     )
     """Reason to the number of requests that ended for it."""
 

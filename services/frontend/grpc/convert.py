@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
 from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.types.sampling import OutputKind
+from triptych.types.sampling import OutputKind, RepetitionDetection
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS
 from triptych.wire.structured import structured_from_proto
@@ -215,6 +215,10 @@ def _sampling_fields(generation: generation_pb2.Generation, unsupported: list[st
     for message in (generation.sampling, generation.length):
         fields.update({field.name: value for field, value in message.ListFields()})
     fields.pop("rest_of_context", None)
+    if (repetition := fields.get("repetition_detection")) is not None:
+        fields["repetition_detection"] = RepetitionDetection(
+            repetition.max_pattern_size, repetition.min_count, repetition.min_pattern_size
+        )
     if "allowed_token_ids" in fields:
         fields["allowed_token_ids"] = generation.sampling.allowed_token_ids.ids
     response = generation.response

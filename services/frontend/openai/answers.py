@@ -72,7 +72,8 @@ class CompletionChoice(Answer):
     """With `return_token_ids`: the new tokens of the output."""
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
+    `repetition_detected`: with finish_reason stop."""
 
 
 class CompletionAnswer(Answer):
@@ -154,7 +155,8 @@ class ChatChoice(Answer):
     """With `return_token_ids`: the tokens of the output."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
-    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
+    `repetition_detected`: with finish_reason stop."""
 
 
 class ChatCompletionAnswer(Answer):
@@ -212,7 +214,8 @@ class ChatChunkChoice(Answer):
     """With `return_token_ids`: the new tokens."""
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length."""
+    """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
+    `repetition_detected`: with finish_reason stop."""
 
 
 class ChatCompletionChunk(Answer):

@@ -26,7 +26,7 @@ from services.frontend.requests.parse import why_not_request_id
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FieldViolation, InvalidRequest
-from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
+from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, RepetitionDetection, fields_of
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
@@ -252,6 +252,8 @@ def _sampling_fields(body: GenerationBody) -> dict[str, Any]:
     """Return the sampling fields that all bodies have, by name; None where the client left one out."""
     values = {name: getattr(body, name) for name in COMMON_SAMPLING_FIELDS}
     values["seed"] = _seed(body.seed)
+    if (repetition := values["repetition_detection"]) is not None:
+        values["repetition_detection"] = RepetitionDetection(**repetition.model_dump())
     for name in fields_of(FieldKind.STRINGS, FieldKind.WORDS):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]

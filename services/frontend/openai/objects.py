@@ -30,6 +30,9 @@ from triptych.types.outputs import (
     append_calls,
 )
 
+REPETITION_DETECTED = "repetition_detected"
+"""The `stop_reason` of an output that repeated itself, as in vLLM."""
+
 
 def to_json(value: Any) -> str:
     """Compact and pure ASCII, so that no character that a client sent can fail to be sent back."""
@@ -335,4 +338,6 @@ def _ending_of(choice: Choice | DeltaEvent) -> dict[str, Any]:
     reason = choice.finish_reason
     if reason is FinishReason.ABORT:
         return {"finish_reason": FinishReason.LENGTH.word, "stop_reason": FinishReason.ABORT.word}
+    if reason is FinishReason.REPETITION:
+        return {"finish_reason": FinishReason.STOP.word, "stop_reason": REPETITION_DETECTED}
     return {"finish_reason": reason and reason.word, "stop_reason": choice.stop_reason}

@@ -31,7 +31,7 @@ from services.frontend.openai.request_body import Body, Part, either, ignored, n
 from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
 from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
 from services.frontend.requests.tools import MAX_TOOLS
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych.types.sampling import MAX_REPETITION, SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
@@ -42,6 +42,17 @@ TemplateVariables = Annotated[dict[str, Any], schema(propertyNames={"pattern": "
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
 MAX_DOCUMENTS = 1024
+
+
+class RepetitionDetectionBody(Part):
+    """A repetition that ends the output, as vLLM's clients describe it."""
+
+    max_pattern_size: Annotated[int, Integral, schema(minimum=1, maximum=MAX_REPETITION)]
+    """Tokens of the longest pattern that is looked for."""
+    min_count: Annotated[int, Integral, schema(minimum=2, maximum=MAX_REPETITION)]
+    """How often the pattern must follow itself."""
+    min_pattern_size: Annotated[int, Integral, schema(minimum=0, maximum=MAX_REPETITION)] = 0
+    """Tokens of the shortest pattern, at most max_pattern_size; 0: 1."""
 
 
 def _annotation(name: str, spec: SamplingField) -> Any:
@@ -61,6 +72,8 @@ def _annotation(name: str, spec: SamplingField) -> Any:
             text = Annotated[str, schema(minLength=1, maxLength=spec.max_chars)]
             texts = Annotated[list[text], FirstOnly(), schema(maxItems=spec.max_items)]
             return Annotated[text | texts | None, either("a string or a list of strings")]
+        case FieldKind.REPETITION:
+            return RepetitionDetectionBody | None
     raise AssertionError(f"{name}: fields of kind {spec.kind.name} cannot be in a body")
 
 
@@ -195,7 +208,6 @@ class GenerationBody(SamplingFields):
     kv_transfer_params: Any = not_served()
     length_penalty: Any = not_served(1, 1.0)
     mm_processor_kwargs: Any = not_served()
-    repetition_detection: Any = not_served()
     stream_interval: Any = not_served(1)
     thinking_token_budget: Any = not_served()
     use_beam_search: Any = not_served(False)

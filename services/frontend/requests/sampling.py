@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from triptych.errors import FieldViolation, ModelError
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych.types.sampling import (
+    MAX_REPETITION,
+    SAMPLING_FIELDS,
+    FieldKind,
+    RepetitionDetection,
+    SamplingField,
+)
 from triptych.types.step import U32
 from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
@@ -132,6 +138,8 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
             return _token_ids(value, spec, vocab_size)
         case FieldKind.BIASES:
             return _biases(value, spec, vocab_size)
+        case FieldKind.REPETITION:
+            return _repetition(value)
         case FieldKind.STRUCTURED:
             return _structured_outputs(value)
         case FieldKind.OUTPUT_KIND:
@@ -240,6 +248,27 @@ def _clamped(value: Any, spec: SamplingField) -> Any:
     """Return a finite number within the field's limits, anything else as it is."""
     is_number = type(value) is int or (type(value) is float and math.isfinite(value))
     return min(spec.high, max(spec.low, value)) if is_number else value
+
+
+def _repetition(value: Any) -> RepetitionDetection:
+    """Check a detection as a client writes it, where 0 stands for 1 as the size of the smallest pattern."""
+    if not isinstance(value, RepetitionDetection):
+        raise _BadValue(f"{value!r} is not a detection of repetition")
+    limits = {
+        "max_pattern_size": (1, MAX_REPETITION),
+        "min_count": (2, MAX_REPETITION),
+        "min_pattern_size": (0, value.max_pattern_size),
+    }
+    for name, (low, high) in limits.items():
+        number = getattr(value, name)
+        if type(number) is not int:
+            raise _BadValue(f"{number!r} is not an integer", f".{name}")
+        if not low <= number <= high:
+            side, limit = ("below", low) if number < low else ("above", high)
+            raise _BadValue(
+                f"{number} is {side} the limit {limit}", f".{name}", value=str(number), limit=str(limit)
+            )
+    return replace(value, min_pattern_size=max(1, value.min_pattern_size))
 
 
 def _structured_outputs(value: Any) -> StructuredOutputs:
