@@ -22,6 +22,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_LENGTH: _ClassVar[Outcome]
     OUTCOME_ABORT: _ClassVar[Outcome]
     OUTCOME_ERROR: _ClassVar[Outcome]
+    OUTCOME_REPETITION: _ClassVar[Outcome]
 
 class JournalState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -54,6 +55,7 @@ OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
 OUTCOME_ABORT: Outcome
 OUTCOME_ERROR: Outcome
+OUTCOME_REPETITION: Outcome
 JOURNAL_STATE_UNSPECIFIED: JournalState
 JOURNAL_STATE_OFF: JournalState
 JOURNAL_STATE_RECORDING: JournalState
