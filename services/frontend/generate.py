@@ -59,6 +59,8 @@ class ServedModel(NamedTuple):
     has_chat_template: bool = False
     aliases: tuple[str, ...] = ()
     """Other names that requests may use."""
+    default_sampling: Mapping[str, float] = MappingProxyType({})
+    """Sampling fields that the checkpoint sets for requests that leave them out."""
 
 
 class Generator:
@@ -373,6 +375,7 @@ class Generator:
             facts.fingerprint,
             self._text is not None and self._text.tokenizer.chat_template is not None,
             self._router.aliases_of(facts.name),
+            MappingProxyType({} if self._text is None else self._text.defaults),
         )
 
 

@@ -6,12 +6,13 @@ import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tests.helpers.fake_frontend import FakeFrontend
 from triptych import AsyncLLM, SamplingParams
 from triptych.client import connection
-from triptych.errors import EngineUnavailable, QueueFull
+from triptych.errors import EngineUnavailable, InvalidRequest, QueueFull
 from triptych.types.sampling import OutputKind
 
 
@@ -61,6 +62,52 @@ async def test_final_only_gives_each_choice_once(llm):
     outputs = [output async for output in llm.generate("a b", params)]
     assert [output.outputs[0].text for output in outputs] == [" a b"]
     assert outputs[0].finished
+
+
+async def test_final_only_gives_all_choices_together(llm):
+    params = SamplingParams(n=3, output_kind=OutputKind.FINAL_ONLY)
+    [output] = [output async for output in llm.generate("a b", params)]
+    assert [choice.text for choice in output.outputs] == [" a b"] * 3
+    assert output.metrics.first_token_latency == pytest.approx(3e-9)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([4, 5]), (4, 5), {"prompt_token_ids": [4, 5], "prompt": "four five"}]
+)
+async def test_prompts_come_in_any_form(llm, prompt):
+    outputs = [output async for output in llm.generate(prompt)]
+    assert outputs[-1].outputs[0].text == " 4 5"
+    assert outputs[-1].prompt == ("four five" if isinstance(prompt, dict) else None)
+
+
+async def test_options_and_conversations_are_sent(llm, frontend):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    prompt = {"prompt": "a", "cache_salt": "own"}
+    async for output in llm.generate(prompt, None, "r1", priority=2, tenant="me", cache_salt="common"):
+        assert output.request_id == "r1"
+    hello = [{"role": "user", "content": "a b"}]
+    chat = llm.chat(hello, tools=[tool], chat_template_kwargs={"enable_thinking": False}, tool_choice="none")
+    outputs = [output async for output in chat]
+    assert [output.outputs[0].text for output in outputs] == [" a", " a b"]
+    plain, spoken = (request.generation for request in frontend.requests)
+    assert (plain.priority, plain.tenant, plain.cache.salt) == (2, "me", "own")
+    assert (spoken.chat.tools[0].name, spoken.chat.template_kwargs_json) == (
+        "add",
+        '{"enable_thinking": false}',
+    )
+    with pytest.raises(InvalidRequest, match="messages: expected one conversation, not 2"):
+        await anext(llm.chat([hello, hello]))
+
+
+async def test_aborting_health_and_the_tokenizer(llm, frontend):
+    assert await llm.abort("one") == ["one"]
+    assert await llm.abort(["one", "two"]) == ["one"]
+    tokenizer = await llm.get_tokenizer()
+    assert (await tokenizer.encode("a b"), tokenizer.model.eos_token_ids) == ([1, 2], (2,))
+    await llm.check_health()
+    frontend.is_ready = False
+    with pytest.raises(EngineUnavailable, match="it rests"):
+        await llm.check_health()
 
 
 async def test_leaving_the_iterator_aborts_the_request(llm, frontend):

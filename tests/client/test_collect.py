@@ -9,7 +9,15 @@ import pytest
 
 from triptych.client.collect import OutputCollector, stream_outputs
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.outputs import (
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    StageTimings,
+    TokenLogprobs,
+    Usage,
+    as_dicts,
+)
 from triptych.types.step import PromptLogprobs
 
 
@@ -73,3 +81,21 @@ async def test_every_output_of_a_stream_has_them(is_cumulative: bool) -> None:
     outputs = [output async for output in stream]
     assert len(outputs) == 2
     assert all(output.prompt_logprobs == ENTRIES for output in outputs)
+
+
+def test_logprobs_have_the_form_that_users_of_vllm_know() -> None:
+    output = collected(events(*PARTS)).output
+    assert output.prompt_logprobs is not None
+    first, second, *_ = as_dicts(output.prompt_logprobs)
+    assert first is None
+    assert second is not None
+    assert list(second) == [66, 65]  # the chosen one first, and once
+    assert (second[65].logprob, second[65].rank, second[65].decoded_token) == (-16.25, 1, "A")
+
+
+def test_times_are_told_in_seconds() -> None:
+    metrics = RequestOutput(
+        "r", None, [], [], True, Usage(4, 2), StageTimings(10**9, 2 * 10**9, 3 * 10**9)
+    ).metrics
+    assert (metrics.queued_time, metrics.prefill_time, metrics.decode_time) == (1.0, 2.0, 3.0)
+    assert (metrics.first_token_latency, metrics.num_generation_tokens) == (3.0, 2)

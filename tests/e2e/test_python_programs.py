@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from tests.helpers.byte_tokenizer import write_model_directory
+from tests.worker.checkpoints import SIZES
 from triptych import LLM, AsyncLLM, OutputKind, SamplingParams
 from triptych.errors import ConfigError, WrongState
 
@@ -68,6 +72,13 @@ def test_bad_prompts_among_thousands_fail_alone(llm: LLM) -> None:
     assert [number for number, output in enumerate(outputs) if output.error] == [3, 999, 1500]
     assert all("10000000" in str(outputs[number].error) for number in (3, 999, 1500))
     assert sum(len(output.outputs) for output in outputs) == 1997
+
+
+def test_the_models_own_sampling_parameters_are_known(tmp_path: Path) -> None:
+    write_model_directory(tmp_path)  # generation_config.json among its files
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SIMULATION) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=40)
 
 
 async def test_pausing_aborting_and_health(async_llm: AsyncLLM) -> None:

@@ -200,6 +200,11 @@ class AsyncLLM:
         client = await self.start()
         return AsyncServedTokenizer(client, await client.get_model(self._connection.model_name))
 
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Return the model's own sampling parameters; see `LLM.get_default_sampling_params`."""
+        model = await (await self.start()).get_model(self._connection.model_name)
+        return SamplingParams(**model.default_sampling)  # type: ignore[arg-type]
+
     async def get_metrics(self) -> list[EngineMetric]:
         """Return the engines' counters of this moment, under vLLM's names."""
         return await (await self._connection.admin()).metrics()

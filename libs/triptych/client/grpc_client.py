@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +53,8 @@ class ServedModel:
     created_unix_s: int
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence."""
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the model's generation_config.json sets for requests that leave them out."""
 
 
 class GenerationClient:
@@ -244,4 +246,5 @@ def _served(model: model_pb2.Model) -> ServedModel:
         model.vocab_size,
         model.create_time.seconds,
         tuple(model.eos_token_ids),
+        {descriptor.name: value for descriptor, value in model.default_sampling.ListFields()},
     )

@@ -241,6 +241,14 @@ class LLM:
         model = self._loop.run(client.get_model(self._connection.model_name))
         return ServedTokenizer(AsyncServedTokenizer(client, model), self._loop)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the model's own sampling parameters, from its generation_config.json; all others have their default.
+
+        `dataclasses.replace` changes single fields.
+        """
+        model = self._loop.run(self._client().get_model(self._connection.model_name))
+        return SamplingParams(**model.default_sampling)  # type: ignore[arg-type]
+
     def get_metrics(self) -> list[EngineMetric]:
         """Return the engines' counters of this moment, under vLLM's names."""
         return self._steer(AdminClient.metrics)

@@ -8,9 +8,10 @@ columns of its sampler from it. To add a parameter, declare it here and in the p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum, auto
+from numbers import Real
 from operator import attrgetter
 from typing import Any
 
@@ -136,7 +137,11 @@ def _boolean(default: bool, help: str, **row: Any) -> Any:
 class SamplingParams:
     """How to choose the tokens of one request, and when its output ends.
 
-    The frontend validates the values (`services.frontend.requests.parse`); every other tier trusts them.
+    Lists, sets and arrays are taken wherever there are several values, a text as the only `stop`, a dictionary as
+    `logit_bias`, None as no list. After construction all of these are tuples.
+
+    A number out of range is refused here. Everything else is checked by the frontend
+    (`services.frontend.requests.parse`); every other tier trusts the values.
     Sampler order: raw logprobs -> float32 -> allowed ids -> bad words -> min_tokens and logit_bias -> penalties ->
     greedy, or temperature -> min_p -> top_k, top_p -> sample.
     """
@@ -217,14 +222,14 @@ class SamplingParams:
     seed: int | None = _integer(
         None, 0, (1 << 64) - 1, "The same seed gives the same output. None: one is drawn at admission."
     )
-    stop: tuple[str, ...] = _declare(
+    stop: Sequence[str] = _declare(
         FieldKind.STRINGS,
         (),
         "Text that ends the output.",
         max_items=_MAX_STOP_STRINGS,
         max_chars=_MAX_STOP_CHARS,
     )
-    stop_token_ids: tuple[int, ...] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
+    stop_token_ids: Sequence[int] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
     include_stop_str_in_output: bool = _boolean(False, "Leave the stop string in the text.")
     repetition_detection: RepetitionDetection | None = field(
         default=None,
@@ -251,7 +256,7 @@ class SamplingParams:
         is_common=False,
         trial=1,
     )
-    logit_bias: tuple[tuple[int, float], ...] = _declare(
+    logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = _declare(
         FieldKind.BIASES,
         (),
         "Token id to a number that is added to its logit, clamped to [-100, 100].",
@@ -259,10 +264,10 @@ class SamplingParams:
         high=100.0,
         trial=((0, 1.0),),
     )
-    allowed_token_ids: tuple[int, ...] = _declare(
+    allowed_token_ids: Sequence[int] = _declare(
         FieldKind.TOKEN_IDS, (), "Only these tokens may be sampled.", min_items=1, trial=(0, 1, 2)
     )
-    bad_words: tuple[str, ...] | tuple[tuple[int, ...], ...] = _declare(
+    bad_words: Sequence[str] | Sequence[tuple[int, ...]] = _declare(
         FieldKind.WORDS,
         (),
         "Texts whose tokens never follow one another in the output, at its beginning or behind a space as well.",
@@ -285,6 +290,19 @@ class SamplingParams:
             FieldKind.OUTPUT_KIND, OutputKind.CUMULATIVE, "What one output carries.", is_common=False
         ),
     )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if numbers are out of range or none at all; names each field, value and limit."""
+        if set(map(type, _get_lists(self))) != {tuple}:
+            for name, _ in _LISTS:
+                object.__setattr__(self, name, _to_tuple(name, getattr(self, name)))
+        for number, bounds in zip(_get_numbers(self), _BOUNDS, strict=True):
+            try:
+                is_good = number is None or bounds[0] <= number <= bounds[1]
+            except TypeError:
+                is_good = False
+            if not is_good and (problems := list(_find_problems(self))):
+                raise ValueError("; ".join(problems))
 
     @property
     def is_greedy(self) -> bool:
@@ -318,3 +336,44 @@ _ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.WORDS: 12, FieldKind.TOKEN_IDS: 
 _LISTS = tuple((name, _ENTRY_BYTES[SAMPLING_FIELDS[name].kind]) for name in fields_of(*_ENTRY_BYTES))
 _LISTS_OF_LISTS = fields_of(FieldKind.STRINGS, FieldKind.WORDS)
 _get_lists = attrgetter(*(name for name, _ in _LISTS))
+
+_NUMBERS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER)
+_get_numbers = attrgetter(*_NUMBERS)
+# Every tier makes `SamplingParams`, so what is as it should be must be passed over quickly.
+_BOUNDS = tuple(
+    (math.nextafter(spec.low, math.inf) if spec.excludes_low else spec.low, spec.high)
+    for spec in map(SAMPLING_FIELDS.__getitem__, _NUMBERS)
+)
+
+
+def _find_problems(params: SamplingParams) -> Iterator[str]:
+    """Yield what is wrong with each number."""
+    for name, (low, high) in zip(_NUMBERS, _BOUNDS, strict=True):
+        number, spec = getattr(params, name), SAMPLING_FIELDS[name]
+        if number is None or number in spec.unsupported_values:
+            continue
+        if not isinstance(number, Real):
+            yield f"{name}: {number!r:.40} is not a number"
+        elif number < low:
+            how = "must be above" if spec.excludes_low else "is below the limit"
+            yield f"{name}: {number} {how} {spec.low}"
+        elif number > high:
+            yield f"{name}: {number} is above the limit {spec.high}"
+        elif math.isnan(number):
+            yield f"{name}: {number} is not a finite number"
+
+
+def _to_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str):
+        return (values,)
+    if values is None or isinstance(values, tuple):
+        return values or ()
+    try:
+        items = tuple(values.items() if isinstance(values, Mapping) else values)
+    except TypeError:
+        raise ValueError(f"{name}: {values!r:.40} is not a list") from None
+    if len(items) < SAMPLING_FIELDS[name].min_items:  # an empty tuple is the default, and means all
+        raise ValueError(
+            f"{name}: the empty list leaves no token to choose; name at least 1, or leave it out"
+        )
+    return items

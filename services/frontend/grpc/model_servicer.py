@@ -12,7 +12,7 @@ from services.frontend.requests.raw import MAX_MESSAGES
 from triptych.errors import InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS, SAMPLING_FIELDS
-from triptych.v1 import model_pb2, model_pb2_grpc
+from triptych.v1 import model_pb2, model_pb2_grpc, sampling_pb2
 
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 
@@ -76,6 +76,7 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
         eos_token_ids=served.eos_token_ids,
         capabilities=capabilities,
         fingerprint=served.fingerprint,
+        default_sampling=sampling_pb2.SamplingParams(**served.default_sampling),
     )
     model.create_time.FromSeconds(served.created_unix_s)
     return model

@@ -1,0 +1,35 @@
+"""The programs in docs/python.md and the README run as they stand, against a stack that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.launcher import launch
+from triptych.launcher.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).parents[2]
+
+
+def programs_of(path: Path) -> list[str]:
+    """The path's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["docs/python.md", "README.md"])
+def test_programs_run(
+    name: str, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(launch.ADDRESS_ENV, cluster.address)
+    monkeypatch.setenv(launch.ADMIN_ADDRESS_ENV, cluster.admin_address)
+    programs = programs_of(ROOT / name)
+    assert len(programs) > 1
+    scope: dict[str, Any] = {}
+    for program in programs:
+        exec(compile(program, name, "exec"), scope)
+    assert "Paris" in capsys.readouterr().out or name == "README.md"
