@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from triptych.launcher import launch
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.rpc.channel import ADDRESS_ENV, ADMIN_ADDRESS_ENV
 
 pytestmark = pytest.mark.model
 
@@ -25,8 +25,8 @@ def programs_of(path: Path) -> list[str]:
 def test_programs_run(
     name: str, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(launch.ADDRESS_ENV, cluster.address)
-    monkeypatch.setenv(launch.ADMIN_ADDRESS_ENV, cluster.admin_address)
+    monkeypatch.setenv(ADDRESS_ENV, cluster.address)
+    monkeypatch.setenv(ADMIN_ADDRESS_ENV, cluster.admin_address)
     programs = programs_of(ROOT / name)
     assert len(programs) > 1
     scope: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from triptych.launcher.launch import (
     stack_config,
 )
 from triptych.launcher.local_cluster import LocalCluster
-from triptych.rpc.channel import ADDRESS_ENV
+from triptych.rpc.channel import ADDRESS_ENV, ADMIN_ADDRESS_ENV
 
 
 class Connection:
@@ -41,10 +41,12 @@ class Connection:
     ) -> None:
         """See `LLM`."""
         address = os.environ.get(ADDRESS_ENV) or None if address is None else address or None
-        for given in filter(None, (address, admin_address)):
-            check_address(given)
         if admin_address is not None and address is None:
             raise ConfigError("admin_address: only with address; a stack of our own has one by itself")
+        if admin_address is None:
+            admin_address = os.environ.get(ADMIN_ADDRESS_ENV) or None
+        for given in filter(None, (address, admin_address)):
+            check_address(given)
         self._config = stack_config(model, address, overrides)
         self._address = address
         self._admin_address = admin_address

@@ -55,7 +55,8 @@ class LLM:
                 the default. With it, which of the models served there to use; None where it is the only one.
             address: host:port of a frontend's gRPC server. None: $TRIPTYCH_ADDRESS, if it is set; else, and where it
                 is empty, a stack of our own.
-            admin_address: host:port of that frontend's admin server, for `sleep` and the like.
+            admin_address: host:port of that frontend's admin server, for `sleep` and the like. None:
+                $TRIPTYCH_ADMIN_ADDRESS, if it is set.
             api_key: for a frontend that asks for one; None: $TRIPTYCH_API_KEY, if it is set.
             tls: for a frontend that serves TLS: `TlsConfig(ca="ca.pem")`; None: as $TRIPTYCH_TLS_CA and the like say.
             metadata: sent with each call, for gateways on the way.

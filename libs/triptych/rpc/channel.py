@@ -17,6 +17,8 @@ ADDRESS_ENV = "TRIPTYCH_ADDRESS"
 """The variable that has the gRPC address of the frontend for clients which are given none."""
 API_KEY_ENV = "TRIPTYCH_API_KEY"
 """The variable that has the API key of clients which are given none."""
+ADMIN_ADDRESS_ENV = "TRIPTYCH_ADMIN_ADDRESS"
+"""The variable that has the address of the frontend's admin server."""
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
