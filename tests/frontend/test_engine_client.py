@@ -400,7 +400,7 @@ async def test_large_submissions_are_spread_over_messages() -> None:
 async def test_an_unsendable_submission_harms_no_other() -> None:
     unsendable: list[int] = []
     outbox, call = Outbox(lambda numbers, error: unsendable.extend(numbers)), RecordingCall()
-    outbox.submit(submission(1, max_tokens=-1))
+    outbox.submit(submission(1, stop_token_ids=(-1,)))
     outbox.submit(submission(2))
     (message,) = await written_by(outbox, call)
     assert (unsendable, numbers_of(message)) == ([1], [2])

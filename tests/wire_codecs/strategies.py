@@ -22,7 +22,7 @@ from triptych.types.outputs import (
     TokenLogprobs,
     Usage,
 )
-from triptych.types.sampling import RepetitionDetection, SamplingParams
+from triptych.types.sampling import SAMPLING_FIELDS, RepetitionDetection, SamplingParams
 from triptych.types.step import (
     LogprobColumns,
     NewRow,
@@ -58,18 +58,24 @@ def build(cls: type, **fields: st.SearchStrategy) -> st.SearchStrategy:
     return st.builds(cls, **fields)
 
 
+def number(name: str) -> st.SearchStrategy:
+    """A sampling field's values, which are of 32 bits."""
+    spec = SAMPLING_FIELDS[name]
+    return st.floats(spec.low, spec.high, exclude_min=spec.excludes_low, width=32)
+
+
 sampling = build(
     SamplingParams,
     n=st.integers(1, 16384),
     max_tokens=st.none() | u32,
     min_tokens=u32,
-    temperature=f32,
-    top_p=f32,
-    top_k=i32,
-    min_p=f32,
-    presence_penalty=f32,
-    frequency_penalty=f32,
-    repetition_penalty=f32,
+    temperature=number("temperature"),
+    top_p=number("top_p"),
+    top_k=st.integers(-1, 2**31 - 1),
+    min_p=number("min_p"),
+    presence_penalty=number("presence_penalty"),
+    frequency_penalty=number("frequency_penalty"),
+    repetition_penalty=number("repetition_penalty"),
     seed=st.none() | u64,
     stop=st.lists(words, max_size=3).map(tuple),
     stop_token_ids=token_ids,

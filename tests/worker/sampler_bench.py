@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -9,9 +11,18 @@ from services.worker.sampling.batch import SamplingBuffers
 from services.worker.sampling.logits_processors.create import create_logits_processors
 from services.worker.sampling.params import SamplingColumns, TokenHistory
 from services.worker.sampling.sampler import SampledTokens, Sampler
+from triptych.types.sampling import SamplingParams
 
 VOCAB_SIZE, EOS = 53, 2
 _NUM_SLOTS = 8
+
+
+def beyond_limits(**values: Any) -> SamplingParams:
+    """Parameters that nobody can send."""
+    params = SamplingParams(temperature=0.0)
+    for name, value in values.items():
+        object.__setattr__(params, name, value)
+    return params
 
 
 class SamplerBench:

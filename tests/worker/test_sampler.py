@@ -11,7 +11,7 @@ import torch
 from services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
 from services.worker.sampling.params import NOTHING_ALLOWED
 from services.worker.sampling.sampler import NOT_FINITE
-from tests.worker.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, peaked
+from tests.worker.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, beyond_limits, peaked
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
@@ -168,7 +168,7 @@ def test_bad_logit_fails_even_if_masked(bench):
 
 
 def test_failure_names_the_cause_in_the_request(bench):
-    bench.enter(0, SamplingParams(temperature=0.0, repetition_penalty=1e-39))
+    bench.enter(0, beyond_limits(repetition_penalty=1e-39))
     bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(EOS,)))
     bench.enter(2, SamplingParams(temperature=0.0, repetition_penalty=1.1))
     sampled = bench.sample(peaked(5, 6).repeat(3, 1), [0, 1, 2])
@@ -252,7 +252,7 @@ def test_logprobs_are_those_before_any_change(bench):
 
 
 def test_logprobs_above_the_vocabulary_list_all_of_it(bench):
-    bench.enter(0, SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE + 5))
+    bench.enter(0, beyond_limits(logprobs=VOCAB_SIZE + 5))
     columns = bench.sample(random_logits(1), [0]).logprobs
     assert sorted(columns.token_ids[1:].tolist()) == list(range(VOCAB_SIZE))
 
