@@ -43,7 +43,7 @@ def llm(checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
 
 
 def beams_of(model: Any, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
-    """What transformers finds: tokens, the one that ends it included, and score, the best first."""
+    """Beams of transformers: tokens, the one that ends it included, and score, the best first."""
     eos_token_id = None if params.ignore_eos else EOS_IDS
     found = model.generate(
         torch.tensor([prompt]), num_beams=params.beam_width, num_return_sequences=params.beam_width,
