@@ -349,10 +349,12 @@ _BOUNDS = tuple(
 def _find_problems(params: SamplingParams) -> Iterator[str]:
     """Yield what is wrong with each number."""
     for name, (low, high) in zip(_NUMBERS, _BOUNDS, strict=True):
-        number, spec = getattr(params, name), SAMPLING_FIELDS[name]
+        spec = SAMPLING_FIELDS[name]
+        number: Any = getattr(params, name)
         if number is None or number in spec.unsupported_values:
             continue
-        if not isinstance(number, Real):
+        is_number = isinstance(number, Real)
+        if not is_number:
             yield f"{name}: {number!r:.40} is not a number"
         elif number < low:
             how = "must be above" if spec.excludes_low else "is below the limit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 import grpc.aio
 
@@ -76,7 +77,7 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
         eos_token_ids=served.eos_token_ids,
         capabilities=capabilities,
         fingerprint=served.fingerprint,
-        default_sampling=sampling_pb2.SamplingParams(**served.default_sampling),
+        default_sampling=sampling_pb2.SamplingParams(**dict[str, Any](served.default_sampling)),
     )
     model.create_time.FromSeconds(served.created_unix_s)
     return model
