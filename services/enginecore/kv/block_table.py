@@ -60,6 +60,8 @@ class BlockTable:
     they outlive the blocks: a preempted request finds its prefix again without hashing it again."""
     shares_hashes: bool = False
     """Whether `hashes` belongs to all choices of one prompt, and must be copied before it grows."""
+    is_shared: bool = False
+    """Whether all choices of one prompt share blocks though there is no prefix caching. Their root is their own."""
     num_hits: int = 0
     """Leading blocks that another request computed."""
     num_cached: int = 0

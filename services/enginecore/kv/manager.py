@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv.block_table import BlockTable, root_hash
 from services.enginecore.kv.pool import BlockPool, PoolSnapshot
 
 
@@ -38,6 +38,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._newly_cached: list[int] = []
+        self._num_own_roots = 0
 
     @property
     def num_free(self) -> int:
@@ -65,25 +66,36 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def is_cached(self, table: BlockTable) -> bool:
+        """Return whether requests with the same beginning share the blocks of a table."""
+        return self.enable_prefix_caching or table.is_shared
+
     def hash_prompt(
         self, tables: Sequence[BlockTable], token_ids: array[int], num_prompt_tokens: int
     ) -> None:
         """Hash the full blocks of a prompt once, before it waits.
+
+        Without prefix caching, the choices of one prompt share blocks among themselves.
 
         Args:
             tables: Tables of new requests with this prompt, equal roots and equal extras.
             token_ids: The prompt, and possibly emitted tokens after it.
             num_prompt_tokens: Length of the prompt.
         """
-        if self.enable_prefix_caching:
-            first = tables[0]
+        first = tables[0]
+        if not self.enable_prefix_caching and len(tables) > 1:
+            self._num_own_roots += 1
+            root = root_hash(b"choices", self._num_own_roots.to_bytes(8, "little"))
+            for table in tables:
+                table.root_hash, table.is_shared = root, True
+        if self.is_cached(first):
             first.extend_hashes(token_ids, num_prompt_tokens // self.block_size, self.block_size)
             for table in tables:
                 table.hashes, table.shares_hashes = first.hashes, len(tables) > 1
 
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
         """Return the longest run of cached blocks that holds a prefix of `token_ids`. It does not hold them yet."""
-        if not self.enable_prefix_caching:
+        if not self.is_cached(table):
             return []
         num_full = len(token_ids) // self.block_size
         hits: list[int] = []
@@ -137,7 +149,7 @@ class BlockManager:
         planned later, so it reads what was written.
         """
         num_full = num_tokens // self.block_size
-        if num_full <= table.num_cached or not self.enable_prefix_caching:
+        if num_full <= table.num_cached or not self.is_cached(table):
             return
         table.extend_hashes(token_ids, num_full, self.block_size)
         new = slice(table.num_cached, num_full)

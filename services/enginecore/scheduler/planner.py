@@ -170,6 +170,7 @@ class StepPlanner:
 
     def build(self) -> StepBuilder:
         """Decide a step: running requests first, and waiting ones only if none had to be preempted."""
+        self._states.shared_prompts.release_planned(self._states.rows)
         if self._states.waiting.num_ready:
             self._release_planned()
         build = self._plan_running()

@@ -13,6 +13,7 @@ from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.heap import Key, LazyHeap
 from services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
 from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
+from services.enginecore.scheduler.shared_prompts import SharedPrompts
 from services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 from triptych.types.step import NewRow, RowKey, empty_u32
 
@@ -40,6 +41,7 @@ class RequestStates:
         self.blocks = blocks
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares, policy, limits)
+        self.shared_prompts = SharedPrompts(self.waiting)
         self.draining: dict[tuple[int, int], Request] = {}
         """Slot and slot version -> waiting request that results for this row are still to come for."""
         self.removed_slots: list[int] = []
@@ -108,7 +110,7 @@ class RequestStates:
 
         The cache holds no log-probabilities of prompts, so a request that wants them computes all of its prompt.
         """
-        return self.blocks.enable_prefix_caching and not request.awaits_prompt_logprobs
+        return self.blocks.is_cached(request.blocks) and not request.awaits_prompt_logprobs
 
     def cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks in the cache that hold the beginning of a waiting request."""
@@ -137,6 +139,7 @@ class RequestStates:
         assert not self._alive, "requests cannot be mixed"
         assert len(previous.waiting) == len(previous), "something still runs there"
         self.shares, self.waiting = previous.shares, previous.waiting
+        self.shared_prompts = previous.shared_prompts
         self._alive, self._id_to_num_alive = previous._alive, previous._id_to_num_alive
         self._deadlines, self._num_arrivals = previous._deadlines, previous._num_arrivals
         self.num_content_bytes = previous.num_content_bytes
@@ -166,6 +169,7 @@ class RequestStates:
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without enough blocks"
         self.blocks.cache_full_blocks(table, request.token_ids, num_tokens)
+        self.shared_prompts.note_planned(request, num_tokens)
         self.rows.place(request, num_computed_tokens)
         emitted = request.token_ids[request.num_prompt_tokens :]
         emitted_token_ids = np.array(emitted, np.uint32) if emitted else empty_u32()
@@ -271,6 +275,7 @@ class RequestStates:
             if self.draining.get(row) is request:
                 del self.draining[row]
             self.waiting.remove(request)
+        self.shared_prompts.end(request)
         self.shares.close(request)
         self._deadlines.discard(request)
         del self._alive[request.session, request.number]
@@ -292,6 +297,7 @@ class RequestStates:
         self.blocks.check_integrity(request.blocks for request in running)
         self.shares.check_integrity(list(self))
         self.waiting.check_integrity()
+        self.shared_prompts.check_integrity()
         num_alive = Counter((request.session, request.request_id) for request in self)
         assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
         num_bytes = sum({(r.session, r.request_id): r.content.num_bytes for r in self}.values())

@@ -175,6 +175,7 @@ class Scheduler:
             request.limit = self._admission.limit_of(request)
             request.queued_at = now
             self._states.add(request)
+        self._states.shared_prompts.add(choices)
         return displaced
 
     def abort(self, session: int, number: int) -> Finished | None:
@@ -269,6 +270,8 @@ class Scheduler:
             admissible: The only requests that are admitted, whatever their place in the queue; None: any request.
             may_compute: Whether running requests compute.
         """
+        if admissible is not None:
+            self._states.shared_prompts.release_all()
         self._states.waiting.admit_only(admissible)
         for slot in self._rows.slot_to_request:
             self._rows.release(slot) if may_compute else self._rows.hold(slot)
@@ -358,6 +361,6 @@ class Scheduler:
             request.planned_at = self._clock()
             self._admission.forecast.note_admitted(len(request.token_ids), row.num_computed_tokens)
             request.num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
-            if self._states.reads_cache(request):
+            if self._blocks.enable_prefix_caching and self._states.reads_cache(request):
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += request.num_cached_tokens

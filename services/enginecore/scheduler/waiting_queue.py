@@ -18,6 +18,8 @@ class WaitsFor(Flag):
 
     RESULTS = auto()
     """Results of steps in flight, of a request that was preempted."""
+    PROMPT = auto()
+    """The steps in which another choice of the same request computes the prompt."""
     RESTRICTION = auto()
     """The end of a pause or of a crash investigation."""
 
