@@ -233,6 +233,7 @@ def test_an_operator_steers_it_from_the_command_line(
 
     assert admin("engines").startswith("engine-0 ")
     assert counters()["state"] == "ready"
+    assert admin("watch", "--count", "2", "--interval-s", "0.1").splitlines()[2].split()[1] == "ready"
     assert admin("pause", "--mode", "keep") == "paused"
     assert counters()["state"] == "paused"
     assert admin("resume") == "resumed"

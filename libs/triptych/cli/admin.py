@@ -2,7 +2,8 @@
 (triptych.admin.v1.AdminService).
 
 triptych admin engines                  the engines behind a frontend
-triptych admin status                   its counters
+triptych admin status                   its counters; --json for programs
+triptych admin watch --interval-s 2     a line every two seconds until Ctrl-C
 triptych admin pause --mode keep        plan no more steps until `resume`; requests queue
 triptych admin drain                    take no more requests; done when the last has ended
 triptych admin sleep                    free the accelerator's memory until `wake`; requests queue
@@ -13,21 +14,28 @@ triptych admin reset-prefix-cache       forget all prefixes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych.cli.access import add_access_arguments
+from triptych.cli.access import add_access_arguments, api_key_of
 from triptych.cli.tls import tls_of
+from triptych.cli.watch import watch
 from triptych.rpc.channel import credentials_of, open_blocking_channel, with_api_key
 from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import create_client_tls
 from triptych.types.facts import PauseMode, SleepLevel
 from triptych.wire.admin import pause_mode_to_proto
 
+ADDRESS_ENV = "TRIPTYCH_ADMIN_ADDRESS"
+"""The variable that has the address for commands which are given none."""
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 _MIB = 1 << 20
 _MODES = {
@@ -49,6 +57,8 @@ class _Action:
     """Fields of the request that are options of the command: names in `_OPTIONS`."""
     names_engine: bool = True
     """Whether the request is about one engine."""
+    is_stream: bool = False
+    """Whether responses come until the user has enough; `say` puts their status into a word for each line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +80,44 @@ def run(arguments: argparse.Namespace) -> int:
     request = getattr(admin_pb2, f"{action.method}Request")(**fields)
     credentials = credentials_of(create_client_tls(tls_of(arguments)))
     with open_blocking_channel(arguments.address, credentials) as channel:
-        stub = with_api_key(admin_pb2_grpc.AdminServiceStub(channel), arguments.api_key)
+        stub = with_api_key(admin_pb2_grpc.AdminServiceStub(channel), api_key_of(arguments))
         call = getattr(stub, action.method)
         try:
-            print(action.say(call(request, timeout=arguments.timeout_s)))
+            if action.is_stream:
+                _follow(itertools.islice(call(request), arguments.count), action, as_json=arguments.json)
+            else:
+                response = call(request, timeout=arguments.timeout_s)
+                print(json.dumps(_plain(response)) if arguments.json else action.say(response))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
     return 0
+
+
+def _follow(responses: Iterable[Any], action: _Action, *, as_json: bool) -> None:
+    """Print responses until there are no more, or until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json:
+            for response in responses:
+                print(json.dumps(_plain(response)), flush=True)
+        else:
+            statuses = (response.status for response in responses)
+            watch(statuses, action.say, lambda line: print(line, flush=True))
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return a message as a program reads it in JSON: its own names, numbers as numbers, words for enums."""
+    return {field.name: _plain_field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _plain_field(message: Any, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        return [_plain(entry) for entry in value]  # those of this service are messages
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    if field.message_type is not None:
+        return _plain(value)
+    return value if field.enum_type is None else _word(field.enum_type, value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,23 +126,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
         subparser.add_argument(
             "--address",
-            default=DEFAULT_ADDRESS,
+            default=os.environ.get(ADDRESS_ENV) or DEFAULT_ADDRESS,
             metavar="HOST:PORT",
-            help=f"admin port of the frontend, or port of an engine (default: {DEFAULT_ADDRESS})",
+            help="admin port of the frontend, or port of an engine "
+            f"(default: ${ADDRESS_ENV}, else {DEFAULT_ADDRESS})",
         )
         add_access_arguments(subparser)
         subparser.add_argument(
             "--engine-id", default="", metavar="ID", help="which one, of several behind a frontend"
         )
-        subparser.add_argument(
-            "--timeout-s",
-            type=float,
-            default=600.0,
-            metavar="S",
-            help="give up waiting; the engine goes on with it (default: 600)",
-        )
+        subparser.add_argument("--json", action="store_true", help="print the response as JSON")
+        if action.is_stream:
+            subparser.add_argument(
+                "--count", type=int, metavar="N", help="end after N lines (default: never)"
+            )
+        else:
+            subparser.add_argument(
+                "--timeout-s",
+                type=float,
+                default=600.0,
+                metavar="S",
+                help="give up waiting; the engine goes on with it (default: 600)",
+            )
         for option in action.options:
-            subparser.add_argument(f"--{option}", **_OPTIONS[option].arguments)
+            subparser.add_argument(
+                f"--{option.replace('_ms', '-s')}", dest=option, **_OPTIONS[option].arguments
+            )
 
 
 def _show_engines(response: Any) -> str:
@@ -141,6 +191,13 @@ _ACTIONS = {
         "ListEngines", "list the engines behind a frontend", _show_engines, names_engine=False
     ),
     "status": _Action("GetStatus", "print its counters", _show_status),
+    "watch": _Action(
+        "WatchStatus",
+        "print a line of them again and again",
+        lambda status: _word(admin_pb2.EngineState.DESCRIPTOR, status.state),
+        ("interval_ms",),
+        is_stream=True,
+    ),
     "pause": _Action(
         "Pause", "plan no more steps; answers when none is under way", lambda _: "paused", ("mode",)
     ),
@@ -161,6 +218,10 @@ _ACTIONS = {
 }
 
 _OPTIONS = {
+    "interval_ms": _Option(
+        {"type": float, "default": 1.0, "metavar": "S", "help": "seconds between two lines (default: 1)"},
+        lambda interval_s: max(0, round(interval_s * 1e3)),
+    ),
     "mode": _Option(
         {
             "choices": _MODES,

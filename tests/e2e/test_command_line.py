@@ -1,0 +1,102 @@
+"""The commands against three processes around a simulated model."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.test_simulated_stack import started_cluster
+from tests.helpers.command import exit_code
+from triptych.launcher.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with started_cluster(base_ms="1") as stack:
+        yield stack
+
+
+@pytest.fixture
+def triptych(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a command that finds the stack in the environment; returns what it printed."""
+    monkeypatch.setenv("TRIPTYCH_ADDRESS", cluster.address)
+    monkeypatch.setenv("TRIPTYCH_ADMIN_ADDRESS", cluster.admin_address)
+
+    def run(*words: str) -> str:
+        code = exit_code(*words)
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return said.out
+
+    return run
+
+
+def test_complete_and_chat(triptych: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "complete",
+        "One",
+        "Two",
+        "--n",
+        "2",
+        "--logprobs",
+        "1",
+        "--seed",
+        "3",
+        "--max-tokens",
+        "5",
+        "--json",
+    )
+    outputs = [json.loads(line) for line in triptych(*words).splitlines()]
+    assert [len(output["outputs"]) for output in outputs] == [2, 2]
+    choice = outputs[0]["outputs"][0]
+    assert (len(choice["token_ids"]), len(choice["logprobs"]), choice["finish_reason"]) == (5, 5, "length")
+    assert [json.loads(line)["outputs"] for line in triptych(*words).splitlines()] == [
+        output["outputs"] for output in outputs
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/set seed 5\n/retry\n/undo\nAgain\n"))
+    out = triptych("chat", "--max-tokens", "4", "--temperature", "0.7")
+    assert "[forgotten: Hello]" in out
+
+
+def test_bench_serve_over_both_protocols(triptych: Callable[..., str], cluster: LocalCluster) -> None:
+    lengths = ("--num-prompts", "12", "--input-len", "20", "--output-len", "6", "--json")
+    http = ("--backend", "openai", "--base-url", f"http://{cluster.http_address}")
+    for words in (("--request-rate", "100"), ("--max-concurrency", "4"), (*http, "--max-concurrency", "4")):
+        report = json.loads(triptych("bench", "serve", *words, *lengths))
+        assert (report["num_completed"], report["num_failed"]) == (12, 0)
+        assert (report["num_input_tokens"], report["num_output_tokens"]) == (240, 72)
+        assert report["max_in_flight"] <= (12 if "--request-rate" in words else 4)
+        assert report["tpot_ms"]["mean"] > 0.5  # a step takes a millisecond
+
+
+def test_run_batch(triptych: Callable[..., str], cluster: LocalCluster, tmp_path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = {
+        "/v1/completions": {"prompt": "One"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "One"}]},
+    }
+    lines = [
+        {"custom_id": f"{url} {number}", "url": url, "body": {"model": "embedded", "max_tokens": 3, **body}}
+        for url, body in bodies.items()
+        for number in range(10)
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    url = f"http://{cluster.http_address}"
+    triptych("run-batch", "-i", str(source), "-o", str(target), "--base-url", url, "--max-concurrency", "7")
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert {entry["custom_id"] for entry in found} == {line["custom_id"] for line in lines}
+    assert {entry["response"]["body"]["usage"]["completion_tokens"] for entry in found} == {3}
+
+
+def test_admin_watch(triptych: Callable[..., str]) -> None:
+    head, *rows = triptych("admin", "watch", "--count", "2", "--interval-s", "0.1").splitlines()
+    assert "waiting" in head
+    assert [row.split()[1] for row in rows] == ["ready", "ready"]
