@@ -17,7 +17,7 @@ from triptych.cli.access import read_text
 from triptych.errors import ConfigError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
-_METAVARS = {
+_METAVARS = {  # other kinds are objects, in JSON
     FieldKind.INTEGER: "N",
     FieldKind.NUMBER: "X",
     FieldKind.STRINGS: "TEXT",
@@ -84,7 +84,7 @@ def parse_field(name: str, text: str) -> Any:
     try:
         return _parse(kind, text)
     except (ValueError, KeyError):
-        form = "true or false" if kind is FieldKind.BOOLEAN else _METAVARS[kind]
+        form = "true or false" if kind is FieldKind.BOOLEAN else _METAVARS.get(kind, "JSON")
         raise ValueError(f"{name}: {text!r} is no value of the form {form}") from None
 
 
@@ -94,9 +94,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: SamplingField) -
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif field.kind in _REPEATED:
         text += " May be repeated."
-        group.add_argument(flag, action="append", metavar=_METAVARS[field.kind], help=text)
+        group.add_argument(flag, action="append", metavar=_METAVARS.get(field.kind, "JSON"), help=text)
     else:
-        group.add_argument(flag, type=_Parser(name), metavar=_METAVARS[field.kind], help=text)
+        group.add_argument(flag, type=_Parser(name), metavar=_METAVARS.get(field.kind, "JSON"), help=text)
 
 
 class _Parser:
@@ -127,7 +127,7 @@ def _parse(kind: FieldKind, text: str) -> Any:
         case FieldKind.BIASES:
             pairs = (word.split(":") for word in _split(text))
             return {int(token_id): float(bias) for token_id, bias in pairs}
-    raise ValueError(kind)
+    return json.loads(text)
 
 
 def _split(text: str) -> Iterable[str]:
