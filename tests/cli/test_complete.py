@@ -23,8 +23,6 @@ TRIALS = {
     FieldKind.BIASES: ("4:-0.5,5:1", {4: -0.5, 5: 1.0}),
 }
 
-WITHOUT_FLAG = (FieldKind.STRUCTURED, FieldKind.OUTPUT_KIND)
-
 
 def find(message, path):
     for name in path.split("."):
@@ -51,8 +49,20 @@ def test_every_switch_has_two_sides(name, prefix, frontend):
     assert find(frontend.requests[0].generation, SAMPLING_PATHS[name]) is (prefix == "")
 
 
+def test_an_object_is_json(frontend):
+    words = ("--repetition-detection", '{"max_pattern_size": 4, "min_count": 3}')
+    assert exit_code("complete", "a", "--address", frontend.address, *words) == 0
+    assert frontend.requests[0].generation.length.repetition_detection.min_count == 3
+
+
 def test_values_of_another_form_are_wrong_usage(capsys):
-    for flag in ("--top-p=much", "--seed=1.5", "--logit-bias=4", "--stop-token-ids=a"):
+    for flag in (
+        "--top-p=much",
+        "--seed=1.5",
+        "--logit-bias=4",
+        "--stop-token-ids=a",
+        "--repetition-detection={",
+    ):
         assert exit_code("complete", "a", flag) == 2
         assert "is no value of the form" in capsys.readouterr().err
 

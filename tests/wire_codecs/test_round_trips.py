@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from services.enginecore.scheduler.step_results import SchedulerCounters
 from tests.wire_codecs.strategies import (
     events,
     model_facts,
@@ -281,6 +282,12 @@ def test_an_output_that_fills_the_context_says_so():
     encoder.encode(AdmittedEvent("id", "model", 7, [1], is_limited_by_context=True))
     (message,) = encoder.encode(DeltaEvent(0, "", [8], (), FinishReason.LENGTH))
     assert message.output.length_limit == output_pb2.LENGTH_LIMIT_CONTEXT
+
+
+def test_every_outcome_that_an_engine_counts_has_a_number():
+    counted = dict.fromkeys(SchedulerCounters().num_finished, 1)
+    status = EngineStatus("e", True, "", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, counted, journal="full")
+    assert len(admin.status_to_proto(status, "model").num_finished) == len(counted)
 
 
 def test_an_engine_s_status_is_told_in_enums():
