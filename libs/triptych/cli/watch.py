@@ -19,7 +19,7 @@ _COLUMNS: dict[str, int] = {
     "hits": 7,
     "preempted": 10,
 }
-"""Heading -> width. Rates, hits of the prefix cache and preemptions are those since the line before."""
+"""Heading -> width, with a space before it. Rates, hits of the prefix cache and preemptions are those since the line before."""
 _LINES_PER_HEAD = 20
 
 
@@ -34,7 +34,7 @@ def watch(statuses: Iterable[Any], state_of: Callable[[Any], str], write: Callab
     for number, status in enumerate(statuses):
         now_s = time.monotonic()
         if number % _LINES_PER_HEAD == 0:
-            write("".join(f"{name:>{width}}" for name, width in _COLUMNS.items()))
+            write("".join(f" {name:>{width - 1}}" for name, width in _COLUMNS.items()))
         values = (
             time.strftime("%H:%M:%S"),
             state_of(status),
@@ -45,7 +45,7 @@ def watch(statuses: Iterable[Any], state_of: Callable[[Any], str], write: Callab
             f"{status.step_ns / 1e6:.1f}",
             *(_since(before, status, max(now_s - before_s, 1e-6)) if before is not None else ("-",) * 4),
         )
-        write("".join(f"{text:>{width}}" for text, width in zip(values, _COLUMNS.values(), strict=True)))
+        write("".join(f" {text:>{width - 1}}" for text, width in zip(values, _COLUMNS.values(), strict=True)))
         before, before_s = status, now_s
 
 
