@@ -19,7 +19,8 @@ _COLUMNS: dict[str, int] = {
     "hits": 7,
     "preempted": 10,
 }
-"""Heading -> width, with a space before it. Rates, hits of the prefix cache and preemptions are those since the line before."""
+"""Heading -> width, the space before it included.
+Rates, hits of the prefix cache and preemptions are those since the line before."""
 _LINES_PER_HEAD = 20
 
 
