@@ -39,6 +39,8 @@ from triptych.types.exit_codes import ExitCode
 from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from services.frontend.openai.server import HttpServer
     from services.frontend.text_model import TextModel
 
@@ -74,7 +76,7 @@ class FrontendApp(ServiceApp):
             config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
         )
         self._admin_server = create_admin_server(self._router, self._keys, self.server_tls)
-        self._http: HttpServer | None = None
+        self._http_servers: list[HttpServer] = []
         self.start_background("load-tokenizer", self._load_text_model())
 
     async def start(self) -> Mapping[str, int]:
@@ -91,6 +93,8 @@ class FrontendApp(ServiceApp):
         ports = {"admin_port": admin_port}
         if config.serve_http:
             ports["http_port"] = await self._start_http()
+        if config.serve_admin_http:
+            ports["admin_http_port"] = await self._start_admin_http()
         log.info("dialing engines %s", config.engine_addresses)
         readiness = follow_readiness(self.server, self._generator, self._router, self._started_at)
         self.start_background("follow-readiness", readiness)
@@ -99,22 +103,40 @@ class FrontendApp(ServiceApp):
     async def _start_http(self) -> int:
         """Start the HTTP server and return its port."""
         # Slow to import; the engines are dialed in the meantime.
-        from services.frontend.openai.server import HttpServer
+        from services.frontend.openai.app import create_app
 
         config = self.config.frontend
-        self._http = HttpServer(
+        app = create_app(
             self._generator,
-            config.host,
-            config.http_port,
-            client_timeout_s=config.client_timeout_s,
-            keys=self._keys,
-            tls=self.server_tls,
-            cors_origins=_split(config.cors_origins),
+            self._keys,
+            _split(config.cors_origins),
             refuses_unknown=config.unknown_fields == "refuse",
         )
-        port = await self._http.start()
-        self.start_background("http", self._http.wait_stopped())
-        return port
+        return await self._serve(app, config.host, config.http_port, "frontend.http_port")
+
+    async def _start_admin_http(self) -> int:
+        """Start the HTTP server of the operators' calls and return its port."""
+        from services.frontend.operators.app import create_operators_app
+
+        config = self.config.frontend
+        app = create_operators_app(self._router, self._generator, self._keys)
+        return await self._serve(app, config.admin_host, config.admin_http_port, "frontend.admin_http_port")
+
+    async def _serve(self, app: FastAPI, host: str, port: int, option: str) -> int:
+        from services.frontend.openai.server import HttpServer
+
+        server = HttpServer(
+            app,
+            host,
+            port,
+            option=option,
+            client_timeout_s=self.config.frontend.client_timeout_s,
+            tls=self.server_tls,
+        )
+        self._http_servers.append(server)
+        bound = await server.start()
+        self.start_background(option.removesuffix("_port"), server.wait_stopped())
+        return bound
 
     async def drain(self) -> None:
         log.info("stopping: draining %d requests", self._generator.num_active)
@@ -124,9 +146,7 @@ class FrontendApp(ServiceApp):
             log.warning("%d requests did not finish within frontend.drain_s = %g", num_left, drain_s)
 
     async def stop(self) -> None:
-        servers: list[RpcServer | HttpServer] = [self._admin_server]
-        if self._http is not None:
-            servers.append(self._http)
+        servers: list[RpcServer | HttpServer] = [self._admin_server, *self._http_servers]
         await asyncio.gather(super().stop(), *(server.stop(STOP_GRACE_S) for server in servers))
 
     async def _load_text_model(self) -> None:

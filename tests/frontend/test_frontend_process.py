@@ -121,17 +121,24 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
     assert "Traceback" not in stderr
 
 
-async def test_it_serves_grpc_alone(tmp_path: Path) -> None:
+async def test_it_serves_grpc_and_operators_alone(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
-    options = {"frontend__serve_http": "false"}
+    options = {
+        "frontend__serve_http": "false",
+        "frontend__serve_admin_http": "true",
+        "frontend__admin_http_port": "0",
+    }
     async with (
         FakeEngine() as engine,
         start(tmp_path, str(model), frontend__engine_addresses=engine.address, **options) as frontend,
     ):
         ports = await frontend.ports()
         assert "http_port" not in ports
-        async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, httpx.AsyncClient() as http:
             await until_ready(channel)
+            base = f"http://127.0.0.1:{ports['admin_http_port']}"
+            assert (await http.post(f"{base}/sleep")).status_code == 200
+            assert (await http.get(f"{base}/is_sleeping")).json() == {"is_sleeping": True}
         frontend.process.send_signal(signal.SIGTERM)
         code, stderr = await frontend.end()
     assert code == 0, stderr

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from services.frontend.openai.app import create_app
 from services.frontend.openai.server import HttpServer
 from services.frontend.requests.raw import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
@@ -273,9 +274,9 @@ async def test_a_server_stops_although_a_client_does_not_read() -> None:
 
 async def test_a_port_already_taken_is_a_config_error(api: HttpApi) -> None:
     with pytest.raises(ConfigError, match=rf"frontend\.http_port: cannot bind 127\.0\.0\.1:{api.port}"):
-        await HttpServer(FakeGenerator(), "127.0.0.1", api.port).start()
+        await HttpServer(create_app(FakeGenerator()), "127.0.0.1", api.port).start()
     with pytest.raises(ConfigError, match=r"frontend\.http_port: cannot bind 203\.0\.113\.1:0"):
-        await HttpServer(FakeGenerator(), "203.0.113.1", 0).start()
+        await HttpServer(create_app(FakeGenerator()), "203.0.113.1", 0).start()
 
 
 async def test_a_server_that_dies_by_itself_is_noticed(api: HttpApi) -> None:
@@ -287,7 +288,7 @@ async def test_a_server_that_dies_by_itself_is_noticed(api: HttpApi) -> None:
 
 
 async def test_ipv6_and_names_are_addresses_too() -> None:
-    server = HttpServer(FakeGenerator(), "localhost", 0)
+    server = HttpServer(create_app(FakeGenerator()), "localhost", 0)
     port = await server.start()
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"http://localhost:{port}/version")).status_code == 200

@@ -172,7 +172,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         """Serve; after a death, on the same port as before."""
         self._server = RpcServer(services=("x",), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.tls)
         engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Admin(self._welcome), self._server.grpc)
+        self.admin = _Admin(self._welcome)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, self._server.grpc)
         self.port = self._server.bind("127.0.0.1", self.port, option="fake")
         await self._server.start()
 
@@ -338,6 +339,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
 
 class _Admin(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, welcome: EngineWelcome) -> None:
+        self.calls: list[Any] = []
+        """Requests of the calls that change something."""
         self._status = EngineStatus(
             engine_id=welcome.engine_id,
             ready=welcome.ready,
@@ -364,6 +367,30 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
         while True:
             yield admin_pb2.WatchStatusResponse(status=status_to_proto(self._status, "tiny"))
             await asyncio.sleep(0.01)
+
+    async def Pause(self, request: Any, context: Any) -> admin_pb2.PauseResponse:
+        self._note(request, paused=True)
+        return admin_pb2.PauseResponse()
+
+    async def Resume(self, request: Any, context: Any) -> admin_pb2.ResumeResponse:
+        self._note(request, paused=False)
+        return admin_pb2.ResumeResponse()
+
+    async def Sleep(self, request: Any, context: Any) -> admin_pb2.SleepResponse:
+        self._note(request, asleep=True)
+        return admin_pb2.SleepResponse(released_bytes=100)
+
+    async def Wake(self, request: Any, context: Any) -> admin_pb2.WakeResponse:
+        self._note(request, asleep=False)
+        return admin_pb2.WakeResponse()
+
+    async def ResetPrefixCache(self, request: Any, context: Any) -> admin_pb2.ResetPrefixCacheResponse:
+        self._note(request)
+        return admin_pb2.ResetPrefixCacheResponse(num_blocks=5)
+
+    def _note(self, request: Any, **state: bool) -> None:
+        self.calls.append(request)
+        self._status = replace(self._status, **state)
 
 
 def _put(stream: _Stream, **message: Any) -> None:

@@ -65,7 +65,7 @@ class FakeGenerator(Generator):
     def num_active(self) -> int:
         return self.num_running
 
-    def abort(self, names: Iterable[str]) -> list[str]:
+    def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
         names = list(names)
         self.aborted += names
         return [name for name in names if any(name in raw.client_names for raw in self.requests)]

@@ -14,6 +14,7 @@ import openai
 
 from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
+from services.frontend.openai.app import create_app
 from services.frontend.openai.server import HttpServer
 from tests.helpers.fake_generator import FakeGenerator
 from triptych.rpc.tls import ServerTls
@@ -76,16 +77,8 @@ async def open_api(
     The clients know neither `keys` nor `tls`.
     """
     generator = generator or FakeGenerator()
-    server = HttpServer(
-        generator,
-        "127.0.0.1",
-        0,
-        client_timeout_s=client_timeout_s,
-        keys=keys,
-        tls=tls,
-        cors_origins=cors_origins,
-        refuses_unknown=refuses_unknown,
-    )
+    app = create_app(generator, keys, cors_origins, refuses_unknown=refuses_unknown)
+    server = HttpServer(app, "127.0.0.1", 0, client_timeout_s=client_timeout_s, tls=tls)
     port = await server.start()
     address = f"http://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

@@ -22,6 +22,19 @@ class FrontendConfig:
         "`frontend.api_keys_file` asks for a key.",
         FRONTEND,
     )
+    serve_admin_http: bool = value(
+        False,
+        "Serve operators' calls over HTTP as well, under the names that vLLM has for them: /sleep, /wake_up, /pause, "
+        "/resume, /reset_prefix_cache and more; the same keys are asked for as on the admin port.",
+        FRONTEND,
+    )
+    admin_http_port: int = value(
+        8001,
+        "Port of operators' calls over HTTP, on `frontend.admin_host`; 0: any free one.",
+        FRONTEND,
+        ge=0,
+        le=65535,
+    )
     serve_http: bool = value(
         True,
         "Serve the OpenAI-compatible HTTP API beside gRPC. A stack that LLM or AsyncLLM starts for itself serves none, "

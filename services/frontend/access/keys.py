@@ -11,7 +11,7 @@ from services.frontend.access.caller import Caller
 from triptych.config import FrontendConfig
 from triptych.config.api_keys import hash_key, read_api_keys
 from triptych.config.watched_files import WatchedFiles
-from triptych.errors import Unauthenticated
+from triptych.errors import PermissionDenied, Unauthenticated
 
 AUTHORIZATION = "authorization"
 X_API_KEY = "x-api-key"
@@ -43,6 +43,18 @@ class ApiKeys:
         if found is None or not hmac.compare_digest(found[0], digest):
             raise Unauthenticated(_NO_KEY)
         return found[1]
+
+    def find_admin(self, headers: Mapping[str, str]) -> Caller:
+        """Return the administrator whose key a call has sent.
+
+        Raises:
+            Unauthenticated: As `find`.
+            PermissionDenied: The key is of somebody else.
+        """
+        caller = self.find(headers)
+        if not caller.is_admin:
+            raise PermissionDenied(f"API key {caller.name!r} is not one of an administrator")
+        return caller
 
 
 def create_api_keys(config: FrontendConfig) -> ApiKeys | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +13,12 @@ import grpc.aio
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from services.frontend.access.caller import current_caller, set_caller
+from services.frontend.access.audit import log_admin_call
+from services.frontend.access.caller import set_caller
 from services.frontend.access.keys import ApiKeys
-from triptych.errors import PermissionDenied, TriptychError
-from triptych.observe.logging import with_fields
+from triptych.errors import TriptychError
 from triptych.rpc.interceptors import sent_request_id
 from triptych.rpc.status import to_status
-
-log = logging.getLogger(__name__)
 
 _FIRST_MESSAGE_S = 1.0  # for the first message of a call that is refused
 
@@ -46,10 +43,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             metadata = handler_call_details.invocation_metadata
             sent = {key: value for key, value in metadata or () if isinstance(value, str)}
             try:
-                caller = self._keys.find(sent)
-                set_caller(caller)
-                if self._needs_admin and not caller.is_admin:
-                    raise PermissionDenied(f"API key {caller.name!r} is not one of an administrator")
+                set_caller(self._keys.find(sent))
+                if self._needs_admin:
+                    self._keys.find_admin(sent)
             except TriptychError as error:
                 return _refusal(error, sent_request_id(metadata))
         return await continuation(handler_call_details)
@@ -110,14 +106,10 @@ def _audit(method: str, request: Any, context: grpc.aio.ServicerContext) -> Iter
         outcome = grpc.StatusCode.CANCELLED.name
         raise
     finally:
-        fields = {
-            "key": current_caller().name or "-",
-            "peer": context.peer(),
-            "method": method.rpartition("/")[2],
-        }
+        said = ""
         if isinstance(request, Message) and request.ByteSize():
-            fields["request"] = text_format.MessageToString(request, as_one_line=True)
-        log.info("admin call", extra=with_fields(**fields, outcome=outcome))
+            said = text_format.MessageToString(request, as_one_line=True)
+        log_admin_call(context.peer(), method.rpartition("/")[2], said, outcome)
 
 
 def _name_of(code: Any) -> str:

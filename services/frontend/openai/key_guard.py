@@ -16,13 +16,18 @@ OPEN_PATHS = frozenset({"/health", "/ping", DOCS_PATH, DOCUMENT_PATH})
 class KeyGuard:
     """ASGI middleware that names the caller of each request by its API key. Belongs inside of `RequestGuard`."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, needs_admin: bool = False) -> None:
+        """`needs_admin`: only keys of administrators will do."""
         self._app = app
         self._keys = keys
+        self._needs_admin = needs_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            set_caller(self._keys.find(Headers(scope=scope)))
+            headers = Headers(scope=scope)
+            set_caller(self._keys.find(headers))
+            if self._needs_admin:
+                self._keys.find_admin(headers)
         await self._app(scope, receive, send)
 
 

@@ -10,21 +10,18 @@ import functools
 import logging
 import socket
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.generate import Generator
-from services.frontend.openai.app import create_app
 from triptych.errors import ConfigError
 from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
-_OPTION = "frontend.http_port"
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep an idle connection, so that they close it, not we
 _GOODBYE_S = 1.0  # for the errors that end what outlasted its grace to reach their clients
@@ -37,27 +34,26 @@ class HttpServer:
 
     def __init__(
         self,
-        generator: Generator,
+        app: FastAPI,
         host: str,
         port: int,
         *,
+        option: str = "frontend.http_port",
         client_timeout_s: float = 60.0,
-        keys: ApiKeys | None = None,
         tls: ServerTls | None = None,
-        cors_origins: Sequence[str] = (),
-        refuses_unknown: bool = True,
     ) -> None:
         """
         Args:
+            app: Has the requests that run in `state.in_flight`.
             port: 0: any free one.
+            option: The option that the port comes from, for errors.
             client_timeout_s: See `BoundedConnection`.
-            keys: The API keys that requests must send. None: none is asked for.
             tls: None: plain HTTP.
-            cors_origins, refuses_unknown: See `create_app`.
         """
-        self._app = create_app(generator, keys, cors_origins, refuses_unknown=refuses_unknown)
+        self._app = app
         self._host = host
         self._port = port
+        self._option = option
         config = uvicorn.Config(
             self._app,
             http=cast(
@@ -84,7 +80,7 @@ class HttpServer:
         Raises:
             ConfigError: the port is taken or the address is not ours; names it.
         """
-        listener = _listen(self._host, self._port)
+        listener = _listen(self._host, self._port, self._option)
         port: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         started = asyncio.create_task(self._server.has_started.wait())
@@ -146,7 +142,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, option: str) -> socket.socket:
     """A listening socket. Without SO_REUSEPORT: a second server on a port must fail, not share it."""
     listener: socket.socket | None = None
     try:
@@ -156,8 +152,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past TIME_WAIT, not past a listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these
-        for option, value in _TCP_KEEPALIVE:
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
+        for keepalive, value in _TCP_KEEPALIVE:
+            listener.setsockopt(socket.IPPROTO_TCP, keepalive, value)
         listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
@@ -165,7 +161,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         raise ConfigError(
-            f"{_OPTION}: cannot bind {host}:{port} ({error.strerror}); another process has it, or the address "
+            f"{option}: cannot bind {host}:{port} ({error.strerror}); another process has it, or the address "
             "is not ours"
         ) from None
     return listener
