@@ -39,8 +39,6 @@ from triptych.types.exit_codes import ExitCode
 from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from services.frontend.openai.server import HttpServer
     from services.frontend.text_model import TextModel
 
@@ -104,6 +102,7 @@ class FrontendApp(ServiceApp):
         """Start the HTTP server and return its port."""
         # Slow to import; the engines are dialed in the meantime.
         from services.frontend.openai.app import create_app
+        from services.frontend.openai.server import HttpServer
 
         config = self.config.frontend
         app = create_app(
@@ -112,31 +111,38 @@ class FrontendApp(ServiceApp):
             _split(config.cors_origins),
             refuses_unknown=config.unknown_fields == "refuse",
         )
-        return await self._serve(app, config.host, config.http_port, "frontend.http_port")
+        server = HttpServer(
+            app,
+            config.host,
+            config.http_port,
+            client_timeout_s=config.client_timeout_s,
+            tls=self.server_tls,
+        )
+        return await self._serve("http", server)
 
     async def _start_admin_http(self) -> int:
         """Start the HTTP server of the operators' calls and return its port."""
+        from services.frontend.openai.server import HttpServer
         from services.frontend.operators.app import create_operators_app
 
         config = self.config.frontend
         app = create_operators_app(self._router, self._generator, self._keys)
-        return await self._serve(app, config.admin_host, config.admin_http_port, "frontend.admin_http_port")
-
-    async def _serve(self, app: FastAPI, host: str, port: int, option: str) -> int:
-        from services.frontend.openai.server import HttpServer
-
         server = HttpServer(
             app,
-            host,
-            port,
-            option=option,
-            client_timeout_s=self.config.frontend.client_timeout_s,
+            config.admin_host,
+            config.admin_http_port,
+            option="frontend.admin_http_port",
+            client_timeout_s=config.client_timeout_s,
             tls=self.server_tls,
         )
+        return await self._serve("admin-http", server)
+
+    async def _serve(self, name: str, server: HttpServer) -> int:
+        """Start a server and return its port."""
         self._http_servers.append(server)
-        bound = await server.start()
-        self.start_background(option.removesuffix("_port"), server.wait_stopped())
-        return bound
+        port = await server.start()
+        self.start_background(name, server.wait_stopped())
+        return port
 
     async def drain(self) -> None:
         log.info("stopping: draining %d requests", self._generator.num_active)

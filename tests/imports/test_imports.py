@@ -56,6 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "services.frontend.grpc": {"grpc", "google"},
     "services.frontend.requests.grammar_process": {"llguidance"},
     "services.frontend.anthropic": HTTP,
+    "services.frontend.operators": HTTP,
+    "services.frontend.operators.routes": HTTP | {"grpc", "google"},
     "services.frontend.openai": HTTP | {"prometheus_client", "numpy", "orjson"},
     "services.enginecore": {"numpy"},
     "services.enginecore.frontends.servicer": {"grpc"},
