@@ -74,7 +74,7 @@ def make_jobs(
             violations.append(
                 FieldViolation(name, f"{len(columns[name])} of them for {len(prompts)} prompts")
             )
-    for timeout_s in dict.fromkeys(columns["timeout_s"]):
+    for timeout_s in columns["timeout_s"]:
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
             violations.append(
                 FieldViolation("timeout_s", f"{timeout_s!r:.40} is not a time in seconds above 0")

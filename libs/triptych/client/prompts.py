@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, TypeAlias, TypedDict, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from triptych.client.conversation import Conversation, fill_messages
 from triptych.errors import FieldViolation, InvalidRequest
@@ -16,12 +16,9 @@ Prompt: TypeAlias = str | Sequence[int] | Conversation
 """Text, token ids, or a conversation for the model's chat template."""
 
 
-class PromptDict(TypedDict, total=False):
-    """A prompt as a dictionary, in vLLM's form. It has `prompt_token_ids` or `prompt`; the ids count if it has both."""
-
-    prompt: str
-    prompt_token_ids: Sequence[int]
-    cache_salt: str
+PromptDict: TypeAlias = Mapping[str, Any]
+"""A prompt in vLLM's form. It has `prompt` (a text) or `prompt_token_ids`, which count if it has both, and perhaps a
+`cache_salt`."""
 
 
 class SupportsArray(Protocol):
