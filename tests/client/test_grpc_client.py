@@ -6,9 +6,12 @@ import asyncio
 import socket
 import time
 
+import grpc
+import grpc.aio
 import pytest
 
 from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
+from triptych.client.dialer import Dialer
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
 from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest, QueueFull
@@ -78,6 +81,18 @@ async def test_a_connection_that_breaks_after_output_is_generation_lost(client, 
     with pytest.raises(GenerationLost):
         async for _ in client.generate("a b c"):
             pass
+
+
+@pytest.mark.parametrize(("has_output", "kind"), [(False, EngineUnavailable), (True, GenerationLost)])
+async def test_a_status_that_grpc_lost_is_no_bug_of_the_server(has_output, kind):
+    dialer = Dialer("127.0.0.1:1")
+    nothing = grpc.aio.Metadata()
+    lost = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, nothing, nothing, details="Internal error from Core"
+    )
+    with pytest.raises(kind, match=r"127\.0\.0\.1:1 ended the call for a reason that was lost"):
+        raise dialer.to_typed_error(lost, has_output)
+    await dialer.close()
 
 
 async def test_closing_the_iterator_aborts_the_request(client, frontend):

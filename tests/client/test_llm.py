@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from types import NoneType
 
 import numpy as np
@@ -314,6 +315,24 @@ def test_a_closed_llm_says_so(frontend):
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
+
+
+def test_closing_ends_what_another_thread_waits_for(frontend):
+    llm = LLM(address=frontend.address)
+    outcomes = []
+
+    def generate():
+        try:
+            llm.generate("hang", use_tqdm=False)
+        except CancelledError as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    wait_until(lambda: frontend.num_running == 1)
+    llm.close()
+    thread.join(timeout=10)
+    assert len(outcomes) == 1
 
 
 def test_options_of_a_stack_are_refused_for_one_that_runs(frontend):

@@ -79,6 +79,7 @@ def make_jobs(
             violations.append(
                 FieldViolation("timeout_s", f"{timeout_s!r:.40} is not a time in seconds above 0")
             )
+            break
     if violations:
         raise InvalidRequest(violations)
     jobs = []

@@ -50,7 +50,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Stop the loop and join the thread; a second call does nothing."""
+        """Cancel what runs, stop the loop and join the thread; a second call does nothing."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -61,6 +61,10 @@ class LoopThread:
         try:
             self._loop.run_forever()
         finally:
+            if tasks := asyncio.all_tasks(self._loop):  # of other threads, which wait for them
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
