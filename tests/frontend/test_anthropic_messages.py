@@ -398,7 +398,10 @@ async def test_what_nobody_has_built_is_refused_by_name(fields: dict[str, Any], 
 async def test_what_clients_send_and_nothing_depends_on_is_accepted() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     body: Any = {
-        "system": [{"type": "text", "text": "Be brief.", **cached}],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1a2b;"},
+            {"type": "text", "text": "Be brief.", **cached},
+        ],
         "tools": [ADD | cached | {"type": "custom", "strict": True}],
         "service_tier": "auto",
         "metadata": {"user_id": None},
@@ -406,6 +409,7 @@ async def test_what_clients_send_and_nothing_depends_on_is_accepted() -> None:
     }
     async with http_api() as (_, client, engine):
         await create(client, **body)
+        assert "system: Be brief.\nuser: Hi" in prompt_of(engine)
         await client.beta.messages.create(
             model="tiny", max_tokens=9, messages=[USER], betas=["context-1m-2025-08-07"]
         )

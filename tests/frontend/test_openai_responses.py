@@ -223,6 +223,20 @@ async def test_demanded_calls_and_one_call_at_a_time() -> None:
         assert "add" not in prompt_of(engine)
 
 
+async def test_a_call_of_a_function_in_a_namespace_names_it() -> None:
+    clocks = {"type": "namespace", "name": "clocks", "description": "Clocks.", "tools": [NOW]}
+    async with http_api() as (api, engine):
+        response = await create(api, tools=[ADD, clocks])
+        events = await events_of(api, tools=[ADD, clocks])
+        assert prompt_of(engine).count("now(") == 1
+        with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.tools\[0\]\.custom: this version"):
+            await create(api, tools=[{**clocks, "tools": [{"type": "custom", "name": "x"}]}])
+    add, now = response.output[2:]
+    assert (add.namespace, now.namespace) == (None, "clocks")
+    assert events[-1]["response"]["output"][3]["namespace"] == "clocks"
+    assert response.tools[1].tools[0].name == "now"
+
+
 async def test_effort_goes_to_the_template_and_reasoning_can_be_left_out() -> None:
     async with http_api("so\n</think>\n\nYes") as (api, engine):
         fields: Any = {"chat_template_kwargs": {"opens": True}, "include_reasoning": False}
@@ -393,6 +407,7 @@ async def test_what_clients_send_and_nothing_depends_on_is_accepted() -> None:
         "text": {"format": {"type": "text"}, "verbosity": "medium"}, "reasoning": {"effort": None, "summary": "auto"},
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "x", "safety_identifier": "y",
         "service_tier": "auto", "truncation": "disabled", "max_tool_calls": 3, "user": "ann",
+        "client_metadata": {"x": "y"},
     }  # fmt: skip
     async with http_api("Hello") as (api, engine):
         response = await create(api, extra_body=neutral)

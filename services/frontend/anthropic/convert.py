@@ -30,6 +30,7 @@ from triptych.errors import FieldViolation, InvalidRequest
 
 CHAT_PATHS = {"prompt": "messages", "template_kwargs": "chat_template_kwargs", "tools.function": ""}
 """Fields of a `RawChat` -> their paths in a body, where they differ."""
+_ATTRIBUTION = "x-anthropic-billing-header:"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -115,8 +116,11 @@ def _read_form(body: MessagesRequest) -> Form:
 
 def _to_turns(body: MessagesFields) -> Turns:
     turns = Turns()
-    if body.system:
-        turns.add("system", _text_of(body.system), "system")
+    system = body.system
+    if isinstance(system, list):
+        system = [part for part in system if not _is_attribution(part)]
+    if system:
+        turns.add("system", _text_of(system), "system")
     for number, turn in enumerate(body.messages or ()):
         path = f"messages[{number}].content"
         match turn:
@@ -131,6 +135,14 @@ def _to_turns(body: MessagesFields) -> Turns:
         why = "the last turn is one of the assistant without text to go on with; send what comes after it"
         turns.violations.append(FieldViolation("messages", why))
     return turns
+
+
+def _is_attribution(part: Part) -> bool:
+    """Return whether a block of the system prompt is Claude Code's note on itself.
+
+    It says nothing to the model, and differs from request to request: no prefix would be found in the cache.
+    """
+    return isinstance(part, TextBlock) and part.text.startswith(_ATTRIBUTION)
 
 
 def _add_user(turns: Turns, turn: UserTurn, path: str) -> None:

@@ -61,6 +61,8 @@ class FunctionCallItem(Answer):
     call_id: str
     """For the item of type function_call_output that has its result."""
     name: str
+    namespace: str | None = None
+    """The namespace of the tool, if it is in one."""
     arguments: str
     """JSON text, as the model wrote it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.frontend.openai.responses.schema import (
     InputReasoning,
     InputText,
     NamedFunction,
+    NamespaceTool,
     OutputText,
     Refusal,
     ResponsesRequest,
@@ -45,6 +46,8 @@ class ResponsesOptions:
     wants_logprobs: bool
     repeated: dict[str, Any]
     """Fields of the request that its answer repeats."""
+    namespaces: dict[str, str]
+    """Name of a tool -> its namespace, of those that are in one."""
 
 
 def responses_request(body: ResponsesRequest, *, label: str, deadline_s: float | None) -> RawRequest:
@@ -75,7 +78,13 @@ def responses_request(body: ResponsesRequest, *, label: str, deadline_s: float |
 
 def answer_options(body: ResponsesRequest) -> ResponsesOptions:
     """Return how the answer is to be sent."""
-    return ResponsesOptions(bool(body.stream), _wants_logprobs(body), _repeated(body))
+    namespaces = {
+        function.name: tool.name
+        for tool in body.tools or ()
+        if isinstance(tool, NamespaceTool)
+        for function in _functions([tool])
+    }
+    return ResponsesOptions(bool(body.stream), _wants_logprobs(body), _repeated(body), namespaces)
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
@@ -110,7 +119,7 @@ def _to_chat(body: ResponsesRequest, turns: Turns) -> RawChat:
     return RawChat(
         messages=turns.messages,
         template_kwargs={**reasoning_variables(effort), **(body.chat_template_kwargs or {})},
-        tools=[_to_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)],
+        tools=list(map(_to_tool, _functions(body.tools or ()))),
         tool_choice=choice.name if isinstance(choice, NamedFunction) else _word(choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         includes_reasoning=body.include_reasoning is not False,
@@ -119,6 +128,14 @@ def _to_chat(body: ResponsesRequest, turns: Turns) -> RawChat:
 
 def _word(choice: Any) -> str:
     return choice if isinstance(choice, str) else "auto"
+
+
+def _functions(tools: Sequence[Part]) -> Iterator[FunctionTool]:
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            yield tool
+        elif isinstance(tool, NamespaceTool):
+            yield from _functions(tool.tools)
 
 
 def _to_tool(tool: FunctionTool) -> dict[str, Any]:
@@ -182,19 +199,22 @@ def _repeated(body: ResponsesRequest) -> dict[str, Any]:
         "store": False,
         "text": {"format": format},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else _word(choice),
-        "tools": [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
-            for tool in body.tools or ()
-            if isinstance(tool, FunctionTool)
-        ],
+        "tools": list(map(_repeated_tool, body.tools or ())),
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
         "user": body.user,
         **{name: getattr(body, name) for name in ("temperature", "top_p")},
     }
+
+
+def _repeated_tool(tool: Part) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        tools = list(map(_repeated_tool, tool.tools))
+        return {
+            "type": "namespace",
+            "name": tool.name,
+            "description": tool.description or "",
+            "tools": tools,
+        }
+    names = ("type", "name", "description", "parameters", "strict")
+    return {name: getattr(tool, name, None) for name in names}

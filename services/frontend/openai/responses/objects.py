@@ -24,12 +24,20 @@ class ResponsesFormat:
     """/v1/responses: one object per HTTP request."""
 
     def __init__(
-        self, *, request_id: str, created_unix_s: int, repeated: Mapping[str, Any], wants_logprobs: bool
+        self,
+        *,
+        request_id: str,
+        created_unix_s: int,
+        repeated: Mapping[str, Any],
+        wants_logprobs: bool,
+        namespaces: Mapping[str, str],
     ) -> None:
         """
         Args:
             repeated: Fields of the request that the answer repeats.
+            namespaces: Name of a tool -> its namespace, of those that are in one.
         """
+        self._namespaces = namespaces
         self.answer_id = f"resp_{request_id}"
         self._request_id = request_id
         self._shared = {
@@ -126,6 +134,8 @@ class ResponsesFormat:
             case BlockKind.TEXT:
                 return {"type": "message", **item, "role": "assistant", "content": parts}
         call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+        if block.name in self._namespaces:
+            call["namespace"] = self._namespaces[block.name]
         return {"type": "function_call", **item, **call}
 
     def _part(self, block: Block) -> dict[str, Any]:

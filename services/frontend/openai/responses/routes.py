@@ -35,5 +35,6 @@ async def create_response(request: Request, timeout_s: TimeoutS = None) -> Respo
         created_unix_s=int(time.time()),
         repeated=options.repeated,
         wants_logprobs=options.wants_logprobs,
+        namespaces=options.namespaces,
     )
     return await answer_in_blocks(request, raw, format, is_streamed=options.is_streamed)

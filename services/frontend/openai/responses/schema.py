@@ -173,6 +173,20 @@ class FunctionTool(Function):
     output_schema: Any = ignored()
 
 
+class NamespaceTool(Part):
+    """Functions that belong together. A call of one has the `namespace`; the model sees all functions side by side."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, kind("function")] | _Other, by_kind("a tool with a type", "function")
+        ]
+    ]
+    description: str | None = None
+    """Repeated in the answer."""
+
+
 class NamedFunction(Part):
     """A tool that the model has to call."""
 
@@ -236,15 +250,17 @@ class ResponsesRequest(GenerationBody):
         Annotated[
             list[
                 Annotated[
-                    Annotated[FunctionTool, kind("function")] | _Other,
-                    by_kind("a tool with a type", "function"),
+                    Annotated[FunctionTool, kind("function")]
+                    | Annotated[NamespaceTool, kind("namespace")]
+                    | _Other,
+                    by_kind("a tool with a type", "function", "namespace"),
                 ]
             ],
             MaxLen(MAX_TOOLS),
         ]
         | None
     ) = None
-    """Tools that the model may call: functions."""
+    """Tools that the model may call: functions, alone or in namespaces."""
     tool_choice: (
         Annotated[
             Annotated[Literal["auto", "none", "required"], kind("text")]
@@ -285,5 +301,6 @@ class ResponsesRequest(GenerationBody):
     n: Any = not_served(1)
     previous_response_id: Any = not_served()
     prompt: Any = not_served()
+    client_metadata: Any = ignored()
     max_tool_calls: Any = ignored()
     prompt_cache_options: Any = ignored()
