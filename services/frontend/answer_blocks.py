@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
 
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
+
 
 class BlockKind(Enum):
     """The content of a block."""
@@ -90,6 +92,11 @@ class BlockAnswer:
     def has_calls(self) -> bool:
         return any(block.kind is BlockKind.CALL for block in self.blocks)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer has ended before the model was done."""
+        return self.finish_reason in _CUT
+
     def admit(self, event: AdmittedEvent) -> None:
         """Take in that the engine has the request."""
         self.model, self.num_prompt_tokens = event.model, len(event.prompt_token_ids)
@@ -111,7 +118,7 @@ class BlockAnswer:
         yield from self._add_text(text)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            yield from self._end(is_cut=delta.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT))
+            yield from self._end(is_cut=self.is_cut)
 
     def _add_text(self, text: str) -> Iterator[Step]:
         if text:

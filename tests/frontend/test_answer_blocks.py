@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from itertools import count, pairwise
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage
 from services.frontend.answer_text import join_deltas
+from services.frontend.anthropic.objects import MessagesFormat
+from services.frontend.openai.responses.objects import ResponsesFormat
 from tests.frontend import test_anthropic_messages as messages
 from tests.frontend import test_openai_responses as responses
 from tests.frontend.test_tools import EOS_ID, TALKATIVE, TOKENIZER
@@ -23,7 +26,7 @@ from tests.helpers.http_api import HttpApi, open_api
 from triptych.text.answer_parser import AnswerParser
 from triptych.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishReason
+from triptych.types.outputs import FinishReason, ToolCallDelta
 
 TOOLS: Any = {"add": {}, "now": {}}
 _JSON = st.dictionaries(st.sampled_from(["a", "größe", 'q"']), st.one_of(st.integers(), st.text(max_size=5)))
@@ -84,6 +87,29 @@ def test_any_cut_into_deltas_gives_the_same_blocks(text: str, data: st.DataObjec
     assert all(
         block.kind is not other.kind or block.kind is BlockKind.CALL for block, other in pairwise(whole)
     )
+
+
+ENDS = {
+    FinishReason.STOP: ("completed", None, "end_turn"),
+    FinishReason.TOOL_CALLS: ("completed", None, "tool_use"),
+    FinishReason.LENGTH: ("incomplete", {"reason": "max_output_tokens"}, "max_tokens"),
+    FinishReason.ABORT: ("incomplete", None, "max_tokens"),
+    FinishReason.REPETITION: ("incomplete", None, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason is not FinishReason.UNKNOWN])
+def test_every_end_has_its_words(reason: FinishReason) -> None:
+    answer = BlockAnswer()
+    calls = (ToolCallDelta(0, "c", "now", "{}"),) if reason is FinishReason.TOOL_CALLS else ()
+    *_, last = answer.add(DeltaEvent(0, "" if calls else "x", (), (), reason, tool_calls=calls))
+    response = ResponsesFormat(
+        request_id="r", created_unix_s=0, repeated={}, wants_logprobs=False, namespaces={}
+    ).whole(answer)
+    message = MessagesFormat(request_id="r").whole(answer)
+    ends = (response["status"], response["incomplete_details"], message["stop_reason"])
+    assert ends == ENDS[reason]
+    assert last.block.is_cut is (response["output"][0]["status"] == "incomplete") is answer.is_cut
 
 
 @asynccontextmanager

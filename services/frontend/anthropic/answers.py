@@ -65,7 +65,8 @@ class MessageAnswer(Answer):
     model: str
     content: list[Content]
     stop_reason: StopReason | None
-    """Null at the beginning of a stream; max_tokens also where the request was aborted."""
+    """Null at the beginning of a stream; max_tokens also where the request was aborted, or the output repeated
+    itself."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
     usage: MessageUsage

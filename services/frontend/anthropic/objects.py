@@ -8,7 +8,7 @@ from typing import Any
 from services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage, Step
 from services.frontend.openai.errors import Dialect, HttpError
 from services.frontend.openai.objects import to_json
-from triptych.types.outputs import FinishReason, Usage
+from triptych.types.outputs import Usage
 
 INVALID_JSON = "INVALID_JSON"
 """The field that holds arguments of a call that are no JSON object: `input` is always one."""
@@ -126,7 +126,7 @@ def _ending(answer: BlockAnswer) -> dict[str, Any]:
     sequence = answer.stop_reason if isinstance(answer.stop_reason, str) else None
     if sequence is not None:
         reason = "stop_sequence"
-    elif answer.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
+    elif answer.is_cut:
         reason = "max_tokens"
     else:
         reason = "tool_use" if answer.has_calls else "end_turn"

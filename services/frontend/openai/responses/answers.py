@@ -111,7 +111,7 @@ class ResponseAnswer(Answer):
     error: ResponseFailure | None
     """Why it failed; only in the last event of a stream."""
     incomplete_details: IncompleteDetails | None
-    """Null also where the request was aborted."""
+    """Null also where the request was aborted, or the output repeated itself."""
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None

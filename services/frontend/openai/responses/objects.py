@@ -52,11 +52,10 @@ class ResponsesFormat:
 
     def whole(self, answer: BlockAnswer) -> dict[str, Any]:
         """Return the answer to a request that does not stream."""
-        is_cut = answer.finish_reason is FinishReason.LENGTH
-        status = "incomplete" if is_cut or answer.finish_reason is FinishReason.ABORT else "completed"
+        has_enough = answer.finish_reason is FinishReason.LENGTH
         return {
-            **self._response(answer, status),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            **self._response(answer, "incomplete" if answer.is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if has_enough else None,
             "output": self._items(answer.blocks),
             "usage": _usage(answer.usage),
         }
