@@ -110,12 +110,14 @@ class FrontendApp(ServiceApp):
             self._keys,
             _split(config.cors_origins),
             refuses_unknown=config.unknown_fields == "refuse",
+            ping_interval_s=config.ping_interval_s,
         )
         server = HttpServer(
             app,
             config.host,
             config.http_port,
             client_timeout_s=config.client_timeout_s,
+            max_connections=config.max_connections,
             tls=self.server_tls,
         )
         return await self._serve("http", server)

@@ -71,14 +71,20 @@ async def open_api(
     tls: ServerTls | None = None,
     cors_origins: Sequence[str] = (),
     refuses_unknown: bool = True,
+    ping_interval_s: float = 15.0,
+    max_connections: int = 8192,
 ) -> AsyncIterator[HttpApi]:
     """Over a new fake generator, or over the given one, of any kind.
 
     The clients know neither `keys` nor `tls`.
     """
     generator = generator or FakeGenerator()
-    app = create_app(generator, keys, cors_origins, refuses_unknown=refuses_unknown)
-    server = HttpServer(app, "127.0.0.1", 0, client_timeout_s=client_timeout_s, tls=tls)
+    app = create_app(
+        generator, keys, cors_origins, refuses_unknown=refuses_unknown, ping_interval_s=ping_interval_s
+    )
+    server = HttpServer(
+        app, "127.0.0.1", 0, client_timeout_s=client_timeout_s, max_connections=max_connections, tls=tls
+    )
     port = await server.start()
     address = f"http://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

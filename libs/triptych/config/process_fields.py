@@ -89,6 +89,16 @@ class FrontendConfig:
         FRONTEND,
         gt=0,
     )
+    ping_interval_s: float = value(
+        15.0,
+        "Seconds after which a stream over HTTP that has nothing to say sends a comment, so that proxies keep it open. "
+        "0: never.",
+        FRONTEND,
+        ge=0,
+    )
+    max_connections: int = value(
+        8192, "HTTP connections at once; one more is answered 503 and closed.", FRONTEND, ge=1
+    )
     api_keys_file: str = value(
         "",
         "File of the API keys that clients must send, see `triptych keys --help`; read again when it changes. "

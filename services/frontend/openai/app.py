@@ -31,6 +31,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     *,
     refuses_unknown: bool = True,
+    ping_interval_s: float = 15.0,
 ) -> FastAPI:
     """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it.
 
@@ -38,6 +39,7 @@ def create_app(
         keys: The API keys that requests must send. None: none is asked for.
         cors_origins: Origins whose pages may call from a browser; `*`: any.
         refuses_unknown: See `BodyReader`.
+        ping_interval_s: Time after which a stream that has nothing to say sends a comment. 0: never.
     """
     app = FastAPIOffline(
         title="Triptych",
@@ -52,6 +54,7 @@ def create_app(
     )
     app.state.generator = generator
     app.state.in_flight = InFlight()
+    app.state.ping_interval_s = ping_interval_s
     app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
     for module in (routes, responses_routes, anthropic_routes, token_routes, status_routes):
         app.include_router(module.router)

@@ -17,7 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from triptych.errors import ConfigError
+from services.frontend.openai.errors import json_response, to_http_error
+from triptych.errors import ConfigError, EngineUnavailable
 from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class HttpServer:
         *,
         option: str = "frontend.http_port",
         client_timeout_s: float = 60.0,
+        max_connections: int = 8192,
         tls: ServerTls | None = None,
     ) -> None:
         """
@@ -47,7 +49,7 @@ class HttpServer:
             app: Has the requests that run in `state.in_flight`.
             port: 0: any free one.
             option: The option that the port comes from, for errors.
-            client_timeout_s: See `BoundedConnection`.
+            client_timeout_s, max_connections: See `BoundedConnection`.
             tls: None: plain HTTP.
         """
         self._app = app
@@ -58,7 +60,9 @@ class HttpServer:
             self._app,
             http=cast(
                 type[asyncio.Protocol],
-                functools.partial(BoundedConnection, client_timeout_s=client_timeout_s),
+                functools.partial(
+                    BoundedConnection, client_timeout_s=client_timeout_s, max_connections=max_connections
+                ),
             ),
             ws="none",
             loop="none",  # it runs on the loop that is there
@@ -167,22 +171,48 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
     return listener
 
 
+def _answer_when_full() -> bytes:
+    error = EngineUnavailable("this server has as many connections as it may have; try again")
+    refusal = to_http_error(error, "")
+    answer = json_response(refusal.body, headers=refusal.headers)
+    headers = {**answer.headers, "connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {refusal.status} Service Unavailable\r\n{head}\r\n".encode() + bytes(answer.body)
+
+
+_FULL = _answer_when_full()
+
+
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection with two deadlines, which uvicorn does not have.
+    """uvicorn's connection with two deadlines, which uvicorn does not have, and a bound on how many there are.
 
     A request must have arrived whole `client_timeout_s` after the connection was made or its first byte came. A
-    client that reads nothing of an answer for so long is dropped; the coroutine that answers it is cancelled.
+    client that reads nothing of an answer for so long is dropped; the coroutine that answers it is cancelled. A
+    connection above `max_connections` is told to come back, whatever it sends.
     """
 
-    def __init__(self, *arguments: Any, client_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, client_timeout_s: float, max_connections: int, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._client_timeout_s = client_timeout_s
+        self._max_connections = max_connections
+        self._is_refused = False
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_request()
+        if len(self.connections) > self._max_connections:
+            self._is_refused = True
+            transport.write(_FULL)
+            # A close with unread bytes would be a reset, which can overtake the answer.
+            self.loop.call_later(_GOODBYE_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._cancel(self._arrival)

@@ -119,6 +119,7 @@ def _total_ns(timings: StageTimings) -> int:
     return timings.queued_ns + timings.prefill_ns + timings.decode_ns
 
 
+_PING = b": ping\n\n"
 DONE = "data: [DONE]\n\n"
 
 
@@ -191,6 +192,42 @@ def _error_event(error: HttpError) -> str:
     return f"data: {to_json(error.body)}\n\n"
 
 
+class _Pings:
+    """Comments in a stream that has said nothing for a while: proxies close what looks idle."""
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        """`interval_s`: 0: none are sent."""
+        self._send = send
+        self._interval_s = interval_s
+        self._now = asyncio.get_running_loop().time
+        self._sent_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Called when the answer has begun."""
+        if self._interval_s:
+            self._task = asyncio.create_task(self._run(), name="pings")
+
+    def note_sent(self) -> None:
+        """A chunk is about to be sent."""
+        self._sent_at = self._now()
+
+    async def aclose(self) -> None:
+        """Send no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            wait_s = self._sent_at + self._interval_s - self._now()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            self.note_sent()
+            await self._send({"type": "http.response.body", "body": _PING, "more_body": True})
+
+
 class EventStream(Response):
     """Sends chunks until they end, its client leaves, or something fails.
 
@@ -219,7 +256,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._in_flight.run(receive, self._send_all(send))
+            await self._in_flight.run(receive, self._send_all(send, scope["app"].state.ping_interval_s))
         except ClientGone:
             return
         except Exception as error:
@@ -228,8 +265,9 @@ class EventStream(Response):
             event = self._failure(to_http_error(error, self._request_id))
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._chunks):
+    async def _send_all(self, send: Send, ping_interval_s: float) -> None:
+        pings = _Pings(send, ping_interval_s)
+        async with aclosing(self._chunks), aclosing(pings):
             async for chunk in self._chunks:
                 if not self._has_started:
                     await send(
@@ -240,5 +278,7 @@ class EventStream(Response):
                         }
                     )
                     self._has_started = True
+                    pings.start()
+                pings.note_sent()
                 await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
