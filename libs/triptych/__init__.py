@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from triptych.client.batch import PartialFailure
     from triptych.client.beam_search import BeamSearchParams
     from triptych.client.llm import LLM
+    from triptych.types.output_limits import RepetitionDetection
     from triptych.types.outputs import CompletionOutput, RequestOutput
-    from triptych.types.sampling import OutputKind, RepetitionDetection, SamplingParams
+    from triptych.types.sampling import OutputKind, SamplingParams
     from triptych.types.structured import StructuredOutputs
 
     __version__: str
@@ -43,7 +44,7 @@ _NAME_TO_MODULE = {
     "BeamSearchParams": "triptych.client.beam_search",
     "OutputKind": "triptych.types.sampling",
     "PartialFailure": "triptych.client.batch",
-    "RepetitionDetection": "triptych.types.sampling",
+    "RepetitionDetection": "triptych.types.output_limits",
     "SamplingParams": "triptych.types.sampling",
     "StructuredOutputs": "triptych.types.structured",
     "CompletionOutput": "triptych.types.outputs",

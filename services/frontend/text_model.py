@@ -22,6 +22,7 @@ from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import Tokenizer
 from triptych.text.tool_formats import choose_reasoning_format, choose_tool_format
+from triptych.types.output_limits import ThinkingBudget
 from triptych.types.step import U32
 
 # 4 kB tokenize in about 1.3 ms: as long as a small model's step. What is longer goes to a thread.
@@ -149,6 +150,30 @@ class TextModel:
             names_tool=chat.tool_choice not in TOOL_CHOICES,
         )
 
+    def thinking_budget(
+        self, num_tokens: int, prompt_token_ids: U32, *, is_open: bool | None, path: str
+    ) -> ThinkingBudget:
+        """Return a budget as the worker takes it.
+
+        Args:
+            is_open: Whether the prompt has opened the reasoning. None: find it out.
+            path: The field in the client's words.
+
+        Raises:
+            InvalidRequest: It is not known how this model thinks, or how to end it.
+        """
+        reasoning = self._reasoning_format
+        if reasoning is None:
+            why = "it is not known how this model thinks: leave it out, or set frontend.reasoning_parser"
+            raise InvalidRequest(path, why)
+        opening_id, closing_id = map(self.tokenizer.token_id, (reasoning.opening, reasoning.closing))
+        if opening_id is None or closing_id is None:
+            why = f"{reasoning.opening} and {reasoning.closing} are not one token each of this model; leave it out"
+            raise InvalidRequest(path, why)
+        if is_open is None:
+            is_open = _last_place(prompt_token_ids, opening_id) > _last_place(prompt_token_ids, closing_id)
+        return ThinkingBudget(num_tokens, opening_id, closing_id, is_open)
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids, each in the vocabulary."""
         return await self.run(
@@ -194,3 +219,9 @@ class TextModel:
             )
         except InvalidRequest as error:
             raise InvalidRequest([FieldViolation(path, v.description) for v in error.violations]) from error
+
+
+def _last_place(token_ids: U32, token_id: int) -> int:
+    """Return the last place of a token, or -1."""
+    places = np.flatnonzero(token_ids == token_id)
+    return int(places[-1]) if len(places) else -1

@@ -8,8 +8,9 @@ from hypothesis import given
 
 from services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, naive_generation
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import RepetitionDetection, SamplingParams
+from triptych.types.sampling import SamplingParams
 
 
 def naive(output: list[int], detection: RepetitionDetection) -> bool:

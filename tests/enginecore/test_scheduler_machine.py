@@ -25,8 +25,9 @@ from tests.helpers.scheduling import (
     request_in,
 )
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import RepetitionDetection, SamplingParams
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 
 MAX_MODEL_LEN = 40

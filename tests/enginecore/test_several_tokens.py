@@ -19,8 +19,9 @@ from tests.helpers.scheduling import (
     owners_of,
 )
 from triptych.errors import ProtocolViolation
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import RepetitionDetection, SamplingParams
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, StepPlan, StepResult
 
 

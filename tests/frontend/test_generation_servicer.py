@@ -23,8 +23,9 @@ from tests.helpers.grpc_api import TOKENIZER, alphabet, ask, error_of, open_api
 from triptych import errors
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.types.events import DeltaEvent, Event
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import OutputKind, RepetitionDetection
+from triptych.types.sampling import OutputKind
 from triptych.v1 import (
     chat_pb2,
     generation_pb2,

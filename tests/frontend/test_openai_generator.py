@@ -13,8 +13,8 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import open_api
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import RepetitionDetection
 from triptych.types.submit import SubmitRequest
 
 TOKENIZER = byte_tokenizer()

@@ -12,16 +12,18 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from services.frontend.requests.forced_calls import forced_form
 from services.frontend.requests.raw import RawChat
 from tests.helpers import grpc_api
-from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
+from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.errors import InvalidRequest
 from triptych.text.tokenizer import Tokenizer
+from triptych.types.output_limits import ThinkingBudget
 from triptych.types.submit import SubmitRequest
 from triptych.v1 import output_pb2
 
@@ -387,3 +389,55 @@ async def test_what_is_wrong_with_tools_is_named_over_grpc(chat: dict[str, Any],
         error = await grpc_api.error_of(api.generation.StreamGenerate(grpc_api.ask(chat=chat)))
     assert isinstance(error, InvalidRequest)
     assert re.match(f"{field}: ", str(error))
+
+
+def thinking_tokenizer() -> Tokenizer:
+    """As `TOKENIZER`, with one token for each mark of the reasoning."""
+    backend = byte_backend()
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    return Tokenizer(backend, {"chat_template": TOKENIZER.chat_template})
+
+
+async def test_a_thinking_budget_reaches_the_engine_with_its_tokens() -> None:
+    tokenizer = thinking_tokenizer()
+    opening_id, closing_id = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    assert opening_id is not None
+    assert closing_id is not None
+    opened = {"chat_template_kwargs": {"opens": True}}
+    model = replace(TALKATIVE, vocab_size=1000)
+    async with (
+        FakeEngine(say("Yes"), model=model) as engine,
+        frontend_core(engine, tokenizer=tokenizer) as core,
+        open_api(core.generator) as api,
+    ):
+        await chat(api, extra_body={"thinking_token_budget": 5})
+        await chat(api, extra_body={"thinking_token_budget": 0, **opened})
+        for prompt in ("<think>a", "<think>a</think>b"):
+            body: dict[str, Any] = {"thinking_token_budget": 7}
+            await api.client.completions.create(model="tiny", prompt=prompt, extra_body=body)
+        await chat(api, extra_body={"thinking_token_budget": -1})
+    assert [choice.sampling.thinking_token_budget for choice in engine.submitted] == [
+        ThinkingBudget(5, opening_id, closing_id, is_open=False),
+        ThinkingBudget(0, opening_id, closing_id, is_open=True),
+        ThinkingBudget(7, opening_id, closing_id, is_open=True),
+        ThinkingBudget(7, opening_id, closing_id, is_open=False),
+        None,
+    ]
+    async with (
+        FakeEngine(say("Yes"), model=model) as engine,
+        grpc_api.open_api(engine, tokenizer=tokenizer) as grpc,
+    ):
+        length = {"thinking_token_budget": 9}
+        await grpc.generation.Generate(grpc_api.ask(text="a", length=length))
+    (choice,) = engine.submitted
+    assert choice.sampling.thinking_token_budget == ThinkingBudget(9, opening_id, closing_id, is_open=False)
+
+
+@pytest.mark.parametrize(
+    ("parser", "why"), [("auto", "are not one token each"), ("none", "not known how this model thinks")]
+)
+async def test_a_thinking_budget_that_cannot_be_kept_is_refused(parser: str, why: str) -> None:
+    async with http_api("Yes", reasoning_parser=parser) as (api, _):
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
+            await chat(api, extra_body={"thinking_token_budget": 5})
+    assert caught.value.param == "thinking_token_budget"

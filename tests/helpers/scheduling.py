@@ -19,8 +19,9 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
-from triptych.types.sampling import RepetitionDetection, SamplingParams
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import (
     NewRow,
     PromptLogprobs,

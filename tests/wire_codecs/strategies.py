@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
+from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -22,7 +23,7 @@ from triptych.types.outputs import (
     TokenLogprobs,
     Usage,
 )
-from triptych.types.sampling import SAMPLING_FIELDS, RepetitionDetection, SamplingParams
+from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import (
     LogprobColumns,
     NewRow,
@@ -85,6 +86,8 @@ sampling = build(
     prompt_logprobs=st.none() | st.integers(-1, 20),
     logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=token_ids,
+    thinking_token_budget=st.none()
+    | build(ThinkingBudget, num_tokens=u32, opening_id=u32, closing_id=u32, is_open=st.booleans()),
     repetition_detection=st.none()
     | build(RepetitionDetection, max_pattern_size=u32, min_count=u32, min_pattern_size=u32),
     structured_outputs=st.none() | words.filter(bool).map(compiled),

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, cast
 from triptych.client.conversation import DEFAULT_CHAT, ChatOptions, Conversation, fill_chat
 from triptych.client.prompts import Prompt, is_conversation, parse_prompt, show
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, RepetitionDetection, SamplingParams
+from triptych.types.output_limits import RepetitionDetection
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingParams
 from triptych.types.structured import StructuredOutputs
 from triptych.v1 import common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, SAMPLING_PATHS

@@ -15,6 +15,7 @@ from numbers import Real
 from operator import attrgetter
 from typing import Any
 
+from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.structured import StructuredOutputs
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
@@ -25,7 +26,6 @@ MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 _MAX_STOP_STRINGS = 32
 _MAX_STOP_CHARS = 256
 _MAX_BAD_WORDS = 128
-MAX_REPETITION = 1024  # tokens of a pattern, and how often it repeats
 _U32_MAX = (1 << 32) - 1
 _FLOAT32_OF_0_01 = 0.009999999776482582  # a client's 0.01 is rounded to this
 # The most that these take in a message, with tags and lengths.
@@ -57,27 +57,14 @@ class FieldKind(Enum):
     """An ascending tuple of ids below the vocabulary's size."""
     BIASES = auto()
     """A tuple of (token id, number) pairs, ascending by id."""
+    THINKING = auto()
+    """An integer, of which a frontend makes a `ThinkingBudget` for the worker, or None."""
     REPETITION = auto()
     """A `RepetitionDetection`, or None."""
     STRUCTURED = auto()
     """A `StructuredOutputs`, or None."""
     OUTPUT_KIND = auto()
     """An `OutputKind`; part of the request, not of the sampling message."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepetitionDetection:
-    """End the output where its last tokens repeat a pattern.
-
-    So `a b c b c b c` ends with `max_pattern_size=2, min_count=3`, since `b c` stands there three times.
-    """
-
-    max_pattern_size: int
-    """Tokens of the longest pattern that is looked for, 1..1024."""
-    min_count: int
-    """How often the pattern must follow itself, 2..1024."""
-    min_pattern_size: int = 1
-    """Tokens of the shortest pattern, 1..max_pattern_size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +218,16 @@ class SamplingParams:
     )
     stop_token_ids: Sequence[int] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
     include_stop_str_in_output: bool = _boolean(False, "Leave the stop string in the text.")
+    thinking_token_budget: int | ThinkingBudget | None = field(
+        default=None,
+        metadata=_row(
+            FieldKind.THINKING,
+            None,
+            "Tokens that the model may think before it answers; then its reasoning is ended. None and -1: no limit.",
+            low=-1,
+            high=(1 << 31) - 1,
+        ),
+    )
     repetition_detection: RepetitionDetection | None = field(
         default=None,
         metadata=_row(
@@ -311,7 +308,7 @@ class SamplingParams:
     @property
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
-        num_bytes = _NUMBER_BYTES * (len(SAMPLING_FIELDS) + len(fields(RepetitionDetection)))
+        num_bytes = _NUMBER_BYTES * _NUM_NUMBERS
         if self.structured_outputs is not None:
             num_bytes += sum(_CHAR_BYTES * len(text) for text in self.structured_outputs.texts)
         if not any(_get_lists(self)):
@@ -332,6 +329,7 @@ def fields_of(*kinds: FieldKind) -> tuple[str, ...]:
     return tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.kind in kinds)
 
 
+_NUM_NUMBERS = len(SAMPLING_FIELDS) + len(fields(RepetitionDetection)) + len(fields(ThinkingBudget))
 _ENTRY_BYTES = {FieldKind.STRINGS: 8, FieldKind.WORDS: 12, FieldKind.TOKEN_IDS: 5, FieldKind.BIASES: 16}
 _LISTS = tuple((name, _ENTRY_BYTES[SAMPLING_FIELDS[name].kind]) for name in fields_of(*_ENTRY_BYTES))
 _LISTS_OF_LISTS = fields_of(FieldKind.STRINGS, FieldKind.WORDS)

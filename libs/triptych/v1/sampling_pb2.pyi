@@ -53,7 +53,7 @@ class SamplingParams(_message.Message):
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Length(_message.Message):
-    __slots__ = ("max_tokens", "rest_of_context", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "repetition_detection")
+    __slots__ = ("max_tokens", "rest_of_context", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "repetition_detection", "thinking_token_budget")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REST_OF_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Length(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REPETITION_DETECTION_FIELD_NUMBER: _ClassVar[int]
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     rest_of_context: RestOfContext
     min_tokens: int
@@ -70,7 +71,8 @@ class Length(_message.Message):
     ignore_eos: bool
     include_stop_str_in_output: bool
     repetition_detection: RepetitionDetection
-    def __init__(self, max_tokens: _Optional[int] = ..., rest_of_context: _Optional[_Union[RestOfContext, _Mapping]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ...) -> None: ...
+    thinking_token_budget: int
+    def __init__(self, max_tokens: _Optional[int] = ..., rest_of_context: _Optional[_Union[RestOfContext, _Mapping]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ..., thinking_token_budget: _Optional[int] = ...) -> None: ...
 
 class RepetitionDetection(_message.Message):
     __slots__ = ("max_pattern_size", "min_count", "min_pattern_size")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from typing import Any
 
 from triptych.internal.v1 import sampling_pb2
-from triptych.types.sampling import FieldKind, RepetitionDetection, SamplingParams, fields_of
+from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
+from triptych.types.sampling import FieldKind, SamplingParams, fields_of
 from triptych.types.structured import GrammarSyntax, compiled
 
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
 _WORDS = fields_of(FieldKind.WORDS)
 _MAPS = fields_of(FieldKind.BIASES)
-_REPETITION = fields_of(FieldKind.REPETITION)
+_MESSAGES: Mapping[str, type[RepetitionDetection] | type[ThinkingBudget]] = {
+    **dict.fromkeys(fields_of(FieldKind.REPETITION), RepetitionDetection),
+    **dict.fromkeys(fields_of(FieldKind.THINKING), ThinkingBudget),
+}
+"""Name of a field -> the type of its values, whose message has the same name and fields."""
 _STRUCTURED = fields_of(FieldKind.STRUCTURED)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
-_NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_REPETITION, *_STRUCTURED)
+_NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_MESSAGES, *_STRUCTURED)
 _get_values = attrgetter(*_NAMES)
 _DEFAULTS = _get_values(replace(SamplingParams(), max_tokens=None))
 _EMPTY = sampling_pb2.SamplingParams()
@@ -45,9 +51,9 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     for name in _WORDS:
         if name in values:
             values[name] = [sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in values[name]]
-    for name in _REPETITION:
+    for name, kind in _MESSAGES.items():
         if name in values:
-            values[name] = sampling_pb2.RepetitionDetection(**asdict(values[name]))
+            values[name] = getattr(sampling_pb2, kind.__name__)(**asdict(values[name]))
     for name in _STRUCTURED:
         if name in values:
             assert values[name].syntax is GrammarSyntax.COMPILED, "the frontend has compiled it"
@@ -69,8 +75,9 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
             value = tuple(tuple(sequence.token_ids) for sequence in value)
         elif name in _MAPS:
             value = tuple(sorted(value.items()))
-        elif name in _REPETITION:
-            value = RepetitionDetection(value.max_pattern_size, value.min_count, value.min_pattern_size)
+        elif name in _MESSAGES:
+            kind = _MESSAGES[name]
+            value = kind(**{each.name: getattr(value, each.name) for each in fields(kind)})
         elif name in _STRUCTURED:
             value = compiled(value)
         values[name] = value

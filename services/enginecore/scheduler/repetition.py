@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from triptych.types.sampling import RepetitionDetection
+from triptych.types.output_limits import RepetitionDetection
 from triptych.types.step import U32
 
 

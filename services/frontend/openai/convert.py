@@ -26,7 +26,8 @@ from services.frontend.requests.parse import why_not_request_id
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FieldViolation, InvalidRequest
-from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, RepetitionDetection, fields_of
+from triptych.types.output_limits import RepetitionDetection
+from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"

@@ -31,7 +31,8 @@ from services.frontend.openai.request_body import Body, Part, either, ignored, n
 from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
 from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
 from services.frontend.requests.tools import MAX_TOOLS
-from triptych.types.sampling import MAX_REPETITION, SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych.types.output_limits import MAX_REPETITION
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
@@ -58,7 +59,7 @@ class RepetitionDetectionBody(Part):
 def _annotation(name: str, spec: SamplingField) -> Any:
     """Return the type of a sampling field in a body."""
     match spec.kind:
-        case FieldKind.INTEGER:
+        case FieldKind.INTEGER | FieldKind.THINKING:
             return Annotated[int, Integral, limits(name)] | None
         case FieldKind.NUMBER:
             return Annotated[float, limits(name)] | None
@@ -209,7 +210,6 @@ class GenerationBody(SamplingFields):
     length_penalty: Any = not_served(1, 1.0)
     mm_processor_kwargs: Any = not_served()
     stream_interval: Any = not_served(1)
-    thinking_token_budget: Any = not_served()
     use_beam_search: Any = not_served(False)
     vllm_xargs: Any = not_served()
     session_id: Any = ignored()

@@ -97,6 +97,13 @@ async def prepare(
         split = text.split_answer(valid.prompt, token_ids)
         if split is not None and split.needs_special_tokens:
             sampling = replace(sampling, skip_special_tokens=False)
+    if isinstance(budget := sampling.thinking_token_budget, int):
+        thinking = None  # forms and forced calls leave no room for thoughts
+        if form is None:
+            is_open = None if split is None or split.reasoning is None else split.is_reasoning
+            path = raw.path("thinking_token_budget")
+            thinking = text.thinking_budget(budget, token_ids, is_open=is_open, path=path)
+        sampling = replace(sampling, thinking_token_budget=thinking)
     num_tokens = len(token_ids) + (sampling.max_tokens or 0)
     return PreparedRequest(
         raw=raw,

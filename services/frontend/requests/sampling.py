@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 
 from triptych.errors import FieldViolation, ModelError
-from triptych.types.sampling import (
-    MAX_REPETITION,
-    SAMPLING_FIELDS,
-    FieldKind,
-    RepetitionDetection,
-    SamplingField,
-)
+from triptych.types.output_limits import MAX_REPETITION, RepetitionDetection
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 from triptych.types.step import U32
 from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
@@ -138,6 +133,9 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
             return _token_ids(value, spec, vocab_size)
         case FieldKind.BIASES:
             return _biases(value, spec, vocab_size)
+        case FieldKind.THINKING:
+            num_tokens = _integer(value, spec)
+            return None if num_tokens == -1 else num_tokens
         case FieldKind.REPETITION:
             return _repetition(value)
         case FieldKind.STRUCTURED:

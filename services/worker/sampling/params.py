@@ -128,11 +128,16 @@ class SamplingColumns:
         return None
 
 
-_FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.WORDS, FieldKind.BIASES)
+_FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.WORDS, FieldKind.BIASES, FieldKind.THINKING)
 
 
-def _ids_of(kind: FieldKind, entries: Sequence[Any]) -> Sequence[int]:
+def _ids_of(kind: FieldKind, entries: Any) -> Sequence[int]:
     """Return all token ids in the value of a field."""
+    if kind is FieldKind.THINKING:
+        return entries.opening_id, entries.closing_id
     if kind is FieldKind.WORDS:
         return [token_id for sequence in entries for token_id in sequence]
-    return [token_id for token_id, _ in entries] if kind is FieldKind.BIASES else entries
+    if kind is FieldKind.BIASES:
+        return [token_id for token_id, _ in entries]
+    token_ids: Sequence[int] = entries
+    return token_ids

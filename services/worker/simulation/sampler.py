@@ -32,6 +32,7 @@ _NEED_LOGITS = {
     "bad_words": "sampling.bad_words",
     "logit_bias": "sampling.logit_bias",
     "structured_outputs": "structured_outputs",
+    "thinking_token_budget": "length.thinking_token_budget",
 }
 """Sampling fields that are refused, since there are no logits to change -> their paths in a request."""
 

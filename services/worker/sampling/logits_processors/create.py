@@ -12,6 +12,7 @@ from services.worker.sampling.logits_processors.logit_bias import LogitBias
 from services.worker.sampling.logits_processors.min_tokens import MinTokens
 from services.worker.sampling.logits_processors.penalties import Penalties
 from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
+from services.worker.sampling.logits_processors.thinking_budget import ThinkingBudgets
 from services.worker.sampling.params import TokenHistory
 
 
@@ -36,4 +37,5 @@ def create_logits_processors(
         Penalties(max_num_seqs, history=history),
         BadWords(max_num_seqs, history=history),
         StructuredForms(max_num_seqs, compiler=grammars, eos_token_ids=eos_token_ids, history=history),
+        ThinkingBudgets(max_num_seqs, history=history),
     ]
