@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,22 +16,24 @@ from tests.e2e.test_simulated_stack import started_cluster
 from tests.helpers.command import exit_code
 from triptych.launcher.local_cluster import LocalCluster
 
+ROOT = Path(__file__).resolve().parents[2]
+
 pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
+def simulated() -> Iterator[LocalCluster]:
     with started_cluster(base_ms="1") as stack:
         yield stack
 
 
 @pytest.fixture
 def triptych(
-    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    simulated: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Runs a command that finds the stack in the environment; returns what it printed."""
-    monkeypatch.setenv("TRIPTYCH_ADDRESS", cluster.address)
-    monkeypatch.setenv("TRIPTYCH_ADMIN_ADDRESS", cluster.admin_address)
+    monkeypatch.setenv("TRIPTYCH_ADDRESS", simulated.address)
+    monkeypatch.setenv("TRIPTYCH_ADMIN_ADDRESS", simulated.admin_address)
 
     def run(*words: str) -> str:
         code = exit_code(*words)
@@ -37,6 +42,45 @@ def triptych(
         return said.out
 
     return run
+
+
+COMMANDS = [
+    command
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs/command-line.md").read_text(), re.S)
+    for command in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_documented_command(
+    command: str,
+    triptych: Callable[..., str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}},
+        "required": ["city"],
+    }
+    Path("city.json").write_text(json.dumps(schema))
+    Path("requests.jsonl").write_text(
+        json.dumps(
+            {"custom_id": "1", "url": "/v1/completions", "body": {"model": "embedded", "prompt": "One"}}
+        )
+    )
+    # The simulated model has no logits, which forms need.
+    stack: LocalCluster = request.getfixturevalue(
+        "cluster" if "--choice" in command or "--json-" in command else "simulated"
+    )
+    monkeypatch.setenv("TRIPTYCH_ADDRESS", stack.address)
+    program, *words = shlex.split(command.replace("127.0.0.1:8000", stack.http_address))
+    assert program == "triptych"
+    out = triptych(*words)
+    assert out or words[0] == "run-batch"
 
 
 def test_complete_and_chat(triptych: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +110,9 @@ def test_complete_and_chat(triptych: Callable[..., str], monkeypatch: pytest.Mon
     assert "[forgotten: Hello]" in out
 
 
-def test_bench_serve_over_both_protocols(triptych: Callable[..., str], cluster: LocalCluster) -> None:
+def test_bench_serve_over_both_protocols(triptych: Callable[..., str], simulated: LocalCluster) -> None:
     lengths = ("--num-prompts", "12", "--input-len", "20", "--output-len", "6", "--json")
-    http = ("--backend", "openai", "--base-url", f"http://{cluster.http_address}")
+    http = ("--backend", "openai", "--base-url", f"http://{simulated.http_address}")
     for words in (("--request-rate", "100"), ("--max-concurrency", "4"), (*http, "--max-concurrency", "4")):
         report = json.loads(triptych("bench", "serve", *words, *lengths))
         assert (report["num_completed"], report["num_failed"]) == (12, 0)
@@ -77,7 +121,7 @@ def test_bench_serve_over_both_protocols(triptych: Callable[..., str], cluster: 
         assert report["tpot_ms"]["mean"] > 0.5  # a step takes a millisecond
 
 
-def test_run_batch(triptych: Callable[..., str], cluster: LocalCluster, tmp_path) -> None:
+def test_run_batch(triptych: Callable[..., str], simulated: LocalCluster, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = {
         "/v1/completions": {"prompt": "One"},
@@ -89,7 +133,7 @@ def test_run_batch(triptych: Callable[..., str], cluster: LocalCluster, tmp_path
         for number in range(10)
     ]
     source.write_text("\n".join(map(json.dumps, lines)))
-    url = f"http://{cluster.http_address}"
+    url = f"http://{simulated.http_address}"
     triptych("run-batch", "-i", str(source), "-o", str(target), "--base-url", url, "--max-concurrency", "7")
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert {entry["custom_id"] for entry in found} == {line["custom_id"] for line in lines}

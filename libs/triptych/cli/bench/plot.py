@@ -45,12 +45,13 @@ def write_plot(file: Path, result: LoadResult) -> None:
         if values:
             shares.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=label)
     shares.set(title="Share of requests within a latency", xlabel="ms", xscale="log", ylim=(0, 1))
-    if found:
-        shares.legend()
     for name in ("ttft", "e2el"):
         pairs = [(record.due_s, own[name]) for record, own in zip(good, found, strict=True) if name in own]
         if pairs:
             starts.plot(*zip(*pairs, strict=True), ".", label=_NAMES[name])
+    if found:
+        shares.legend()
+        starts.legend()
     for record in result.records:
         if record.error:
             starts.axvline(record.due_s, color="red", alpha=0.3)
