@@ -75,7 +75,9 @@ class MessagesFormat:
                 return _event("content_block_start", index=index, content_block=_begun(step.block))
             case Stage.GROW:
                 type, name = _DELTAS[step.block.kind]
-                return _event("content_block_delta", index=index, delta={"type": type, name: step.text})
+                delta = f'{{"type":"{type}","{name}":{json.dumps(step.text)}}}'
+                head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
+                return f'{head}{index},"delta":{delta}}}\n\n'
             case Stage.END:
                 return _event("content_block_stop", index=index)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class ResponsesFormat:
         self._wants_logprobs = wants_logprobs
         self._numbers = itertools.count()
         self._answer = BlockAnswer()
+        self._delta_head = ""
 
     def whole(self, answer: BlockAnswer) -> dict[str, Any]:
         """Return the answer to a request that does not stream."""
@@ -68,32 +70,40 @@ class ResponsesFormat:
 
     def step(self, step: Step) -> str:
         block = step.block
+        if step.stage is Stage.GROW:
+            return self._delta(step)
         place = {"item_id": self._id(block), "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
-        kind, text = _EVENTS_OF_TEXT[block.kind], block.text if step.stage is Stage.END else step.text
-        match step.stage:
-            case Stage.BEGIN:
-                item = self._item(block, "in_progress")
-                events = [self._event("response.output_item.added", output_index=block.index, item=item)]
-                if block.kind is not BlockKind.CALL:
-                    part = self._part(block)
-                    events.append(self._event("response.content_part.added", **place, part=part))
-            case Stage.GROW:
-                logprobs = self._logprobs(block, step.logprobs)
-                events = [self._event(f"{kind}.delta", **place, delta=text, **logprobs)]
-            case Stage.END:
-                name = "arguments" if block.kind is BlockKind.CALL else "text"
-                whole = {name: text, **self._logprobs(block, block.logprobs)}
-                if block.kind is BlockKind.CALL:
-                    whole["name"] = block.name
-                events = [self._event(f"{kind}.done", **place, **whole)]
-                if block.kind is not BlockKind.CALL:
-                    part = self._part(block)
-                    events.append(self._event("response.content_part.done", **place, part=part))
-                item = self._item(block, _status(block))
-                events.append(self._event("response.output_item.done", output_index=block.index, item=item))
+        if step.stage is Stage.BEGIN:
+            item = self._item(block, "in_progress")
+            events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+            if block.kind is not BlockKind.CALL:
+                part = self._part(block)
+                events.append(self._event("response.content_part.added", **place, part=part))
+            kind = f"{_EVENTS_OF_TEXT[block.kind]}.delta"
+            self._delta_head = f"event: {kind}\ndata: {to_json({'type': kind, **place})[:-1]}"
+            return "".join(events)
+        name = "arguments" if block.kind is BlockKind.CALL else "text"
+        whole = {name: block.text, **self._logprobs(block, block.logprobs)}
+        if block.kind is BlockKind.CALL:
+            whole["name"] = block.name
+        events = [self._event(f"{_EVENTS_OF_TEXT[block.kind]}.done", **place, **whole)]
+        if block.kind is not BlockKind.CALL:
+            part = self._part(block)
+            events.append(self._event("response.content_part.done", **place, part=part))
+        item = self._item(block, _status(block))
+        events.append(self._event("response.output_item.done", output_index=block.index, item=item))
         return "".join(events)
+
+    def _delta(self, step: Step) -> str:
+        """Return the event of new text; what all of a block share was written when it began."""
+        logprobs = ""
+        if step.block.kind is BlockKind.TEXT:
+            entries = self._logprobs(step.block, step.logprobs)["logprobs"] if step.logprobs else []
+            logprobs = f',"logprobs":{to_json(entries) if entries else "[]"}'
+        number, text = next(self._numbers), json.dumps(step.text)
+        return f'{self._delta_head},"sequence_number":{number},"delta":{text}{logprobs}}}\n\n'
 
     def closing(self, answer: BlockAnswer) -> str:
         response = self.whole(answer)
