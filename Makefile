@@ -88,8 +88,19 @@ test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k
 test-again: $(DEV) ## Run the tests that failed last time once more, one at a time: those that pass were racing
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none $(ARGS)
 
+# Clients of others and what they need: their versions do not agree with those of .venv.
+CLIENTS := build/clients-venv/.installed
+$(CLIENTS): tests/clients/requirements.txt
+	$(PYTHON) -m venv --clear build/clients-venv
+	build/clients-venv/bin/pip install --quiet --no-deps -r tests/clients/requirements.txt
+	touch $@
+
+.PHONY: test-clients
+test-clients: $(DEV) native model $(CLIENTS) ## Run clients of others against the stack: LangChain, lm-eval, GuideLLM (GBs)
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
 .PHONY: test-all
-test-all: $(DEV) native model ## Run all tests that need no GPU
+test-all: $(DEV) native model $(CLIENTS) ## Run all tests that need no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
 
 .PHONY: test-gpu
