@@ -100,7 +100,7 @@ test-clients: $(DEV) native model $(CLIENTS) ## Run clients of others against th
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 .PHONY: test-all
-test-all: $(DEV) native model $(CLIENTS) ## Run all tests that need no GPU
+test-all: $(DEV) native model ## Run all tests that need no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
 
 .PHONY: test-gpu
