@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,16 +14,23 @@ from services.frontend.requests.raw import RawRequest
 from triptych.errors import DuplicateRequest
 
 
-class _AliveRequest(NamedTuple):
+class AliveRequest(NamedTuple):
+    """A request that has not ended."""
+
     outputs: RequestOutputs
     tenant: str
+    model: str
+    """As the request names it. Empty: the one served."""
+    priority: int
+    arrived: float
+    """In seconds of the monotonic clock."""
 
 
 class AliveRequests:
     """Owned by the generator. Bound to one event loop."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _AliveRequest] = {}
+        self._requests: dict[str, AliveRequest] = {}
         self._name_to_ids: dict[str, set[str]] = {}
         """Any name that a client may abort by -> the ids of the requests that have it."""
         self._idle = asyncio.Event()
@@ -30,6 +38,9 @@ class AliveRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[AliveRequest]:
+        return iter(list(self._requests.values()))
 
     @contextmanager
     def claim(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[RawRequest]:
@@ -45,7 +56,9 @@ class AliveRequests:
             raise DuplicateRequest(
                 f"request_id: a request {request_id!r} is alive; choose another id, or wait"
             )
-        self._requests[request_id] = _AliveRequest(outputs, raw.tenant)
+        self._requests[request_id] = AliveRequest(
+            outputs, raw.tenant, raw.model, raw.priority, time.monotonic()
+        )
         names = {request_id, *raw.client_names}
         for name in names:
             self._name_to_ids.setdefault(name, set()).add(request_id)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY
 
 from services.frontend.access.keys import ApiKeys, create_api_keys
+from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
 from services.frontend.engines.status_watch import StatusWatch
@@ -73,7 +74,9 @@ class FrontendApp(ServiceApp):
         self.server = create_server(
             config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
         )
-        self._admin_server = create_admin_server(self._router, self._keys, self.server_tls)
+        self._admin_server = create_admin_server(
+            self._router, self._generator.alive, self._keys, self.server_tls
+        )
         self._http_servers: list[HttpServer] = []
         self.start_background("load-tokenizer", self._load_text_model())
 
@@ -256,7 +259,7 @@ def create_server(
 
 
 def create_admin_server(
-    router: Router, keys: ApiKeys | None = None, tls: ServerTls | None = None
+    router: Router, alive: AliveRequests, keys: ApiKeys | None = None, tls: ServerTls | None = None
 ) -> RpcServer:
     """Make the server of the operator's calls, which are needed most when no engine is ready."""
     asks_key = () if keys is None else (KeyInterceptor(keys, needs_admin=True),)
@@ -266,5 +269,5 @@ def create_admin_server(
         interceptors=(AuditInterceptor(), *asks_key),
         tls=tls,
     )
-    server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router),))
+    server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router, alive),))
     return server

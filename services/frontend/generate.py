@@ -71,8 +71,8 @@ class Generator:
         self._router = router
         self._metrics = metrics
         self._text: TextModel | None = None
-        self._alive = AliveRequests()
-        self._pace = Pace(max_messages_per_s, self._alive.__len__)
+        self.alive = AliveRequests()
+        self._pace = Pace(max_messages_per_s, self.alive.__len__)
         self._rate_limits = RateLimits()
         self._is_draining = False
         self._started_unix_s = int(time.time())
@@ -98,7 +98,7 @@ class Generator:
     @property
     def num_active(self) -> int:
         """Requests between their first look-up and their last event."""
-        return len(self._alive)
+        return len(self.alive)
 
     def models(self) -> list[ServedModel]:
         """Return the models of the ready engines, which requests may name now."""
@@ -135,7 +135,7 @@ class Generator:
         caller = current_caller()
         with (
             RequestRecord(self._metrics, raw.api, request_id) as record,
-            self._alive.claim(outputs, raw) as raw,
+            self.alive.claim(outputs, raw) as raw,
         ):
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             self._rate_limits.admit(caller)
@@ -183,7 +183,7 @@ class Generator:
 
         Returns those of the names that were alive, each once. The requests of others count as not alive.
         """
-        return self._alive.abort(names, of_any_tenant=of_any_tenant)
+        return self.alive.abort(names, of_any_tenant=of_any_tenant)
 
     def max_choices(self, model: str) -> int:
         """See `Router.max_choices`."""
@@ -271,7 +271,7 @@ class Generator:
         self._router.on_change()
         try:
             async with asyncio.timeout(drain_s):
-                await self._alive.wait_idle()
+                await self.alive.wait_idle()
         except TimeoutError:
             pass
         return self.num_active

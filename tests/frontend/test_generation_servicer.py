@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import AsyncGenerator
@@ -541,3 +542,49 @@ async def test_a_message_that_cannot_be_parsed_is_the_client_s_error() -> None:
             error = await error_of(call)
             assert isinstance(error, errors.InvalidRequest)
             assert "cannot be parsed" in error.message
+
+
+async def test_an_operator_lists_and_ends_requests_of_all_tenants() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        calls = [
+            api.generation.StreamGenerate(ask(f"r{number}", text="x", tenant=f"t{number}", priority=number))
+            for number in range(3)
+        ]
+        submitted = await eventually(lambda: len(engine.submitted) == 3 and engine.submitted)
+        engine.emit(submitted[0], [1, 2])
+        page = await api.admin.ListRequests(admin_pb2.ListRequestsRequest(page_size=2))
+        rest = await api.admin.ListRequests(
+            admin_pb2.ListRequestsRequest(page_size=2, page_token=page.next_page_token)
+        )
+        listed = [*page.requests, *rest.requests]
+        assert [(r.request_id, r.tenant, r.priority) for r in listed] == [
+            ("r0", "t0", 0),
+            ("r1", "t1", 1),
+            ("r2", "t2", 2),
+        ]
+        assert [r.num_choices for r in listed] == [1, 1, 1]
+        assert not rest.next_page_token
+        request = admin_pb2.AbortRequestsRequest(request_ids=["r2", "gone", "r0", "r1"])
+        answer = await api.admin.AbortRequests(request)
+        assert sorted(answer.aborted_request_ids) == ["r0", "r1", "r2"]
+        for call in calls:
+            *_, last, finished = [message async for message in call]
+            assert last.output.finish_reason == output_pb2.FINISH_REASON_ABORT
+            assert finished.WhichOneof("event") == "finished"
+        assert not (await api.admin.ListRequests(admin_pb2.ListRequestsRequest())).requests
+        error = await error_of(api.admin.AbortRequests(admin_pb2.AbortRequestsRequest()))
+        assert "request_ids: 0 ids are not within the limits 1..4096" in str(error)
+
+
+async def test_an_operator_sets_the_level_of_the_log() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        await api.admin.SetLogLevel(admin_pb2.SetLogLevelRequest(log_level=admin_pb2.LOG_LEVEL_ERROR))
+        assert logging.getLogger().level == logging.ERROR
+        await api.admin.SetLogLevel(admin_pb2.SetLogLevelRequest(log_level=admin_pb2.LOG_LEVEL_DEBUG))
+        assert logging.getLogger().level == logging.DEBUG
+        assert logging.getLogger("asyncio").level == logging.WARNING
+        error = await error_of(api.admin.SetLogLevel(admin_pb2.SetLogLevelRequest(log_level=9)))
+        assert "log_level: 9 is none of the levels known here, 1 to 4" in str(error)
+        at_engine = admin_pb2.SetLogLevelRequest(engine_id="engine-0", log_level=1)
+        error = await error_of(api.admin.SetLogLevel(at_engine))
+        assert "not served here" in str(error)  # in the fake engine's words

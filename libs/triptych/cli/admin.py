@@ -9,6 +9,9 @@ triptych admin drain                    take no more requests; done when the las
 triptych admin sleep                    free the accelerator's memory until `wake`; requests queue
 triptych admin sleep --level 2          and the weights in the host's memory as well
 triptych admin reset-prefix-cache       forget all prefixes
+triptych admin requests                 the requests that are alive at a frontend
+triptych admin abort ID …               end some of them
+triptych admin log-level debug          log more, until it is set again
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from triptych.rpc.channel import credentials_of, open_blocking_channel, with_api
 from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import create_client_tls
 from triptych.types.facts import PauseMode, SleepLevel
-from triptych.wire.admin import pause_mode_to_proto
+from triptych.wire.admin import LOG_LEVELS, log_level_to_proto, pause_mode_to_proto
 
 ADDRESS_ENV = "TRIPTYCH_ADMIN_ADDRESS"
 """The variable that has the address for commands which are given none."""
@@ -69,6 +72,8 @@ class _Option:
     """Arguments of `add_argument`."""
     to_proto: Callable[[Any], Any]
     """Turns what the user gave into the field's value."""
+    is_positional: bool = False
+    """Whether it is an argument, not an option."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,7 +117,7 @@ def _plain(message: Any) -> dict[str, Any]:
 def _plain_field(message: Any, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
-        return [_plain(entry) for entry in value]  # those of this service are messages
+        return list(value) if field.message_type is None else [_plain(entry) for entry in value]
     if field.has_presence and not message.HasField(field.name):
         return None
     if field.message_type is not None:
@@ -149,9 +154,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="give up waiting; the engine goes on with it (default: 600)",
             )
         for option in action.options:
-            subparser.add_argument(
-                f"--{option.replace('_ms', '-s')}", dest=option, **_OPTIONS[option].arguments
-            )
+            if _OPTIONS[option].is_positional:
+                subparser.add_argument(option, **_OPTIONS[option].arguments)
+                continue
+            flag = f"--{option.replace('_ms', '-s')}"
+            subparser.add_argument(flag, dest=option, **_OPTIONS[option].arguments)
 
 
 def _show_engines(response: Any) -> str:
@@ -160,6 +167,20 @@ def _show_engines(response: Any) -> str:
         f"{'ready' if engine.ready else 'not ready: ' + engine.why_not_ready}"
         for engine in response.engines
     )
+
+
+def _show_requests(response: Any) -> str:
+    """Return a line per request; the first 1000 of many."""
+    lines = [
+        f"{request.request_id:<38} {request.tenant or '-':<16} {request.model or '-':<16} "
+        f"{request.age_ms / 1000:8.1f} s {request.num_choices:>6} choices {request.num_output_tokens:>8} tokens"
+        for request in response.requests
+    ]
+    return "\n".join((*lines, *(["… and more"] if response.next_page_token else [])))
+
+
+def _show_aborted(response: Any) -> str:
+    return "aborted: " + (", ".join(response.aborted_request_ids) or "none; they are not alive here")
 
 
 def _word(enum: Any, number: int) -> str:
@@ -215,12 +236,34 @@ _ACTIONS = {
         "forget all cached prefixes; refused while a request holds blocks",
         lambda response: f"forgot {response.num_blocks} blocks",
     ),
+    "requests": _Action(
+        "ListRequests", "list the requests that are alive at a frontend", _show_requests, names_engine=False
+    ),
+    "abort": _Action(
+        "AbortRequests",
+        "end requests of a frontend with what they have",
+        _show_aborted,
+        ("request_ids",),
+        names_engine=False,
+    ),
+    "log-level": _Action(
+        "SetLogLevel",
+        "set what a frontend logs, or with --engine-id an engine, until it is set again",
+        lambda _: "set",
+        ("log_level",),
+    ),
 }
 
 _OPTIONS = {
     "interval_ms": _Option(
         {"type": float, "default": 1.0, "metavar": "S", "help": "seconds between two lines (default: 1)"},
         lambda interval_s: max(0, round(interval_s * 1e3)),
+    ),
+    "request_ids": _Option({"nargs": "+", "metavar": "ID"}, list, is_positional=True),
+    "log_level": _Option(
+        {"metavar": "LEVEL", "choices": LOG_LEVELS, "help": ", ".join(LOG_LEVELS)},
+        log_level_to_proto,
+        is_positional=True,
     ),
     "mode": _Option(
         {

@@ -15,6 +15,9 @@ from triptych.observe.trace import current_trace
 _FIELDS = "fields"
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")
 _LEVELS = {"WARNING": "WARN"}
+_CHATTY = ("asyncio", "uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "filelock")
+
+log = logging.getLogger(__name__)
 
 
 def configure(config: LogConfig, service: str) -> None:
@@ -23,9 +26,13 @@ def configure(config: LogConfig, service: str) -> None:
     handler.setFormatter(_JsonFormatter(service) if config.format == "json" else _TextFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(config.level.upper())
-    for chatty in ("asyncio", "uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "filelock"):
-        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    _apply_level(config.level)
+
+
+def set_level(level: str) -> None:
+    """Print lines of this severity and above from now on: debug, info, warning or error."""
+    log.log(max(logging.getLogger().level, logging.INFO), "log level set", extra=with_fields(level=level))
+    _apply_level(level)
 
 
 def with_fields(**values: Any) -> dict[str, Any]:
@@ -45,6 +52,13 @@ def message_of(line: str) -> str:
             return line
     match = _TEXT_LINE.fullmatch(line)
     return match[1] if match else line
+
+
+def _apply_level(level: str) -> None:
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for chatty in _CHATTY:
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
 
 
 class _TextFormatter(logging.Formatter):

@@ -12,6 +12,15 @@ _PAUSE_MODES = {
     admin_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
     admin_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
+_LOG_LEVELS = {
+    admin_pb2.LOG_LEVEL_DEBUG: "debug",
+    admin_pb2.LOG_LEVEL_INFO: "info",
+    admin_pb2.LOG_LEVEL_WARNING: "warning",
+    admin_pb2.LOG_LEVEL_ERROR: "error",
+}
+_PROTO_LOG_LEVELS = {name: number for number, name in _LOG_LEVELS.items()}
+LOG_LEVELS = tuple(_PROTO_LOG_LEVELS)
+"""Names of the levels, the least severe first."""
 _PROTO_PAUSE_MODES = {mode: number for number, mode in _PAUSE_MODES.items()}  # the last wins: WAIT has two
 _SLEEP_LEVELS = {
     admin_pb2.SLEEP_LEVEL_UNSPECIFIED: SleepLevel.WEIGHTS_ON_HOST,
@@ -97,3 +106,21 @@ def sleep_level_from_proto(level: int) -> SleepLevel:
     if known is None:
         raise InvalidRequest("level", f"{level} is none of the levels known here, 1 to {max(_SLEEP_LEVELS)}")
     return known
+
+
+def log_level_from_proto(level: int) -> str:
+    """Return the level's name in the config.
+
+    Raises:
+        InvalidRequest: It is none that is known here.
+    """
+    known = _LOG_LEVELS.get(level)  # type: ignore[call-overload]
+    if known is None:
+        raise InvalidRequest(
+            "log_level", f"{level} is none of the levels known here, 1 to {max(_LOG_LEVELS)}"
+        )
+    return known
+
+
+def log_level_to_proto(level: str) -> admin_pb2.LogLevel:
+    return _PROTO_LOG_LEVELS[level]

@@ -18,10 +18,16 @@ from triptych.errors import (
     ProtocolViolation,
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
+from triptych.observe.logging import set_level
 from triptych.rpc.session.handshake import SessionTerms, read_hello
 from triptych.rpc.session.lease import SessionLease
 from triptych.types.outputs import OutputBatch
-from triptych.wire.admin import pause_mode_from_proto, sleep_level_from_proto, status_to_proto
+from triptych.wire.admin import (
+    log_level_from_proto,
+    pause_mode_from_proto,
+    sleep_level_from_proto,
+    status_to_proto,
+)
 from triptych.wire.columns import u32_from_bytes
 from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
 
@@ -148,6 +154,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
         return admin_pb2.GetStatusResponse(status=self._status())
+
+    async def SetLogLevel(
+        self, request: admin_pb2.SetLogLevelRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.SetLogLevelResponse:
+        set_level(log_level_from_proto(request.log_level))
+        return admin_pb2.SetLogLevelResponse()
 
     async def WatchStatus(
         self, request: admin_pb2.WatchStatusRequest, context: grpc.aio.ServicerContext

@@ -1,23 +1,35 @@
-"""The operator's gRPC service: calls are forwarded, unread, to the engine that their request names."""
+"""The operator's gRPC service: calls are forwarded, unread, to the engine that their request names.
+
+Those about this frontend and its requests are answered here.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
+from services.frontend.alive_requests import AliveRequest, AliveRequests
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
+from services.frontend.grpc.pages import read_page_size
+from services.frontend.requests.raw import MAX_ABORTS
 from triptych.admin.v1 import admin_pb2
+from triptych.errors import InvalidRequest
+from triptych.observe.logging import set_level
 from triptych.rpc.status import from_rpc_error
+from triptych.wire.admin import log_level_from_proto
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name
+_SET_LOG_LEVEL = f"/{ADMIN_SERVICE}/SetLogLevel"
 
 
-def create_admin_forwarder(router: Router) -> grpc.GenericRpcHandler:
+def create_admin_forwarder(router: Router, alive: AliveRequests) -> grpc.GenericRpcHandler:
     """Return what serves all methods of AdminService. What an engine refuses, it refuses in its words."""
     handlers = {}
     for method in _SERVICE.methods:
@@ -29,19 +41,66 @@ def create_admin_forwarder(router: Router) -> grpc.GenericRpcHandler:
             else (grpc.unary_unary_rpc_method_handler, _forward)
         )
         handlers[method.name] = wrap(forward(router, path), request_deserializer=request_type.FromString)
-    handlers["ListEngines"] = grpc.unary_unary_rpc_method_handler(
-        _list_engines(router),
-        request_deserializer=admin_pb2.ListEnginesRequest.FromString,
-        response_serializer=admin_pb2.ListEnginesResponse.SerializeToString,
-    )
+    own = _OwnCalls(router, alive)
+    for name in ("ListEngines", "ListRequests", "AbortRequests", "SetLogLevel"):
+        handlers[name] = _serve(name, getattr(own, name))
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
-def _list_engines(router: Router) -> Any:
-    async def handle(request: Any, context: grpc.aio.ServicerContext) -> admin_pb2.ListEnginesResponse:
-        return admin_pb2.ListEnginesResponse(engines=map(_to_info, router.engines))
+class _OwnCalls:
+    """Methods that a frontend answers by itself."""
 
-    return handle
+    def __init__(self, router: Router, alive: AliveRequests) -> None:
+        self._router = router
+        self._alive = alive
+
+    async def ListEngines(
+        self, request: admin_pb2.ListEnginesRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListEnginesResponse:
+        return admin_pb2.ListEnginesResponse(engines=map(_to_info, self._router.engines))
+
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListRequestsResponse:
+        page_size = read_page_size(request.page_size)
+        # A page begins after the id that its token is: requests come and go between two pages.
+        found = {alive.outputs.request_id: alive for alive in self._alive}
+        ids = sorted(request_id for request_id in found if request_id > request.page_token)
+        return admin_pb2.ListRequestsResponse(
+            requests=[_to_request(found[request_id]) for request_id in ids[:page_size]],
+            next_page_token=ids[page_size - 1] if len(ids) > page_size else "",
+        )
+
+    async def AbortRequests(
+        self, request: admin_pb2.AbortRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.AbortRequestsResponse:
+        num_ids = len(request.request_ids)
+        if not 1 <= num_ids <= MAX_ABORTS:
+            raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{MAX_ABORTS}")
+        aborted = self._alive.abort(request.request_ids, of_any_tenant=True)
+        return admin_pb2.AbortRequestsResponse(aborted_request_ids=aborted)
+
+    async def SetLogLevel(
+        self, request: admin_pb2.SetLogLevelRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        if request.engine_id:
+            return await _forward(self._router, _SET_LOG_LEVEL)(request, context)
+        set_level(log_level_from_proto(request.log_level))
+        return admin_pb2.SetLogLevelResponse()
+
+
+def _serve(name: str, handler: Any) -> grpc.RpcMethodHandler:
+    """Serve one method here. A handler may also return a response as an engine has encoded it."""
+    method = _SERVICE.methods_by_name[name]
+    return grpc.unary_unary_rpc_method_handler(
+        handler,
+        request_deserializer=getattr(admin_pb2, method.input_type.name).FromString,
+        response_serializer=_encode,
+    )
+
+
+def _encode(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 def _to_info(engine: EngineClient) -> admin_pb2.EngineInfo:
@@ -52,6 +111,18 @@ def _to_info(engine: EngineClient) -> admin_pb2.EngineInfo:
         ready=engine.is_ready,
         why_not_ready="" if engine.is_ready else engine.why_not_ready,
         model=model.name if model is not None else "",
+    )
+
+
+def _to_request(alive: AliveRequest) -> admin_pb2.AliveRequest:
+    return admin_pb2.AliveRequest(
+        request_id=alive.outputs.request_id,
+        tenant=alive.tenant,
+        model=alive.model,
+        priority=alive.priority,
+        age_ms=round((time.monotonic() - alive.arrived) * 1000),
+        num_choices=len(alive.outputs.choices),
+        num_output_tokens=alive.outputs.num_tokens,
     )
 
 

@@ -9,16 +9,14 @@ import grpc.aio
 
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.grpc.batch import MAX_IN_FLIGHT
+from services.frontend.grpc.pages import read_page_size
 from services.frontend.requests.raw import MAX_MESSAGES
-from triptych.errors import InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych.v1 import model_pb2, model_pb2_grpc, sampling_pb2
 
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 
-_PAGE_SIZE = 100
-_MAX_PAGE_SIZE = 1000
 _LIMITS = model_pb2.ServerLimits(
     max_message_bytes=PUBLIC_MESSAGE_BYTES,
     max_choices=MAX_CHOICES,
@@ -38,9 +36,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> model_pb2.ListModelsResponse:
-        if request.page_size > _MAX_PAGE_SIZE:
-            raise InvalidRequest("page_size", f"{request.page_size} is above the limit {_MAX_PAGE_SIZE}")
-        page_size = request.page_size or _PAGE_SIZE
+        page_size = read_page_size(request.page_size)
         # A page begins after the name that its token is: models may come and go between two pages.
         models = sorted(m for m in self._generator.models() if m.name > request.page_token)
         page = models[:page_size]

@@ -45,6 +45,14 @@ class SleepLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SLEEP_LEVEL_UNSPECIFIED: _ClassVar[SleepLevel]
     SLEEP_LEVEL_WEIGHTS_ON_HOST: _ClassVar[SleepLevel]
     SLEEP_LEVEL_WEIGHTS_DROPPED: _ClassVar[SleepLevel]
+
+class LogLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOG_LEVEL_UNSPECIFIED: _ClassVar[LogLevel]
+    LOG_LEVEL_DEBUG: _ClassVar[LogLevel]
+    LOG_LEVEL_INFO: _ClassVar[LogLevel]
+    LOG_LEVEL_WARNING: _ClassVar[LogLevel]
+    LOG_LEVEL_ERROR: _ClassVar[LogLevel]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_NOT_READY: EngineState
 ENGINE_STATE_READY: EngineState
@@ -69,6 +77,11 @@ PAUSE_MODE_KEEP: PauseMode
 SLEEP_LEVEL_UNSPECIFIED: SleepLevel
 SLEEP_LEVEL_WEIGHTS_ON_HOST: SleepLevel
 SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel
+LOG_LEVEL_UNSPECIFIED: LogLevel
+LOG_LEVEL_DEBUG: LogLevel
+LOG_LEVEL_INFO: LogLevel
+LOG_LEVEL_WARNING: LogLevel
+LOG_LEVEL_ERROR: LogLevel
 
 class ListEnginesRequest(_message.Message):
     __slots__ = ()
@@ -269,5 +282,63 @@ class UnloadAdapterRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests", "next_page_token")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[AliveRequest]
+    next_page_token: str
+    def __init__(self, requests: _Optional[_Iterable[_Union[AliveRequest, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class AliveRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "model", "priority", "age_ms", "num_choices", "num_output_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    model: str
+    priority: int
+    age_ms: int
+    num_choices: int
+    num_output_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+
+class AbortRequestsRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortRequestsResponse(_message.Message):
+    __slots__ = ("aborted_request_ids",)
+    ABORTED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    aborted_request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, aborted_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ("engine_id", "log_level")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    log_level: LogLevel
+    def __init__(self, engine_id: _Optional[str] = ..., log_level: _Optional[_Union[LogLevel, str]] = ...) -> None: ...
+
+class SetLogLevelResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -90,6 +90,21 @@ class AdminServiceStub(object):
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/ListRequests',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.AbortRequests = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/AbortRequests',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/SetLogLevel',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -175,6 +190,27 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Lists the requests that are alive at a frontend. Only frontends serve it, each for its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortRequests(self, request, context):
+        """Ends requests of a frontend with what they have, whoever sent them. Only frontends serve it, each for its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Sets what a process logs, until the next call or its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +268,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'AbortRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequests,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -532,6 +583,87 @@ class AdminService(object):
             '/triptych.admin.v1.AdminService/UnloadAdapter',
             triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/ListRequests',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/AbortRequests',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.AbortRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/SetLogLevel',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,
