@@ -242,6 +242,12 @@ def test_an_operator_steers_it_from_the_command_line(
     assert counters()["state"] == "asleep"
     assert admin("wake") == "awake"
     assert admin("reset-prefix-cache").startswith("forgot ")
+    assert admin("requests") == ""
+    assert admin("abort", "long-gone") == "aborted: none; they are not alive here"
+    assert admin("log-level", "debug", "--engine-id", "engine-0") == "set"
+    assert admin("log-level", "info", "--engine-id", "engine-0") == "set"
+    assert admin("log-level", "error") == "set"
+    assert admin("log-level", "info") == "set"
     assert admin("drain") == "drained"
     assert admin("resume") == "resumed"
     refused = admin("status", "--engine-id", "nobody")
