@@ -49,7 +49,7 @@ def read_trace(parent: str, state: str) -> TraceContext:
     match = _PARENT.fullmatch(parent) or _LATER_PARENT.fullmatch(parent)
     if match is None:
         return _NONE
-    has_state = state and len(state) <= _MAX_STATE_CHARS and state.isprintable()
+    has_state = 0 < len(state) <= _MAX_STATE_CHARS and state.isascii() and state.isprintable()
     return TraceContext(
         match["trace_id"], ((TRACE_PARENT, parent), *(((TRACE_STATE, state),) if has_state else ()))
     )

@@ -65,10 +65,10 @@ def sent_request_id(metadata: Sequence[tuple[str, Any]] | None) -> str:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Names each call by a request id, and turns what its handler raises into a status with details.
 
-    The id is the client's, or a new one that the handler may replace by `set_request_id`. A trace context in the
-    metadata is taken over (`triptych.observe.trace`). It is answered in the initial
+    The id is the client's, or a new one that the handler may replace by `set_request_id`. It is answered in the initial
     metadata, or with the error in the trailing metadata, and is in the log line of an INTERNAL error. Naming and errors
-    are one interceptor because each interceptor costs every message of a stream some time.
+    are one interceptor because each interceptor costs every message of a stream some time. A trace context in the
+    metadata is taken over (`triptych.observe.trace`).
 
     Handlers of streams must be async generators: gRPC's context.write leaves no place to catch in.
     """
