@@ -57,6 +57,7 @@ class ServedModel(NamedTuple):
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     has_chat_template: bool = False
+    has_tools: bool = False
     aliases: tuple[str, ...] = ()
     """Other names that requests may use."""
     default_sampling: Mapping[str, float] = MappingProxyType({})
@@ -375,6 +376,7 @@ class Generator:
             facts.eos_token_ids,
             facts.fingerprint,
             self._text is not None and self._text.tokenizer.chat_template is not None,
+            self._text is not None and "tool_calls" in self._text.formats,
             self._router.aliases_of(facts.name),
             MappingProxyType({} if self._text is None else self._text.defaults),
         )

@@ -484,6 +484,7 @@ async def test_models_come_in_pages() -> None:
             model_pb2.CAPABILITY_GENERATE,
             model_pb2.CAPABILITY_STRUCTURED_OUTPUTS,
             model_pb2.CAPABILITY_CHAT,
+            model_pb2.CAPABILITY_TOOLS,
         ]
         assert model.create_time.seconds > 1_700_000_000
         found = await servicer.models.GetModel(model_pb2.GetModelRequest(name="tiny"))

@@ -25,6 +25,7 @@ from tests.wire_codecs.strategies import (
     worker_facts,
 )
 from triptych.admin.v1 import admin_pb2
+from triptych.config import LogConfig
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
 from triptych.rpc.session.handshake import SessionTerms
@@ -141,6 +142,7 @@ def test_every_codec_is_tested():
     assert decoders - tested == {
         result.logprobs_from_proto,
         result.prompt_logprobs_from_proto,
+        admin.log_level_from_proto,
         admin.pause_mode_from_proto,
         admin.sleep_level_from_proto,
         admin.status_from_proto,  # it leaves two fields out
@@ -288,6 +290,13 @@ def test_every_outcome_that_an_engine_counts_has_a_number():
     counted = dict.fromkeys(SchedulerCounters().num_finished, 1)
     status = EngineStatus("e", True, "", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, counted, journal="full")
     assert len(admin.status_to_proto(status, "model").num_finished) == len(counted)
+
+
+def test_levels_of_the_log_are_those_of_the_config():
+    (field,) = (field for field in dataclasses.fields(LogConfig) if field.name == "level")
+    assert field.metadata["limits"].choices == admin.LOG_LEVELS
+    for level in admin.LOG_LEVELS:
+        assert admin.log_level_from_proto(admin.log_level_to_proto(level)) == level
 
 
 def test_an_engine_s_status_is_told_in_enums():

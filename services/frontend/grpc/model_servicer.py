@@ -65,6 +65,8 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
     capabilities = [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_STRUCTURED_OUTPUTS]
     if served.has_chat_template:
         capabilities.append(model_pb2.CAPABILITY_CHAT)
+    if served.has_tools:
+        capabilities.append(model_pb2.CAPABILITY_TOOLS)
     model = model_pb2.Model(
         name=served.name,
         aliases=served.aliases,
