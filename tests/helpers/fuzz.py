@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from services.frontend.openai import schema
 from services.frontend.openai.request_body import Body
 from services.frontend.openai.responses.schema import ResponsesRequest
+from triptych.compat import vllm_engine_pb2
 from triptych.types.sampling import SAMPLING_FIELDS
 from triptych.v1 import generation_pb2, model_pb2
 
@@ -91,15 +92,20 @@ BASES: tuple[tuple[str, type[Body], dict[str, Any]], ...] = (
     ("/abort_requests", schema.AbortRequest, {"request_ids": ["a"]}),
 )
 _BASE_GENERATION = {"text": {"text": "Hello"}, "length": {"max_tokens": 3}}
+_BASE_OF_VLLM = vllm_engine_pb2.GenerateRequest(text="Hello", sampling_params={"max_tokens": 3})
 MESSAGES: tuple[tuple[str, Message], ...] = (
-    ("GenerationService/Generate", generation_pb2.GenerateRequest(generation=_BASE_GENERATION)),
-    ("GenerationService/StreamGenerate", generation_pb2.StreamGenerateRequest(generation=_BASE_GENERATION)),
-    ("GenerationService/Tokenize", generation_pb2.TokenizeRequest(text={"text": "Hello"})),
-    ("GenerationService/Detokenize", generation_pb2.DetokenizeRequest(token_ids=[5, 6])),
-    ("GenerationService/Abort", generation_pb2.AbortRequest(request_ids=["a"])),
-    ("ModelService/ListModels", model_pb2.ListModelsRequest()),
-    ("ModelService/GetModel", model_pb2.GetModelRequest()),
-    ("ModelService/GetServerInfo", model_pb2.GetServerInfoRequest()),
+    ("triptych.v1.GenerationService/Generate", generation_pb2.GenerateRequest(generation=_BASE_GENERATION)),
+    (
+        "triptych.v1.GenerationService/StreamGenerate",
+        generation_pb2.StreamGenerateRequest(generation=_BASE_GENERATION),
+    ),
+    ("triptych.v1.GenerationService/Tokenize", generation_pb2.TokenizeRequest(text={"text": "Hello"})),
+    ("triptych.v1.GenerationService/Detokenize", generation_pb2.DetokenizeRequest(token_ids=[5, 6])),
+    ("triptych.v1.GenerationService/Abort", generation_pb2.AbortRequest(request_ids=["a"])),
+    ("triptych.v1.ModelService/ListModels", model_pb2.ListModelsRequest()),
+    ("triptych.v1.ModelService/GetModel", model_pb2.GetModelRequest()),
+    ("triptych.v1.ModelService/GetServerInfo", model_pb2.GetServerInfoRequest()),
+    ("vllm.grpc.engine.VllmEngine/Generate", _BASE_OF_VLLM),
 )
 """Methods without a stream of requests, each with a message that is right."""
 
@@ -238,7 +244,11 @@ class Fuzzer:
             entries = getattr(message, field.name)
             for _ in range(rng.choice((0, 1, 3))):
                 key = self._scalar(kind.fields_by_name["key"])
-                entries[key] = self._scalar(kind.fields_by_name["value"])
+                value = kind.fields_by_name["value"]
+                if value.message_type is None:
+                    entries[key] = self._scalar(value)
+                elif depth:
+                    self._fill(entries[key], probability, depth - 1)
         elif field.is_repeated:
             values = getattr(message, field.name)
             for _ in range(rng.choice((0, 1, 2, 2, 40, 300 if kind is None else 3))):
