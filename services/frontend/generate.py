@@ -176,14 +176,7 @@ class Generator:
                     alarm.cancel()
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
-        """End requests of the caller's tenant with what they have.
-
-        Args:
-            names: Their ids, or others of their `client_names`, each of which may be that of several.
-            of_any_tenant: For operators.
-
-        Returns those of the names that were alive, each once. The requests of others count as not alive.
-        """
+        """See `AliveRequests.abort`."""
         return self.alive.abort(names, of_any_tenant=of_any_tenant)
 
     def max_choices(self, model: str) -> int:
