@@ -210,7 +210,10 @@ class Choice:
             if logprobs is None:
                 raise LookupError(f"the engine sent no log-probabilities for {num_kept} tokens")
             token_bytes = self._tokenizer.token_bytes
-            self._logprobs += [logprobs.at(first_row + i, token_bytes) for i in range(num_kept)]
+            is_named = bool(self._sampling.logprob_token_ids)
+            self._logprobs += [
+                logprobs.at(first_row + i, token_bytes, is_named=is_named) for i in range(num_kept)
+            ]
         if finish is not None and self.finish_reason is None:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
         is_due = self.finish_reason is not None or len(self._token_ids) >= self._min_new_tokens

@@ -97,8 +97,11 @@ class BatchLogprobs:
         self._logprobs: list[float] = columns.logprobs.tolist()
         self._ranks: list[int] = columns.ranks.tolist()
 
-    def at(self, row: int, token_bytes: Callable[[int], bytes]) -> TokenLogprobs:
+    def at(self, row: int, token_bytes: Callable[[int], bytes], *, is_named: bool = False) -> TokenLogprobs:
         """The entry of the batch's token number `row`.
+
+        Args:
+            is_named: The request has named the candidates, so that their ranks are not known.
 
         Raises:
             KeyError: the engine sent none for this token.
@@ -106,9 +109,10 @@ class BatchLogprobs:
         entry = self._row_to_entry[row]
         start, end = self._offsets[entry], self._offsets[entry + 1]
         token_ids = self._token_ids[start:end]
-        return TokenLogprobs(  # the chosen token comes first, then the best ones, ranked from 1
+        others = [0] * (end - start - 1) if is_named else range(1, end - start)
+        return TokenLogprobs(  # the chosen token comes first, then the best ones, ranked from 1, or those named
             token_ids,
             self._logprobs[start:end],
             list(map(token_bytes, token_ids)),
-            [self._ranks[entry], *range(1, end - start)],
+            [self._ranks[entry], *others],
         )

@@ -47,3 +47,31 @@ def test_an_output_that_repeats_itself_ends(cluster: LocalCluster) -> None:
     assert len(plain.outputs[0].token_ids) == 64
     assert ended.outputs[0].token_ids == [260] * 5
     assert ended.outputs[0].finish_reason == "repetition"
+
+
+def test_named_tokens_have_the_log_probabilities_that_they_have_among_the_best(
+    cluster: LocalCluster, client: openai.OpenAI
+) -> None:
+    with LLM(address=cluster.address) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
+        (best,) = llm.generate(PROMPT, params, use_tqdm=False)
+        first = best.outputs[0].logprobs[0]
+        ids = sorted(entry.token_id for entry in first.top)
+        params = SamplingParams(temperature=0, max_tokens=2, logprob_token_ids=ids)
+        (named,) = llm.generate(PROMPT, params, use_tqdm=False)
+    own = named.outputs[0].logprobs[0]
+    assert [(entry.token_id, entry.rank) for entry in own.top] == [(token_id, 0) for token_id in ids]
+    expected = {entry.token_id: entry.logprob for entry in first.top}
+    assert {e.token_id: e.logprob for e in own.top} == pytest.approx(expected, abs=1e-4)  # float32
+    answer = client.completions.create(
+        model="embedded",
+        prompt=PROMPT,
+        max_tokens=1,
+        temperature=0,
+        extra_body={"logprob_token_ids": ids, "return_tokens_as_token_ids": True},
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
+    values = {int(name.partition(":")[2]): value for name, value in logprobs.top_logprobs[0].items()}
+    assert values == pytest.approx(expected, abs=1e-4)

@@ -174,3 +174,21 @@ async def test_an_output_that_repeats_itself_ends_as_stop_over_http() -> None:
     assert (answer.text, answer.finish_reason) == ("xx", "stop")
     assert answer.model_extra == {"stop_reason": "repetition_detected"}
     assert caught.value.param == "repetition_detection.min_count"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"logprob_token_ids": [1], "logprobs": 2}, "has no place beside the 2 best"),
+        ({"logprob_token_ids": [300]}, r"logprob_token_ids\[0\]: 300 is not in the vocabulary"),
+        ({"logprob_token_ids": list(range(129))}, "129 is above the limit 128"),
+    ],
+)
+async def test_named_tokens_that_cannot_be_are_refused(fields: Any, why: str) -> None:
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
+        with pytest.raises(openai.BadRequestError, match=why):
+            await servicer.client.completions.create(model="tiny", prompt="a", extra_body=fields)
+        with pytest.raises(openai.BadRequestError, match="logprob_token_ids: needs logprobs to be true"):
+            await servicer.client.chat.completions.create(
+                model="tiny", messages=CHAT, extra_body={"logprob_token_ids": [1]}
+            )

@@ -47,6 +47,7 @@ WHY_REFUSED = (
     "stream_options: only a stream has options",
     "stream_options.continuous_usage_stats: needs include_usage to be true",
     "prompt_logprobs: comes with whole answers only",
+    "logprob_token_ids: (needs logprobs to be true|has no place beside)",
     "repetition_detection.min_pattern_size: .* is above the limit",
     "top_logprobs: .* needs logprobs to be true",
     "maximum context length",

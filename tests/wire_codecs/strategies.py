@@ -86,6 +86,7 @@ sampling = build(
     prompt_logprobs=st.none() | st.integers(-1, 20),
     logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=token_ids,
+    logprob_token_ids=token_ids,
     thinking_token_budget=st.none()
     | build(ThinkingBudget, num_tokens=u32, opening_id=u32, closing_id=u32, is_open=st.booleans()),
     repetition_detection=st.none()

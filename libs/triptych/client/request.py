@@ -115,6 +115,8 @@ def _set_sampling(
         values = {name: getattr(sampling, name) for name in SAMPLING_PATHS}
         if sampling.allowed_token_ids == ():  # the default means all; an empty list is refused by the server
             del values["allowed_token_ids"]
+        if not sampling.logprob_token_ids:
+            del values["logprob_token_ids"]
         if sampling.max_tokens is None:
             generation.length.rest_of_context.SetInParent()
     elif isinstance(sampling, Mapping):
@@ -134,6 +136,12 @@ def _set_sampling_field(generation: generation_pb2.Generation, name: str, value:
         case FieldKind.STRINGS | FieldKind.WORDS:
             _extend(_find(generation, path), [value] if isinstance(value, str) else value, path)
         case FieldKind.TOKEN_IDS:
+            if name == "logprob_token_ids":
+                if generation.response.logprobs.top:
+                    raise InvalidRequest(
+                        path, "has no place beside logprobs above 0: report these or the best"
+                    )
+                generation.response.logprobs.with_bytes = True
             column = _find(generation, path)
             if isinstance(column, common_pb2.TokenIds):
                 column.SetInParent()  # an empty list differs from an absent one

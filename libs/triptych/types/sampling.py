@@ -20,6 +20,7 @@ from triptych.types.structured import StructuredOutputs
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: 1/T would overflow float16 logits
 MAX_CHOICES = 16384  # the largest n
+MAX_LOGPROB_TOKEN_IDS = 128  # the most named tokens per token
 MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 # Stop strings are looked for in every token's text, on the loop that serves everyone: with these bounds the
 # worst output that a client can provoke costs about 1 ms per token.
@@ -243,6 +244,13 @@ class SamplingParams:
         unsupported_values=(-1,),
         is_common=False,
         trial=1,
+    )
+    logprob_token_ids: Sequence[int] = _declare(
+        FieldKind.TOKEN_IDS,
+        (),
+        "Report the log-probabilities of these tokens, in place of those of the best alternatives.",
+        max_items=MAX_LOGPROB_TOKEN_IDS,
+        is_common=False,
     )
     prompt_logprobs: int | None = _integer(
         None,

@@ -33,6 +33,7 @@ SAMPLING_PATHS: Mapping[str, str] = {
     },
     **{name: f"response.{flag}" for name, flag in RESPONSE_FLAGS.items()},
     **{name: f"response.{name}.top" for name in LOGPROB_FIELDS},
+    "logprob_token_ids": "response.logprobs.token_ids",
     "structured_outputs": "structured_outputs",
 }
 """Field of `triptych.types.sampling.SamplingParams` -> its path in a `Generation`."""
@@ -278,6 +279,7 @@ def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
 
 def _fill_logprobs(columns: output_pb2.Logprobs, rows: Sequence[TokenLogprobs], sends_bytes: bool) -> None:
     columns.num_candidates = len(rows[0].token_ids)
+    columns.named = len(rows[0].ranks) > 1 and not rows[0].ranks[1]
     for row in rows:
         columns.ranks.append(row.ranks[0])
         columns.token_ids.extend(row.token_ids)
@@ -292,7 +294,8 @@ def _rows(columns: output_pb2.Logprobs) -> Iterator[TokenLogprobs]:
     token_ids, logprobs, token_bytes = list(columns.token_ids), list(columns.logprobs), _bytes_of(columns)
     for number, rank in enumerate(columns.ranks):
         row = slice(number * width, (number + 1) * width)
-        yield TokenLogprobs(token_ids[row], logprobs[row], token_bytes[row], [rank, *range(1, width)])
+        others = [0] * (width - 1) if columns.named else range(1, width)
+        yield TokenLogprobs(token_ids[row], logprobs[row], token_bytes[row], [rank, *others])
 
 
 def _bytes_of(columns: output_pb2.Logprobs) -> list[bytes]:

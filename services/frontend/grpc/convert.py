@@ -232,6 +232,8 @@ def _sampling_fields(generation: generation_pb2.Generation, unsupported: list[st
             candidates = options.WhichOneof("candidates")
             if candidates in ("top", None):
                 fields[name] = options.top
+            elif candidates == "token_ids" and name == "logprobs":
+                fields["logprob_token_ids"] = options.token_ids.ids
             else:
                 unsupported.append(f"response.{name}.{candidates}")
     return fields

@@ -106,6 +106,8 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
         paths["logprobs"] = "top_logprobs"
     elif body.top_logprobs:
         violations.append(FieldViolation("top_logprobs", f"{body.top_logprobs} needs logprobs to be true"))
+    if body.logprob_token_ids and not body.logprobs:
+        violations.append(FieldViolation("logprob_token_ids", "needs logprobs to be true"))
     prompt: RawChat | str | None = to_chat(body)
     if body.add_generation_prompt and body.continue_final_message:
         why = "true contradicts continue_final_message: a turn is opened or continued"
@@ -189,7 +191,8 @@ def to_chat(body: ChatFields) -> RawChat:
 
 def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
     """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
-    wants_logprobs = body.logprobs is not None and body.logprobs is not False
+    has_number = body.logprobs is not None and body.logprobs is not False
+    wants_logprobs = has_number or bool(body.logprob_token_ids)
     stream_options = body.stream_options or StreamOptions()
     return AnswerOptions(
         num_choices=_sampling_fields(body)["n"] or 1,
@@ -244,7 +247,11 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
     base = base_request(body, read_form(body), label=label, deadline_s=deadline_s)
     return replace(
         base,
-        sampling={**base.sampling, "prompt_logprobs": body.prompt_logprobs},
+        sampling={
+            **base.sampling,
+            "prompt_logprobs": body.prompt_logprobs,
+            "logprob_token_ids": body.logprob_token_ids,
+        },
         violations=(*base.violations, *_misuse_of_stream(body)),
     )
 

@@ -32,7 +32,7 @@ from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYT
 from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
 from services.frontend.requests.tools import MAX_TOOLS
 from triptych.types.output_limits import MAX_REPETITION
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych.types.sampling import MAX_LOGPROB_TOKEN_IDS, SAMPLING_FIELDS, FieldKind, SamplingField
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
@@ -228,6 +228,8 @@ class SamplingBody(GenerationBody):
     prompt_logprobs: Annotated[int, Integral, limits("prompt_logprobs")] | None = None
     """Report, for each token of the prompt, its log-probability and those of so many best tokens, 0..20. Only in whole
     answers. Null: none."""
+    logprob_token_ids: Annotated[TokenIds, schema(maxItems=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    """Report the log-probabilities of these tokens, in place of those of the best rivals. Null: of none."""
     return_token_ids: bool | None = None
     """Send the token ids of prompt and output as well."""
     return_tokens_as_token_ids: bool | None = None
@@ -235,7 +237,6 @@ class SamplingBody(GenerationBody):
     response_format: ResponseFormat | None = None
     """Force the answer into a form, as structured_outputs does; at most one of the two. Null: free text."""
 
-    logprob_token_ids: Any = not_served()
     metadata: Any = ignored()
 
 

@@ -55,6 +55,8 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     vocab_size, max_model_len = engine.model.vocab_size, engine.model.max_model_len
     checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path)
     values = {"max_tokens": None, **defaults, **checked.values}
+    if values.get("logprob_token_ids"):
+        values.setdefault("logprobs", 0)
     sampling = SamplingParams(**values, output_kind=raw.output_kind)
     if raw.truncate_prompt_tokens == -1:
         raw = replace(raw, truncate_prompt_tokens=_most_prompt_tokens(raw, sampling, max_model_len))
@@ -289,6 +291,9 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         why = f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}"
         found.append(("min_tokens", why, str(sampling.min_tokens), str(sampling.max_tokens)))
+    if sampling.logprob_token_ids and sampling.logprobs:
+        why = f"has no place beside the {sampling.logprobs} best alternatives; leave one of them out"
+        found.append(("logprob_token_ids", why))
     if not sampling.detokenize:
         if sampling.stop:
             found.append(("stop", "is looked for in the text, but detokenize is false"))

@@ -215,6 +215,8 @@ def _token_ids(value: Any, spec: SamplingField, vocab_size: int) -> tuple[int, .
         raise _BadValue(f"{value!r} is not a list of token ids")
     if len(value) < spec.min_items:
         raise _BadValue("the empty list leaves no token to choose; name at least 1, or leave the field out")
+    if spec.max_items is not None and len(value) > spec.max_items:
+        raise _out_of_range(str(len(value)), "above", str(spec.max_items))
     bad = find_bad_token_id(value, vocab_size)
     if bad is not None:
         raise _BadValue(bad[1], f"[{bad[0]}]")

@@ -83,6 +83,8 @@ class SamplingColumns:
         requests that always choose among changed logits in the end."""
         self.num_logprobs: I32 = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         """[max_num_seqs] alternatives per token; 0: only the chosen one; -1: none."""
+        self.slot_to_logprob_ids: dict[int, I64] = {}
+        """Slot of each request that has named tokens -> their ids, which are reported in place of the best ones."""
         self.demanding: set[int] = set()
         """Slots that ask for more than one choice among the logits as they are."""
 
@@ -103,6 +105,8 @@ class SamplingColumns:
             self.columns["top_k"][slot] = 0
         self.seeds[slot] = np.uint64(seed).view(np.int64)
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            self.slot_to_logprob_ids[slot] = np.array(params.logprob_token_ids, np.int64)
         change = LogitChange.NEVER if self.observer is None else self.observer.enter(slot, params)
         self.first_temperature[slot] = 0.0 if change is LogitChange.ALWAYS else self.temperature[slot]
         if change or params.logprobs is not None:
@@ -112,6 +116,7 @@ class SamplingColumns:
     def leave(self, slot: int) -> None:
         """Drop what a slot keeps outside the columns."""
         self.demanding.discard(slot)
+        self.slot_to_logprob_ids.pop(slot, None)
         if self.observer is not None:
             self.observer.leave(slot)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -180,7 +181,13 @@ class Sampler:
         chosen_logprobs, ranks, top_ids, top_logprobs = ops.token_logprobs(
             logits, device_rows, chosen, int(num_top.max())
         )
-        return LogprobTensors(rows, num_top, chosen, chosen_logprobs, ranks, top_ids, top_logprobs)
+        best = LogprobTensors(rows, num_top, chosen, chosen_logprobs, ranks, top_ids, top_logprobs)
+        slot_to_ids = self._columns.slot_to_logprob_ids
+        if not slot_to_ids:
+            return best
+        asked = enumerate(slots[rows].tolist())
+        named = [(place, slot_to_ids[slot]) for place, slot in asked if slot in slot_to_ids]
+        return _with_named_tokens(best, named, logits) if named else best
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +246,35 @@ class _Processors:
             errors += [(error, np.arange(slots.size) == rows[row]) for row, error in failed.items()]
         faults = errors + [(each.fault, flags) for each, flags in active if each.fault is not None]
         return _ChangedLogits(processed, changed.slots, device_rows, faults)
+
+
+def _with_named_tokens(
+    best: LogprobTensors, named: Sequence[tuple[int, I64]], logits: Tensor
+) -> LogprobTensors:
+    """Replace the best tokens of some rows by tokens that their requests have named.
+
+    Args:
+        best: The log-probabilities with the best tokens of each row.
+        named: Place of each of these rows in `best`, and its ids.
+        logits: [num_rows, vocab_size] float32
+    """
+    places, counts = [place for place, _ in named], [ids.size for _, ids in named]
+    num_top = best.num_top.copy()
+    num_top[places] = counts
+    flat_places = np.repeat(places, counts)  # [total], like the next two
+    columns = np.concatenate([np.arange(count) for count in counts])
+    ids = np.concatenate([ids for _, ids in named])
+    device = logits.device
+    at, column, token_ids = (to_device(each, device) for each in (flat_places, columns, ids))
+    rows = to_device(best.rows[flat_places], device)
+    # log p(a) - log p(b) is the difference of their logits
+    distances = logits[rows, token_ids] - logits[rows, best.chosen.index_select(0, at)]
+    num_more = max(max(counts) - best.top_ids.shape[1], 0)
+    top_ids = torch.nn.functional.pad(best.top_ids, (0, num_more))
+    top_logprobs = torch.nn.functional.pad(best.top_logprobs, (0, num_more))
+    top_ids.index_put_((at, column), token_ids.to(top_ids.dtype))
+    top_logprobs.index_put_((at, column), best.chosen_logprobs.index_select(0, at) + distances)
+    return replace(best, num_top=num_top, top_ids=top_ids, top_logprobs=top_logprobs)
 
 
 def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:

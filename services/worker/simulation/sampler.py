@@ -31,6 +31,7 @@ _ONE_EACH: I64 = np.empty(0, np.int64)
 _NEED_LOGITS = {
     "bad_words": "sampling.bad_words",
     "logit_bias": "sampling.logit_bias",
+    "logprob_token_ids": "response.logprobs.token_ids",
     "structured_outputs": "structured_outputs",
     "thinking_token_budget": "length.thinking_token_budget",
 }
