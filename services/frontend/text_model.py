@@ -13,7 +13,7 @@ from services.frontend.requests.grammars import GrammarChecker
 from services.frontend.requests.parse import prompt_has_too_many_chars
 from services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
 from services.frontend.requests.raw import RawChat
-from services.frontend.requests.sampling import check_defaults
+from services.frontend.requests.sampling import check_defaults, why_not_text
 from services.frontend.requests.tools import TOOL_CHOICES, AnswerSplit, schemas_of
 from services.frontend.work_threads import WorkThreads
 from triptych.checkpoint.config_json import read_generation_defaults
@@ -209,7 +209,7 @@ class TextModel:
         try:
             if not self._template.knows_tools:
                 messages = with_plain_tools(messages, tools or ())
-            return self._template.render(
+            text = self._template.render(
                 messages,
                 tools=tools,
                 documents=chat.documents or None,
@@ -219,6 +219,10 @@ class TextModel:
             )
         except InvalidRequest as error:
             raise InvalidRequest([FieldViolation(path, v.description) for v in error.violations]) from error
+        why_not = why_not_text(text)
+        if why_not is not None:  # names, tools and variables are in it as well
+            raise InvalidRequest(path, f"is no text as the chat template writes it: {why_not}")
+        return text
 
 
 def _last_place(token_ids: U32, token_id: int) -> int:

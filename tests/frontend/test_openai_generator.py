@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -114,6 +115,25 @@ async def test_a_template_that_refuses_names_the_messages() -> None:
         with pytest.raises(openai.BadRequestError, match="roles must alternate") as caught:
             await servicer.client.chat.completions.create(model="tiny", messages=CHAT)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("role", "a\ud800"), ("name", "a\ud800"), ("tool_call_id", "\udfff")], ids=str
+)
+async def test_half_characters_are_refused_wherever_the_template_puts_them(field: str, value: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.name }}{{ m.tool_call_id }}{{ m.content }}{% endfor %}"
+    )
+    async with (
+        FakeEngine() as engine,
+        frontend_core(engine, tokenizer=byte_tokenizer(chat_template=template)) as core,
+        open_api(core.generator) as servicer,
+    ):
+        body = json.dumps({"messages": [{**CHAT[0], field: value}]})
+        response = await servicer.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("messages")
+    assert "surrogate" in response.json()["error"]["message"]
 
 
 async def test_health_follows_the_engine() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from services.frontend.anthropic.schema import MessagesRequest
 from services.frontend.openai import schema
 from services.frontend.openai.request_body import Body
 from services.frontend.openai.responses.schema import ResponsesRequest
@@ -86,6 +87,7 @@ BASES: tuple[tuple[str, type[Body], dict[str, Any]], ...] = (
         {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 1},
     ),
     ("/v1/responses", ResponsesRequest, {"input": "Say a word.", "max_output_tokens": 3}),
+    ("/v1/messages", MessagesRequest, {**CHAT, "model": "embedded"}),
     ("/tokenize", schema.TokenizeRequest, {"prompt": "Hello"}),
     ("/tokenize", schema.TokenizeRequest, {"messages": CHAT["messages"]}),
     ("/detokenize", schema.DetokenizeRequest, {"tokens": [5, 6, 7]}),

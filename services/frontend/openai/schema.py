@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import MaxLen
+from annotated_types import Ge, MaxLen
 from pydantic import (
     ConfigDict,
     Field,
@@ -43,6 +43,7 @@ TemplateVariables = Annotated[dict[str, Any], schema(propertyNames={"pattern": "
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
 MAX_DOCUMENTS = 1024
+_LEAST_SEED = -(1 << 63)
 
 
 class RepetitionDetectionBody(Part):
@@ -173,7 +174,9 @@ class GenerationBody(SamplingFields):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    seed: Annotated[int, Integral, schema(minimum=-(1 << 63), maximum=(1 << 64) - 1)] | None = None
+    seed: (
+        Annotated[int, Integral, Ge(_LEAST_SEED), schema(minimum=_LEAST_SEED, maximum=(1 << 64) - 1)] | None
+    ) = None
     """The same seed gives the same output. Null and -1: one is drawn."""
     truncate_prompt_tokens: Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1}])] | None = (
         None

@@ -163,6 +163,8 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
             violations.append(
                 FieldViolation(f"{path}[{index}].role", f"{role!r} is not a role; it is a word")
             )
+        elif (why := why_not_text(role)) is not None:
+            violations.append(FieldViolation(f"{path}[{index}].role", why))
         is_left_out = content is None and message.get("tool_calls")
         if not is_left_out and (why := why_not_text(content)) is not None:
             violations.append(FieldViolation(f"{path}[{index}].content", why))
