@@ -175,7 +175,7 @@ async def test_bad_words_reach_the_engine_as_tokens() -> None:
     assert [list(choice.sampling.bad_words) for choice in engine.submitted] == [wanted] * 2 + [wanted[:2]] * 2
 
 
-async def test_an_output_that_repeats_itself_ends_as_stop_over_http() -> None:
+async def test_an_output_that_repeats_itself_is_cut_over_http() -> None:
     body: Any = {"repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
     async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as servicer:
         call = asyncio.create_task(
@@ -191,7 +191,7 @@ async def test_an_output_that_repeats_itself_ends_as_stop_over_http() -> None:
                 extra_body={"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
             )
     assert choice.sampling.repetition_detection == RepetitionDetection(3, 4, min_pattern_size=1)
-    assert (answer.text, answer.finish_reason) == ("xx", "stop")
+    assert (answer.text, answer.finish_reason) == ("xx", "length")
     assert answer.model_extra == {"stop_reason": "repetition_detected"}
     assert caught.value.param == "repetition_detection.min_count"
 

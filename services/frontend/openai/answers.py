@@ -73,7 +73,7 @@ class CompletionChoice(Answer):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
-    `repetition_detected`: with finish_reason stop."""
+    `repetition_detected`: the output repeated itself, likewise."""
 
 
 class CompletionAnswer(Answer):
@@ -156,7 +156,7 @@ class ChatChoice(Answer):
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
-    `repetition_detected`: with finish_reason stop."""
+    `repetition_detected`: the output repeated itself, likewise."""
 
 
 class ChatCompletionAnswer(Answer):
@@ -215,7 +215,7 @@ class ChatChunkChoice(Answer):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it. `abort`: the request was aborted, with finish_reason length.
-    `repetition_detected`: with finish_reason stop."""
+    `repetition_detected`: the output repeated itself, likewise."""
 
 
 class ChatCompletionChunk(Answer):

@@ -339,5 +339,5 @@ def _ending_of(choice: Choice | DeltaEvent) -> dict[str, Any]:
     if reason is FinishReason.ABORT:
         return {"finish_reason": FinishReason.LENGTH.word, "stop_reason": FinishReason.ABORT.word}
     if reason is FinishReason.REPETITION:
-        return {"finish_reason": FinishReason.STOP.word, "stop_reason": REPETITION_DETECTED}
+        return {"finish_reason": FinishReason.LENGTH.word, "stop_reason": REPETITION_DETECTED}
     return {"finish_reason": reason and reason.word, "stop_reason": choice.stop_reason}
