@@ -4,7 +4,7 @@ The worker is simulated and takes no time for a step, so that the services and t
 and nothing else limits them. The clients read bytes and take nothing apart: of HTTP they look for the stream's last
 event, of gRPC they count messages. Each stream sends so many requests, the next when the last has ended, and the
 figures are those of all together. `--beside logprobs` measures in turn with requests for each token's 20 best
-log-probabilities, `--beside tls` with TLS on all ports and hops.
+log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded model instead.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from benchmarks.harness.cluster import running, simulated_config
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.process_tree import cpu_seconds, descendants
+from triptych.config import EngineConfig
+from triptych.launcher.launch import config_from_overrides
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.v1 import generation_pb2
 
@@ -71,15 +73,20 @@ class Rates:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    options = {"max_num_seqs": max(arguments.streams, 64)}
+    def config(**options: str) -> EngineConfig:
+        num_seqs = {"max_num_seqs": max(arguments.streams, 64)}
+        if arguments.real:
+            return config_from_overrides({**num_seqs, **options})
+        return simulated_config(0, **num_seqs, **options)
+
     with ExitStack() as stack:
-        plain = stack.enter_context(running(simulated_config(0, **options)))
+        plain = stack.enter_context(running(config()))
         variants = {"": (plain, 0, b"")}
         if arguments.beside == "logprobs":
             variants["logprobs"] = plain, NUM_LOGPROBS, b""
         elif arguments.beside == "tls":
             tls, ca = create_tls(Path(stack.enter_context(TemporaryDirectory())))
-            variants["tls"] = stack.enter_context(running(simulated_config(0, **options, **tls))), 0, ca
+            variants["tls"] = stack.enter_context(running(config(**tls))), 0, ca
         for number in range(arguments.rounds + 1):
             for api in arguments.apis:
                 found: dict[str, Rates] = {}
@@ -233,5 +240,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=int, default=512, help="tokens of each answer (default: 512)")
+    parser.add_argument("--real", action="store_true", help="the embedded model instead of a simulated one")
     parser.add_argument("--requests", type=int, default=4, help="of each stream (default: 4)")
     sys.exit(run(parser, measure))
