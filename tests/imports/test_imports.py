@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych.hub": {"gguf", "huggingface_hub", "tokenizers", "numpy"},
     "triptych.text": {"tokenizers", "jinja2"},
     "triptych.client": GRPC | {"numpy", "tqdm"},
-    "triptych.client.http_client": {"httptools"},
+    "triptych.client.http_client": {"aiohttp"},
     "triptych.launcher": GRPC,
     "triptych.cli": GRPC,
     "triptych.cli.chat.line_reader": {"prompt_toolkit"},
