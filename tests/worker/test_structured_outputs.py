@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
+from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampler_bench import SamplerBench
@@ -115,6 +116,34 @@ def test_greedy_output_is_the_best_token_of_the_form(bench):
     bench.enter(0, regex("[0-9]+", temperature=0.0))
     best = digits[int(logits[0, digits].argmax())]
     assert bench.sample(logits, [0]).token_ids.tolist() == [best]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"top_k": 7},
+        {"min_tokens": 9},
+        {"presence_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_a_first_choice_that_stands_is_the_choice_among_masked_logits(bench, monkeypatch, fields):
+    verdicts = []
+
+    def lets_pass(self, slot, token_id):
+        verdicts.append(judge(self, slot, token_id))
+        return verdicts[-1]
+
+    judge = StructuredForms.lets_pass
+    monkeypatch.setattr(StructuredForms, "lets_pass", lets_pass)
+    params = json_of(PERSON, **fields) if fields.get("temperature", 1) else regex("[a-z ]{30}", **fields)
+    found = [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
+    monkeypatch.setattr(StructuredForms, "lets_pass", lambda self, slot, token_id: False)
+    assert found == [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
+    assert any(verdicts) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), "else the test says nothing"
 
 
 def test_forms_do_not_touch_each_other_nor_rows_without(bench):
@@ -228,6 +257,9 @@ class ExhaustedMatcher:
 
     def deep_copy(self):
         return self
+
+    def validate_tokens(self, token_ids):
+        return 0
 
     def unsafe_compute_mask_ptr(self, address, num_bytes):
         mask = np.zeros(num_bytes * 8, np.uint8)

@@ -314,6 +314,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def has_filters(self) -> bool:
+        """Whether only the most likely tokens are chosen from."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def num_bytes(self) -> int:
         """An upper bound of the size of a message that holds these values, in bytes."""
         num_bytes = _NUMBER_BYTES * _NUM_NUMBERS

@@ -16,6 +16,7 @@ from services.worker.sampling.logits_processors.base import (
     ChangedRows,
     DirectProcessor,
     FusedProcessor,
+    JudgingProcessor,
     LogitsProcessor,
     OwnRow,
 )
@@ -140,7 +141,7 @@ class Sampler:
         """
         if not self._columns.demanding:
             return ChosenTokens(chosen, chosen)
-        changed = self._processors.change(logits, slots)
+        changed = self._processors.change(logits, chosen, slots)
         if changed is None:
             return ChosenTokens(chosen, chosen, self._launch_logprobs(logits, chosen, slots))
         batch = gather_sampling(self._columns, self._history, changed.slots, logits.device)
@@ -226,9 +227,14 @@ class _Processors:
     def need_history(self, slots: I64) -> bool:
         return any(each.find_rows(slots) is not None for each in self._with_history)
 
-    def change(self, logits: Tensor, slots: I64) -> _ChangedLogits | None:
-        """Return the logits of the rows that change in this step, or None if none does."""
+    def change(self, logits: Tensor, chosen: Tensor, slots: I64) -> _ChangedLogits | None:
+        """Return the logits of the rows that change in this step, or None if none does.
+
+        A row whose first choice stands all the same does not change.
+        """
         fused, direct = _active(self._fused, slots), _active(self._direct, slots)
+        if direct and chosen.device.type == "cpu":  # other devices would have to be waited for
+            direct = _unsettled(fused, direct, chosen.numpy(), slots)
         if not fused and not direct:
             return None
         active: list[tuple[LogitsProcessor, Flags]] = [*fused, *direct]
@@ -281,6 +287,26 @@ def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:
     """Return the processors that change rows of these slots, each with the rows."""
     found = ((each, each.find_rows(slots)) for each in processors)
     return [(each, flags) for each, flags in found if flags is not None]
+
+
+def _unsettled(
+    fused: Sequence[tuple[LogitsProcessor, Flags]],
+    direct: Sequence[tuple[DirectProcessor, Flags]],
+    chosen: NDArray[np.generic],
+    slots: I64,
+) -> list[tuple[DirectProcessor, Flags]]:
+    """Return `direct` without the rows whose first choice stands, see `JudgingProcessor`."""
+    num_changes = np.sum([flags for _, flags in (*fused, *direct)], axis=0)
+    unsettled = []
+    for processor, flags in direct:
+        if isinstance(processor, JudgingProcessor):
+            own = np.flatnonzero(flags & (num_changes == 1)).tolist()
+            settled = [row for row in own if processor.lets_pass(int(slots[row]), int(chosen[row]))]
+            flags = flags.copy()
+            flags[settled] = False
+        if flags.any():
+            unsettled.append((processor, flags))
+    return unsettled
 
 
 def _own_rows(flags: Flags, changed: ChangedRows) -> list[OwnRow]:

@@ -110,6 +110,21 @@ class DirectProcessor(LogitsProcessor, Protocol):
         """
 
 
+@runtime_checkable
+class JudgingProcessor(DirectProcessor, Protocol):
+    """A processor that only masks, and that says of one token whether it may come for much less than all masks cost.
+
+    Where it alone would change a row and lets the first choice pass, no other token is better: the choice stands.
+    """
+
+    def lets_pass(self, slot: int, token_id: int) -> bool:
+        """Return whether the first choice of a slot stands; False where that takes `apply` to say.
+
+        Args:
+            token_id: Best token among the logits as the model made them; negative: there is none.
+        """
+
+
 class SlotValues(Generic[T]):
     """A value for each of a few slots, with one look-up for all rows of a step."""
 

@@ -40,7 +40,7 @@ _WRONG_OUTPUT = RowError.of_client(
 
 
 class StructuredForms:
-    """A `DirectProcessor`.
+    """A `JudgingProcessor`.
 
     The matchers advance by the tokens of the history since the step before. A request that enters with tokens, after a
     preemption or a crash, advances by all of these.
@@ -74,8 +74,12 @@ class StructuredForms:
             return LogitChange.NEVER
         assert form.grammar is not None, "the frontend has compiled it"
         prototype = None if self._compiler is None else self._compiler.start(form.grammar)
-        self._outputs[slot] = _Output(prototype, (*self._eos_token_ids, *params.stop_token_ids))
-        return LogitChange.ALWAYS
+        # Filters work on what the mask leaves, so that the first choice says nothing about the last.
+        can_keep_first = params.is_greedy or not params.has_filters
+        self._outputs[slot] = _Output(
+            prototype, (*self._eos_token_ids, *params.stop_token_ids), can_keep_first=can_keep_first
+        )
+        return LogitChange.SOMETIMES if can_keep_first else LogitChange.ALWAYS
 
     def leave(self, slot: int) -> None:
         self._outputs.discard(slot)
@@ -83,11 +87,12 @@ class StructuredForms:
     def find_rows(self, slots: I64) -> Flags | None:
         return self._outputs.find_rows(slots)
 
+    def lets_pass(self, slot: int, token_id: int) -> bool:
+        output = self._outputs[slot]
+        return output.can_keep_first and token_id >= 0 and self._advanced(slot).may_come(token_id)
+
     def apply(self, logits: Tensor, changed: ChangedRows, own: Sequence[OwnRow]) -> Mapping[int, RowError]:
-        history = self._history
-        outputs = [self._outputs[slot] for _, slot in own]
-        for output, (_, slot) in zip(outputs, own, strict=True):
-            output.advance(history.token_ids[slot, history.num_prompt[slot] : history.num_known[slot]])
+        outputs = [self._advanced(slot) for _, slot in own]
         vocab_size = logits.shape[1]
         bits = np.zeros((len(own), -(-vocab_size // 32)), np.uint32)  # [num_own, words] 1: may come
         self._fill(bits, outputs)
@@ -101,6 +106,12 @@ class StructuredForms:
             logits.index_copy_(0, rows, torch.where(allowed, logits.index_select(0, rows), -torch.inf))
         failed = zip(own, outputs, strict=True)
         return {row: output.error for (row, _), output in failed if output.error is not None}
+
+    def _advanced(self, slot: int) -> _Output:
+        """Return the output of a slot after it has taken in the latest tokens."""
+        output, history = self._outputs[slot], self._history
+        output.advance(history.token_ids[slot, history.num_prompt[slot] : history.num_known[slot]])
+        return output
 
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[_Output]) -> None:
         """Write the mask of each output that has a matcher."""
@@ -119,12 +130,16 @@ class StructuredForms:
 class _Output:
     """The state of one request."""
 
-    def __init__(self, prototype: Future[LLMatcher] | None, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, prototype: Future[LLMatcher] | None, end_ids: Sequence[int], *, can_keep_first: bool
+    ) -> None:
         """
         Args:
             prototype: Matcher before the first token; None: there will be none.
             end_ids: Tokens that end the output: EOS and the request's stop ids.
+            can_keep_first: Whether a token that may come is the choice if it is the best of all.
         """
+        self.can_keep_first = can_keep_first
         self.matcher: LLMatcher | None = None
         """The request's own matcher; None before the first step and after an error."""
         self.error = None if prototype is not None else NO_COMPILER
@@ -152,6 +167,14 @@ class _Output:
             if not self.matcher.consume_token(token_id):
                 self._fail(_WRONG_OUTPUT)
         self._num_seen = output.size
+
+    def may_come(self, token_id: int) -> bool:
+        """Return whether the mask surely has this token."""
+        if self.matcher is None or self._has_ended or self.matcher.is_error():
+            return False
+        if token_id in self._end_ids:
+            return self.matcher.is_accepting()
+        return self.matcher.validate_tokens([token_id]) == 1
 
     def finish_mask(self, bits: NDArray[np.uint32]) -> None:
         """Set what the matcher does not know of, [words], bit t % 32 of word t // 32 for token t."""
