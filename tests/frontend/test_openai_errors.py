@@ -81,7 +81,7 @@ def told(response: httpx.Response) -> dict[str, Any]:
         ('"prompt": "a", "max_tokens": 100', "max_tokens", f"maximum context length is {MAX_MODEL_LEN}"),
         ('"prompt": "a", "n": 2, "temperature": 0', "n", "greedy"),
         ('"prompt": "a", "logprobs": 21', "logprobs", "21 is above the limit 20"),
-        ('"prompt": "a", "seed": -9223372036854775809', "seed", "-9223372036854775809 is below the limit 0"),
+        ('"prompt": "a", "seed": -9223372036854775809', "seed", "9 is below the limit -9223372036854775808"),
         ('"prompt": "a", "stop": ["a", ""]', "stop[1]", "empty"),
         ('"prompt": "a", "stop": 5', "stop", "must be a string or a list of strings"),
         ('"prompt": "a", "allowed_token_ids": []', "allowed_token_ids", "no token to choose"),

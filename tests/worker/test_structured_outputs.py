@@ -143,7 +143,9 @@ def test_a_first_choice_that_stands_is_the_choice_among_masked_logits(bench, mon
     found = [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
     monkeypatch.setattr(StructuredForms, "lets_pass", lambda self, slot, token_id: False)
     assert found == [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
-    assert any(verdicts) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), "else the test says nothing"
+    assert any(verdicts) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), (
+        "else the test says nothing"
+    )
 
 
 def test_forms_do_not_touch_each_other_nor_rows_without(bench):

@@ -254,13 +254,20 @@ def _no_such_field(name: str, fields: Mapping[str, Any]) -> str:
     return f"there is no such field; did you mean {close[0]}?" if close else "there is no such field"
 
 
+_LIMITS = {"greater_than_equal": "below", "less_than_equal": "above"}
+"""Kind of a finding of pydantic's, whose message ends with the limit -> where the value is."""
+
+
 def _describe(detail: Mapping[str, Any]) -> str:
     kind, message = detail["type"], detail["msg"]
     if kind in _WORDS:
         return _WORDS[kind] or message
     if kind == "extra_forbidden":
         return "there is no such field"
-    return f"{_shown(detail['input'])} is refused: {message[:1].lower()}{message[1:]}"
+    value = _shown(detail["input"])
+    if kind in _LIMITS:
+        return f"{value} is {_LIMITS[kind]} the limit {message.rpartition(' ')[2]}"
+    return f"{value} is refused: {message[:1].lower()}{message[1:]}"
 
 
 def _shown(value: Any) -> str:
