@@ -192,8 +192,8 @@ async def test_every_violation_travels_with_its_path() -> None:
         ),
         (
             ask(text="x", structured_outputs={"structural_tag_json": "{}"}),
-            errors.FeatureDisabled,
-            r"^structured_outputs\.structural_tag_json: ",
+            errors.InvalidRequest,
+            r"structured_outputs\.structural_tag_json: has no triggers",
         ),
     ],
 )

@@ -163,7 +163,10 @@ async def test_each_bad_field_is_named(api: HttpApi, fields: dict[str, Any], par
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",

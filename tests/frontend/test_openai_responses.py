@@ -389,7 +389,8 @@ async def test_all_that_is_wrong_is_named_at_once() -> None:
          "input[0].output[0].input_file"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
+         "structured_outputs.disable_additional_properties"),
         ({"n": 2}, "n"),
     ],
 )  # fmt: skip

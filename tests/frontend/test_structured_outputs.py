@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from services.frontend.requests.grammars import GrammarChecker
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
@@ -30,6 +30,28 @@ LARK = 'start: "a" tail\ntail: "b"*'
 GBNF = 'root ::= "a" tail\ntail ::= "b"*'
 SLOW = "start: R0\n" + "".join(f"R{i}: R{i + 1} | /b{i}/\n" for i in range(3000)) + 'R3000: "a"'
 """Takes a minute to compile."""
+TAGS = {
+    "structures": [
+        {"begin": "<fn=one>", "schema": SCHEMA, "end": "</fn>"},
+        {"begin": "<fn=two>", "schema": {"type": "integer"}, "end": "</fn>"},
+    ],
+    "triggers": ["<fn="],
+}
+TRIGGERED_TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": TAGS["triggers"],
+        "tags": [
+            {
+                "begin": tag["begin"],
+                "content": {"type": "json_schema", "json_schema": tag["schema"]},
+                "end": tag["end"],
+            }
+            for tag in TAGS["structures"]
+        ],
+    },
+}
 FORMS = {
     "json": StructuredOutputs(json=SCHEMA),
     "json_object": StructuredOutputs(json_object=True),
@@ -38,6 +60,7 @@ FORMS = {
     "lark": StructuredOutputs(grammar=LARK),
     "gbnf": StructuredOutputs(grammar=GBNF, syntax=GrammarSyntax.GBNF),
     "whitespace": StructuredOutputs(json_object=True, whitespace_pattern=" ?"),
+    "structural_tag": StructuredOutputs(structural_tag=TAGS),
 }
 
 
@@ -174,11 +197,41 @@ async def test_bad_form_over_grpc_is_an_invalid_argument(form: dict[str, Any], p
         assert [response async for response in api.generation.StreamGenerate(good)]
 
 
-async def test_structural_tags_over_grpc_are_not_served_by_name() -> None:
-    form = {"structural_tag_json": "{}"}
-    async with FakeEngine(alphabet, model=FACTS) as engine, open_grpc(engine) as api:
-        error = await error_of(api.generation.StreamGenerate(ask(text="x", structured_outputs=form)))
-        assert isinstance(error, FeatureDisabled)
+@pytest.mark.parametrize("tag", [TAGS, TRIGGERED_TAGS])
+async def test_structural_tags_leave_text_free_and_force_sections(tag: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer()
+    form = await GrammarChecker(tokenizer).compile(StructuredOutputs(structural_tag=tag), FACTS, "form")
+    assert form == await GrammarChecker(tokenizer).compile(FORMS["structural_tag"], FACTS, "form")
+    backend = LLTokenizer(tokenizer.to_json(), n_vocab=FACTS.vocab_size, eos_token=list(FACTS.eos_token_ids))
+    for text, fits in (
+        ("no call at all", True),
+        ("first <fn=two>17</fn> then <fn=two>4</fn> text", True),
+        ("<fn=three>", False),
+        ("a <fn=two>x", False),
+    ):
+        matcher = LLMatcher(backend, form.grammar, log_level=0)
+        token_ids = tokenizer.encode(text)
+        assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) is fits, text
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not an object"),
+        ({"triggers": ["<"], "structures": []}, "no tags"),
+        ({"triggers": [""], "structures": TAGS["structures"]}, "a trigger that is no text, or empty"),
+        ({"triggers": ["<x"], "structures": TAGS["structures"]}, "tag 0 begins with '<fn=one>'"),
+        ({"triggers": ["<"], "structures": [{"begin": "<a", "end": ""}]}, "tag 0 needs a JSON schema"),
+        ({"triggers": ["<"], "structures": [{"begin": "<a", "schema": {}}]}, "tag 0 needs the texts"),
+        ({"format": {"type": "sequence"}}, "a format that is not served"),
+        ({"format": TRIGGERED_TAGS["format"] | {"at_least_one": True}}, "format.at_least_one is not served"),
+    ],
+    ids=str,
+)
+async def test_structural_tag_that_is_not_understood_is_refused(tag: Any, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        await GrammarChecker(byte_tokenizer()).compile(StructuredOutputs(structural_tag=tag), FACTS, "form")
 
 
 async def test_form_excludes_what_goes_on_behind_its_end() -> None:
@@ -210,6 +263,8 @@ async def test_forms_over_http_reach_the_engine(body: dict[str, Any]) -> None:
         ({"structured_outputs": {"choice": ["a", 'b"\n', "ä"]}}, "choice"),
         ({"structured_outputs": {"grammar": LARK}}, "lark"),
         ({"structured_outputs": {"grammar": GBNF}}, "gbnf"),
+        ({"structured_outputs": {"structural_tag": TAGS}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, "structural_tag"),
     ]
     checker = GrammarChecker(byte_tokenizer())
     async with (

@@ -179,9 +179,14 @@ async def test_structured_outputs_reach_the_engine(
             r"sampling_params\.regex: ",
         ),
         (
-            {"text": "x", "sampling_params": {"structural_tag": "{}"}, "data_parallel_rank": 1},
+            {"text": "x", "sampling_params": {"structural_tag": "{}"}},
+            errors.InvalidRequest,
+            r"sampling_params\.structural_tag: has no triggers",
+        ),
+        (
+            {"text": "x", "kv_transfer_params_json": "{}", "data_parallel_rank": 1},
             errors.FeatureDisabled,
-            r"data_parallel_rank, sampling_params\.structural_tag: ",
+            r"kv_transfer_params_json, data_parallel_rank: |data_parallel_rank, kv_transfer_params_json: ",
         ),
         ({"text": "x", "kv_transfer_params_json": "{}"}, errors.FeatureDisabled, "kv_transfer_params_json: "),
         ({"text": "x", "mm_inputs": {"mm_hashes": ["a"]}}, errors.FeatureDisabled, "mm_inputs: "),

@@ -12,6 +12,10 @@ MAX_FORM_BYTES = 1 << 17
 """The largest form in bytes of UTF-8: about 5,000 properties of a schema."""
 
 
+FORM_NAMES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields of `StructuredOutputs` of which exactly one is set."""
+
+
 class GrammarSyntax(Enum):
     """The language that a grammar is written in."""
 
@@ -46,6 +50,8 @@ class StructuredOutputs:
     """Texts of which the output is one; always a tuple after construction."""
     grammar: str | None = None
     """A context-free grammar."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Free text with sections of JSON that begin with certain texts, as vLLM has it; text after construction."""
     syntax: GrammarSyntax = GrammarSyntax.ANY
     """The language of `grammar`."""
     any_whitespace: bool = False
@@ -59,21 +65,25 @@ class StructuredOutputs:
         Raises:
             TypeError, ValueError: The schema cannot be written as JSON.
         """
-        if isinstance(self.json, Mapping):
-            object.__setattr__(self, "json", json.dumps(self.json))
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, json.dumps(value))
         if self.choice is not None and not isinstance(self.choice, str):
             object.__setattr__(self, "choice", tuple(self.choice))
 
     @property
     def given(self) -> dict[str, str | tuple[str, ...] | bool]:
         """The forms that are set, by field; a valid object has one."""
-        forms = {name: getattr(self, name) for name in ("json", "json_object", "regex", "choice", "grammar")}
+        forms = {name: getattr(self, name) for name in FORM_NAMES}
         return {name: value for name, value in forms.items() if value is not None and value is not False}
 
     @property
     def texts(self) -> list[str]:
         """All texts that the client wrote, in no order."""
-        values = (self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ()))
+        values = (
+            *(self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern),
+            *(self.choice or ()),
+        )
         return [text for text in values if isinstance(text, str)]
 
 

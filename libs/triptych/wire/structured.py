@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.types.structured import GrammarSyntax, StructuredOutputs
+from triptych.types.structured import FORM_NAMES, GrammarSyntax, StructuredOutputs
 from triptych.v1 import sampling_pb2
 
 _SYNTAX_TO_PROTO = {
@@ -22,7 +22,7 @@ def structured_to_proto(form: StructuredOutputs) -> sampling_pb2.StructuredOutpu
     """
     if len(form.given) != 1:
         names = " and ".join(form.given) or "none"
-        raise ValueError(f"has {names}; set exactly one of json, json_object, regex, choice and grammar")
+        raise ValueError(f"has {names}; set exactly one of {', '.join(FORM_NAMES)}")
     message = sampling_pb2.StructuredOutputs()
     has_whitespace = form.any_whitespace or form.whitespace_pattern is not None
     if form.json is not None or (form.json_object and has_whitespace):
@@ -36,6 +36,8 @@ def structured_to_proto(form: StructuredOutputs) -> sampling_pb2.StructuredOutpu
     elif form.choice is not None:
         message.choice.SetInParent()
         message.choice.values.extend(form.choice)
+    elif form.structural_tag is not None:
+        message.structural_tag_json = form.structural_tag  # type: ignore[assignment]
     elif form.grammar is not None:
         if form.syntax not in _SYNTAX_TO_PROTO:
             raise ValueError(f"syntax {form.syntax} is not for users")
@@ -60,6 +62,8 @@ def structured_from_proto(message: sampling_pb2.StructuredOutputs) -> Structured
             return StructuredOutputs(regex=message.regex)
         case "choice":
             return StructuredOutputs(choice=tuple(message.choice.values))
+        case "structural_tag_json":
+            return StructuredOutputs(structural_tag=message.structural_tag_json)
         case "grammar":
             syntax = _PROTO_TO_SYNTAX.get(message.grammar.syntax, GrammarSyntax.ANY)
             return StructuredOutputs(grammar=message.grammar.text, syntax=syntax)

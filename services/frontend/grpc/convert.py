@@ -39,7 +39,7 @@ _PATHS = {
     "deadline_s": "the call's deadline",
 }
 _LEFT_SIDES = (common_pb2.TRUNCATION_SIDE_UNSPECIFIED, common_pb2.TRUNCATION_SIDE_LEFT)
-_UNSUPPORTED = ("structured_outputs.structural_tag_json", "cache.bypass")
+_UNSUPPORTED = ("cache.bypass",)
 _FORM_PATHS = {"json_schema": "json_schema.schema", "choice": "choice.values", "grammar": "grammar.text"}
 _TOOL_MODES = {
     chat_pb2.TOOL_MODE_UNSPECIFIED: "auto",
@@ -79,8 +79,7 @@ def to_raw_request(
     if generation.HasField("structured_outputs"):
         form = generation.structured_outputs
         name = form.WhichOneof("form")
-        if name != "structural_tag_json":  # refused already
-            sampling["structured_outputs"] = structured_from_proto(form)
+        sampling["structured_outputs"] = structured_from_proto(form)
         if name is not None:
             paths = {**paths, "structured_outputs": f"structured_outputs.{_FORM_PATHS.get(name, name)}"}
         if form.grammar.syntax not in sampling_pb2.GrammarSyntax.values():

@@ -55,8 +55,6 @@ def to_raw_request(request_id: str, request: pb.GenerateRequest, deadline_s: flo
     prompt: Any = {"tokenized": request.tokenized.input_ids, "text": request.text, None: None}[kind]
     constraint = params.WhichOneof("constraint")
     unsupported = [field.name for field, _ in request.ListFields() if field.name in _UNSUPPORTED]
-    if constraint == "structural_tag":
-        unsupported.append("sampling_params.structural_tag")
     sampling = {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
     sampling |= {name: getattr(params, name) or 1 for name in _ZERO_MEANS_ONE}
     sampling |= {name: getattr(params, name) for name in _AS_THEY_ARE}
@@ -93,6 +91,8 @@ def _to_structured(params: pb.SamplingParams, constraint: str | None) -> Structu
             return StructuredOutputs(grammar=params.grammar)
         case "choice":
             return StructuredOutputs(choice=list(params.choice.choices))
+        case "structural_tag":
+            return StructuredOutputs(structural_tag=params.structural_tag)
         case "json_object" if params.json_object:
             return StructuredOutputs(json_object=True)
         case _:

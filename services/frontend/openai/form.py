@@ -15,6 +15,7 @@ _FORM_NAMES = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 """Field of `StructuredOutputsBody` -> field of `StructuredOutputs`, and how clients write both."""
 

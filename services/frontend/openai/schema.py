@@ -145,7 +145,9 @@ class StructuredOutputsBody(Part):
     """Exactly one form of the answer, and how its JSON is written. vLLM has the same object."""
 
     model_config = ConfigDict(
-        json_schema_extra=exactly_one_of("json", "regex", "choice", "grammar", "json_object")
+        json_schema_extra=exactly_one_of(
+            "json", "regex", "choice", "grammar", "json_object", "structural_tag"
+        )
     )
 
     json_: Annotated[
@@ -166,7 +168,10 @@ class StructuredOutputsBody(Part):
     """A regular expression for the white space between the tokens of JSON."""
 
     disable_additional_properties: Any = not_served(False)
-    structural_tag: Any = not_served()
+    structural_tag: Annotated[
+        dict[str, Any] | str | None, either("a structural tag: an object, or its text")
+    ] = None
+    """Free text with sections of JSON that begin with certain texts."""
 
 
 class GenerationBody(SamplingFields):

@@ -6,6 +6,7 @@ object, and is answered by one line:
     {"tokenizer": JSON, "vocab_size": n, "eos_token_ids": [...]}     {} or {"error": why}    first, once
     {"json": schema, "whitespace": {...}}                            {"grammar": text} or {"error": why}
     {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}
+    {"tags": [{"trigger", "begin", "schema", "end"}], "are_special": whether triggers are control tokens}
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import threading
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 # The compiler recurses along chains of rules; the worker gives it as much.
@@ -46,6 +47,17 @@ def to_grammar(form: dict[str, Any]) -> str:
         case "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in value)
             return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+        case "tags":
+            tags = [
+                StructTag(
+                    trigger=tag["trigger"],
+                    begin=tag["begin"],
+                    grammar=json.dumps(tag["schema"]),
+                    end=tag["end"],
+                )
+                for tag in value
+            ]
+            return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=form["are_special"]))
         case "lark":
             return LLMatcher.grammar_from_lark(value)
         case _:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from services.frontend.requests.structural_tags import read_structural_tags
 from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
@@ -62,13 +63,17 @@ class GrammarChecker:
         return result
 
     def _compile(self, form: StructuredOutputs, model: ModelFacts, path: str) -> StructuredOutputs:
+        try:
+            message = _to_message(form, self._tokenizer)
+        except ValueError as error:
+            raise InvalidRequest(path, str(error)) from None
         had_process = self._process is not None and self._process.serves(model)
         if not had_process:
             self._process = None  # ends the one of another model
             self._process = _Process(self._tokenizer, model, path)
         assert self._process is not None
         try:
-            answer = self._process.ask(_to_message(form), self._limit_s)
+            answer = self._process.ask(message, self._limit_s)
         except _ProcessEnded as error:
             self._process = None
             if had_process and not error.was_late:  # it may have ended before it saw this form
@@ -153,8 +158,16 @@ class _Process:
         return answer
 
 
-def _to_message(form: StructuredOutputs) -> dict[str, Any]:
-    """Return a form in the words of `grammar_process.py`."""
+def _to_message(form: StructuredOutputs, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a form in the words of `grammar_process.py`.
+
+    Raises:
+        ValueError: Its structural tag is not understood; says why.
+    """
+    if form.structural_tag is not None:
+        tags = read_structural_tags(str(form.structural_tag))
+        are_special = all(tokenizer.token_id(tag["trigger"]) in tokenizer.special_ids for tag in tags)
+        return {"tags": tags, "are_special": are_special}
     if form.json is not None or form.json_object:
         whitespace: dict[str, Any] = {"whitespace_flexible": form.any_whitespace}
         if form.whitespace_pattern is not None:

@@ -14,7 +14,7 @@ from triptych.errors import FieldViolation, ModelError
 from triptych.types.output_limits import MAX_REPETITION, RepetitionDetection
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
 from triptych.types.step import U32
-from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
+from triptych.types.structured import FORM_NAMES, MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
 # Long lists are looked at in parts: a thread lets the event loop run only between two calls into C.
 _CHUNK_TOKENS = 8192
@@ -278,7 +278,7 @@ def _structured_outputs(value: Any) -> StructuredOutputs:
     given = value.given
     if len(given) != 1:
         names = " and ".join(given) or "none"
-        raise _BadValue(f"has {names}; set exactly one of json, json_object, regex, choice and grammar")
+        raise _BadValue(f"has {names}; set exactly one of {', '.join(FORM_NAMES)}")
     for text in value.texts:
         if (why := why_not_text(text)) is not None:
             raise _BadValue(why)
