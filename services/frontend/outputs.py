@@ -117,8 +117,14 @@ class RequestOutputs:
             await self._wait()
 
     def fail(self, error: Exception) -> None:
-        """End the request; the first error counts, and none after the last choice is complete."""
+        """End the request; the first error counts, and none after the last choice is complete.
+
+        What the pace has held back leaves before it: an error counts those tokens, and clients go on behind them.
+        """
         if self._error is None and any(choice.finish_reason is None for choice in self.choices):
+            for choice in self.choices:
+                if choice.is_held:
+                    choice.release()
             self._error = error
             self.close()
             self._news.set()

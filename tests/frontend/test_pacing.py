@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from services.frontend.choice import Choice
 from services.frontend.outputs import RequestOutputs
 from services.frontend.pacing import Pace
 from tests.helpers.byte_tokenizer import byte_tokenizer
+from triptych.errors import GenerationLost
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
@@ -94,3 +97,15 @@ async def test_an_abort_gives_what_was_held_back() -> None:
     feed(choice, "b")
     outputs.abort()
     assert await take(outputs) == "b"
+
+
+async def test_an_error_comes_after_what_was_held_back() -> None:
+    """An error says how many tokens came before it, and the client goes on from there."""
+    outputs, choice = paced_choice(Pace(0.001, lambda: 1))
+    feed(choice, "a")
+    assert await take(outputs) == "a"
+    feed(choice, "b")
+    outputs.fail(GenerationLost("gone"))
+    assert await take(outputs) == "b"
+    with pytest.raises(GenerationLost):
+        await take(outputs)

@@ -24,7 +24,7 @@ from triptych.wire.generation import event_from_proto
 
 _FIRST_ANSWER_S = 0.1
 """For the server to answer the first item or to refuse the stream. A message that is written while a refusal is under
-way would turn it into an INTERNAL of grpc.aio's own, and nobody would know why the stream was refused."""
+way would turn it into an INTERNAL of grpc.aio's own, which does not say why the stream was refused."""
 
 
 @dataclass(slots=True, eq=False)

@@ -259,7 +259,7 @@ class LLM:
 
         Args:
             level: 1: weights wait in the host's memory. 2: they are dropped, and read again.
-            mode: what becomes of running requests, of whoever they are: they finish, are aborted, or go on afterwards.
+            mode: what becomes of all running requests, other clients' too: they finish, are aborted, or go on later.
         """
         known_level, known_mode = to_sleep_level(level), to_pause_mode(mode)
         return self._steer(lambda admin: admin.sleep(known_level, known_mode))

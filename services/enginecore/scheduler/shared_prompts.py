@@ -67,7 +67,7 @@ class SharedPrompts:
         """
         held = {other: leader for leader, others in self._leader_to_others.items() for other in others}
         assert held == self._leader_of, "choices wait for the wrong prompt"
-        assert all(self._leader_to_others.values()), "a prompt is computed for nobody"
+        assert all(self._leader_to_others.values()), "a prompt is computed for no other choice"
         assert all(leader.state is not RequestState.ENDED for leader in self._leader_to_others)
 
     def _lead(self, leader: Request, others: dict[Request, None]) -> None:

@@ -49,7 +49,7 @@ class ApiKeys:
 
         Raises:
             Unauthenticated: As `find`.
-            PermissionDenied: The key is of somebody else.
+            PermissionDenied: The key is not one of an administrator.
         """
         caller = self.find(headers)
         if not caller.is_admin:

@@ -84,7 +84,7 @@ async def make_requests(
     """Return the requests of the warm-up and then those to measure.
 
     Args:
-        count_tokens: Tells the tokens of a text. None: nobody can.
+        count_tokens: Return the tokens of a text. None: the server does not tell them.
 
     Raises:
         ConfigError: The file cannot be used, or is too short.
@@ -122,7 +122,7 @@ async def _measure_references(
         return requests
     if count_tokens is None:
         raise ConfigError(
-            "--output-len: is needed over HTTP, where nobody counts the tokens of the file's answers"
+            "--output-len: is needed over HTTP, which does not tell how many tokens the file's answers have"
         )
     places = asyncio.Semaphore(32)
 
