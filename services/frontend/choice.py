@@ -167,6 +167,7 @@ class Choice:
 
     def release(self) -> None:
         """Offer what has come since the last delta to the client, unless it is on offer."""
+        self.is_held = False
         if not self.has_pending and (self._token_ids or self.finish_reason is not None):
             self.has_pending = True
             self._outputs.note_ready(self)

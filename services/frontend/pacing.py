@@ -17,7 +17,7 @@ class PacedChoice(Protocol):
     sent_at: float
     """When its last output left, by `time.monotonic`."""
     is_held: bool
-    """Whether it waits for `release`."""
+    """Whether it waits for `release`, which sets it back."""
 
     def release(self) -> None:
         """Send what has come since."""
@@ -71,10 +71,11 @@ class Pace:
         interval_s, now = self._interval_s, time.monotonic()
         latest = now - (1 - _EARLY) * interval_s
         for choice in held:
+            if not choice.is_held:  # it has been released meanwhile, by its end
+                continue
             if choice.sent_at > latest:
                 self._held.append(choice)
             else:
-                choice.is_held = False
                 choice.release()
         if self._held:
             self._set_timer(max(min(choice.sent_at for choice in self._held) + interval_s - now, _SHORTEST_S))

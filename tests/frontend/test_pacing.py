@@ -109,3 +109,19 @@ async def test_an_error_comes_after_what_was_held_back() -> None:
     assert await take(outputs) == "b"
     with pytest.raises(GenerationLost):
         await take(outputs)
+
+
+async def test_a_choice_that_ends_while_held_ends_once() -> None:
+    outputs, choice = paced_choice(Pace(20, lambda: 2))
+    other = outputs.add_choice(SamplingParams(output_kind=OutputKind.DELTA), TOKENIZER, (), "")
+    feed(choice, "a")
+    assert await take(outputs) == "a"
+    feed(choice, "b")
+    assert choice.is_held
+    feed(choice, "c", END)
+    assert await take(outputs) == "bc"
+    await asyncio.sleep(0.15)  # beyond the interval, when what was held would leave
+    assert not choice.has_pending
+    feed(other, "x", END)
+    assert await take(outputs) == "x"
+    assert await take(outputs) is None
