@@ -6,23 +6,17 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
-
-import numpy as np
 
 from services.frontend.access.caller import current_caller
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
-from services.frontend.choice import Choice
-from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
-from services.frontend.identity import choice_seed
-from services.frontend.logprobs import PromptReport
 from services.frontend.outputs import RequestOutputs
 from services.frontend.pacing import Pace
+from services.frontend.placement import place
 from services.frontend.requests.parse import check_chat, is_request_id
 from services.frontend.requests.prepare import PreparedRequest, prepare
 from services.frontend.requests.raw import RawChat, RawRequest
@@ -33,7 +27,6 @@ from triptych.errors import (
     EngineUnavailable,
     FieldViolation,
     InvalidRequest,
-    QueueFull,
 )
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
@@ -41,10 +34,8 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
 from triptych.types.sampling import OutputKind
-from triptych.types.submit import SubmitRequest
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
-CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
 
 
 class ServedModel(NamedTuple):
@@ -144,7 +135,7 @@ class Generator:
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
-                await self._place(request, outputs, record)
+                await place(request, outputs, record, self._router, self.text_model)
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 record.note_admitted(len(request.prompt_token_ids), request.sampling)
                 yield AdmittedEvent(
@@ -277,77 +268,6 @@ class Generator:
         record.note_model(engine.model.name)
         return await prepare(raw, request_id, engine, text)
 
-    async def _place(self, request: PreparedRequest, outputs: RequestOutputs, record: RequestRecord) -> None:
-        """Have an engine admit the request: the least loaded one, or the next where its queue is full."""
-        tried: list[EngineClient] = []
-        while True:
-            engine = self._router.choose(request.engine, tried=tried)
-            try:
-                await self._submit(request, engine, outputs, record)
-                await outputs.wait_admitted()
-                return
-            except QueueFull:
-                tried.append(engine)
-                if not self._router.has_others(request.engine, tried):
-                    raise
-                outputs.start_over()
-
-    async def _submit(
-        self, request: PreparedRequest, engine: EngineClient, outputs: RequestOutputs, record: RequestRecord
-    ) -> None:
-        """Hand all choices to an engine."""
-        text = self.text_model
-        raw, sampling = request.raw, request.sampling
-        if sampling.prompt_logprobs is not None:
-            prompt = request.prompt_token_ids
-            outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
-        indices = raw.emitted or range(sampling.n)
-        for number, index in enumerate(indices):
-            if number and number % CHOICES_PER_TURN == 0:
-                await asyncio.sleep(0)
-            choice = outputs.add_choice(
-                sampling,
-                text.tokenizer,
-                request.prompt_token_ids,
-                request.echo,
-                index=index,
-                min_interval_tokens=raw.min_interval_tokens,
-                split=request.split,
-            )
-            if emitted := raw.emitted.get(index):
-                await self._go_on(choice, emitted, f"{raw.path('emitted')}[{number}].token_ids")
-        seeds = [choice_seed(request.seed, index) for index in indices]
-        emitted_columns = tuple(np.array(token_ids, np.uint32) for token_ids in raw.emitted.values())
-
-        # without output, one token is asked for all the same: it comes with the prompt
-        engine_sampling = sampling if sampling.max_tokens else replace(sampling, max_tokens=1)
-
-        def create(numbers: Sequence[int]) -> SubmitRequest:
-            return SubmitRequest(
-                request_id=request.request_id,
-                numbers=np.array(numbers, np.uint32),
-                seeds=np.array(seeds, np.uint64),
-                prompt_token_ids=request.prompt_token_ids,
-                emitted=emitted_columns,
-                sampling=engine_sampling,
-                priority=raw.priority,
-                tenant=raw.tenant,
-                cache_salt=raw.cache_salt,
-                deadline_remaining_ms=_remaining_ms(raw, record),
-                # a stop string is looked for here, and each step behind it is computed for nothing
-                whole_output=sampling.output_kind is OutputKind.FINAL_ONLY and not sampling.stop,
-            )
-
-        for number, choice in zip(engine.submit(create, outputs.choices), outputs.choices, strict=True):
-            choice.stop_upstream = functools.partial(engine.stop, number, choice)
-            choice.abort_upstream = functools.partial(engine.abort, number, choice)
-
-    async def _go_on(self, choice: Choice, emitted: Sequence[int], path: str) -> None:
-        try:
-            await self.text_model.run(len(emitted), choice.go_on_from, emitted)
-        except ValueError as error:
-            raise InvalidRequest(path, str(error)) from None
-
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
     ) -> asyncio.TimerHandle | None:
@@ -382,12 +302,6 @@ def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:
         outputs.num_cached_tokens,
         outputs.num_reasoning_tokens,
     )
-
-
-def _remaining_ms(raw: RawRequest, record: RequestRecord) -> int | None:
-    if raw.deadline_s is None:
-        return None
-    return max(1, round((raw.deadline_s - record.elapsed_s) * 1000))
 
 
 def _look_up(paths: Mapping[str, str], name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.frontend import generate as generate_module
+from services.frontend import placement
 from services.frontend.identity import splitmix64
 from services.frontend.requests.raw import RawChat
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -329,7 +329,7 @@ async def test_a_refused_choice_ends_the_request_and_its_other_choices() -> None
 
 
 async def test_many_choices_let_others_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_module, "CHOICES_PER_TURN", 4)
+    monkeypatch.setattr(placement, "CHOICES_PER_TURN", 4)
     async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
         got = await answer(core.generator, raw_request(sampling={"n": 50, "max_tokens": 2}))
         assert got.finished.usage.num_output_tokens == 100
