@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from services.enginecore.inbox import Inbox
 from services.enginecore.journal.recorder import create_engine
 from services.enginecore.scheduler.admission import limits_of
 from services.enginecore.worker_sleep import WorkerSleep
@@ -35,27 +36,14 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.01  # of operators' calls that wait for the loop
 _TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens; longer than most steps
-# Frontends that send faster than turns come are read no further.
-_MAX_INBOX = 4096
-MAX_INBOX_BYTES = 64 << 20
 # A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
 # requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
 MAX_PENDING = 16384
 MAX_PENDING_BYTES = 256 << 20  # log-probabilities of 1,024 requests with 20 alternatives are 0.2 MB a step
-INBOX_S = 0.001  # of one turn: steps must not wait for a flood of requests
 
 _T = TypeVar("_T")
 FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
 """Output batches by their ids, and the latest welcome."""
-
-
-class _Call(NamedTuple):
-    """A call that the loop makes between two steps."""
-
-    method: Callable[..., object]
-    arguments: tuple[object, ...] = ()
-    num_bytes: int = 0
-    """Bytes that the arguments hold."""
 
 
 class EngineLoop:
@@ -77,10 +65,7 @@ class EngineLoop:
         self._metrics = metrics
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
-        self._inbox: deque[_Call] = deque()
-        """Calls to make in the next turns, in this order."""
-        self._num_inbox_bytes = 0
-        self._has_space = asyncio.Event()
+        self._inbox = Inbox(self._wake)
         self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent: deque[tuple[float, bool]] = deque()
@@ -95,7 +80,7 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if there is none, why."""
-        self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._ask)
+        self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._inbox.ask)
         self._turned_at = time.monotonic()
         """When the last turn began."""
         self._is_draining = False
@@ -126,25 +111,23 @@ class EngineLoop:
     def close_session(self, session: int) -> None:
         """Close a session. Its requests end by the next step."""
         self._outboxes.pop(session).close()
-        self._post(_Call(self._engine.close_session, (session,)))
+        self._inbox.post(self._engine.close_session, session)
 
     async def wait_until_below_limit(self) -> None:
         """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
-        while len(self._inbox) >= _MAX_INBOX or self._num_inbox_bytes >= MAX_INBOX_BYTES:
-            self._has_space.clear()
-            await self._has_space.wait()
+        await self._inbox.wait_until_below_limit()
 
     def submit(self, session: int, request: SubmitRequest) -> None:
         """Queue a request. A refusal comes through the session's outbox."""
-        self._post(_Call(self._engine.submit, (session, request), request.num_bytes))
+        self._inbox.post(self._engine.submit, session, request, num_bytes=request.num_bytes)
 
     def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that the engine cannot even be given."""
-        self._post(_Call(self._engine.refuse, (session, numbers, error)))
+        self._inbox.post(self._engine.refuse, session, numbers, error)
 
     def abort(self, session: int, numbers: Sequence[int]) -> None:
         """End requests for their clients' sake."""
-        self._post(_Call(self._abort, (session, numbers)))
+        self._inbox.post(self._abort, session, numbers)
 
     def _abort(self, session: int, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -153,7 +136,7 @@ class EngineLoop:
     def stop_taking(self) -> None:
         """Take no more requests, because this process is to end. Those that are here go on, even after a pause."""
         self._is_stopping = True
-        self._post(_Call(self._go_on))
+        self._inbox.post(self._go_on)
         self._publish_readiness()
 
     def reset_prefix_cache(self) -> int:
@@ -162,7 +145,7 @@ class EngineLoop:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the engine; see `EngineCore.pause`. Return when the last step is back, or after Resume."""
-        await self._ask(self._pause, mode)
+        await self._inbox.ask(self._pause, mode)
         while self._engine.is_settling:
             await asyncio.sleep(_POLL_S)
 
@@ -174,7 +157,7 @@ class EngineLoop:
         """Go on after a pause, and take requests again after a drain. A sleep that has not started is cancelled."""
         self._is_draining = False
         self._publish_readiness()
-        await self._ask(self._go_on)
+        await self._inbox.ask(self._go_on)
 
     async def drain(self) -> None:
         """Take no more requests. Return when all have ended, or when the engine is resumed."""
@@ -263,7 +246,7 @@ class EngineLoop:
         try:
             while not task.done():
                 self._wake.clear()
-                self._drain_inbox()
+                self._inbox.make_calls()
                 self._engine.expire()
                 self._send_outputs()
                 await asyncio.sleep(0)
@@ -293,7 +276,7 @@ class EngineLoop:
         engine = self._engine
         self._turned_at = time.monotonic()
         self._wake.clear()
-        self._drain_inbox()
+        self._inbox.make_calls()
         while results := self._executor.receive():  # until there are none; raises the loss behind them
             received_at = time.monotonic()
             for result in results:
@@ -331,30 +314,6 @@ class EngineLoop:
                 if self._engine.num_requests:
                     self._wake.set()
 
-    def _post(self, call: _Call) -> None:
-        self._inbox.append(call)
-        self._num_inbox_bytes += call.num_bytes
-        self._wake.set()
-
-    async def _ask(self, method: Callable[..., _T], *arguments: object) -> _T:
-        """Have the loop make a call between two steps, and return what it returns."""
-        done: asyncio.Future[_T] = asyncio.Future()
-        self._post(_Call(_answer, (done, method, arguments)))
-        return await done
-
-    def _drain_inbox(self) -> None:
-        """Make the posted calls, for as long as a turn may take. Those that are left wake the next turn."""
-        ends_at = time.perf_counter() + INBOX_S
-        while self._inbox:
-            call = self._inbox.popleft()
-            self._num_inbox_bytes -= call.num_bytes
-            call.method(*call.arguments)
-            if time.perf_counter() > ends_at:
-                break
-        self._has_space.set()
-        if self._inbox:
-            self._wake.set()
-
     def _send_outputs(self) -> None:
         for session, batch in self._engine.take_outputs().items():
             if (outbox := self._outboxes.get(session)) is not None:
@@ -386,15 +345,3 @@ class EngineLoop:
         for outbox in self._outboxes.values():
             outbox.notify(welcome)
         self._on_ready_change(ready)
-
-
-def _answer(done: asyncio.Future[_T], method: Callable[..., _T], arguments: tuple[object, ...]) -> None:
-    """Make a call, and give its outcome to the coroutine that waits for it, if it still waits."""
-    try:
-        outcome = method(*arguments)
-    except TriptychError as error:
-        if not done.done():
-            done.set_exception(error)
-    else:
-        if not done.done():
-            done.set_result(outcome)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.enginecore import inbox
 from services.enginecore import loop as loop_module
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected, WorkerLost
@@ -404,7 +405,7 @@ async def test_busy_engine_takes_no_more_than_it_can_hold() -> None:
 
 
 async def test_busy_engine_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> None:
-    monkeypatch.setattr(loop_module, "MAX_INBOX_BYTES", 100_000)
+    monkeypatch.setattr(inbox, "MAX_INBOX_BYTES", 100_000)
     engine = EngineStack(make_config(worker_port=1))  # its loop does not run
     session, _ = engine.loop.open_session()
     num_submitted = 0
@@ -422,7 +423,7 @@ async def test_busy_engine_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> 
 
 
 async def test_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -> None:
-    monkeypatch.setattr(loop_module, "INBOX_S", 0.0)  # one call a turn
+    monkeypatch.setattr(inbox, "INBOX_S", 0.0)  # one call a turn
     async with running_stack() as (_, engine, frontend):
         session, outbox = engine.loop.open_session()
         for number in range(30):
