@@ -13,10 +13,8 @@ from triptych.config import TlsConfig
 from triptych.config.loader import section_from_env
 from triptych.errors import ConfigError, EngineUnavailable, GenerationLost, TriptychError
 from triptych.rpc.channel import credentials_of, open_channel, with_api_key
-from triptych.rpc.status import from_rpc_error
+from triptych.rpc.status import from_rpc_error, is_broken_write
 from triptych.rpc.tls import ClientCredentials, create_client_tls
-
-_BROKEN_WRITE = "Internal error from Core"
 
 _T = TypeVar("_T")
 _Stub = TypeVar("_Stub")
@@ -79,7 +77,7 @@ class Dialer:
         is_from_server = rpc_status.from_call(cast(Any, error)) is not None
         if is_from_server:
             return from_rpc_error(error)
-        if _is_broken_write(error):
+        if is_broken_write(error):
             kind = GenerationLost if has_output else EngineUnavailable
             return kind(f"{self.address} ended the call for a reason that was lost")
         if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -110,11 +108,6 @@ def check_address(address: str) -> None:
 def reason_of(error: grpc.RpcError) -> str:
     """Return the last part of gRPC's message about a failed connection, which names the cause: `Connection refused`."""
     return (error.details() or error.code().name).rpartition(": ")[2]
-
-
-def _is_broken_write(error: grpc.RpcError) -> bool:
-    """Return whether grpc.aio lost the status of a call because it was writing when the server ended it."""
-    return error.code() is grpc.StatusCode.INTERNAL and _BROKEN_WRITE in (error.details() or "")
 
 
 def _checked(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -182,6 +182,11 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     return _typed_error(code, error.details() or code.name, _rich_status(error))
 
 
+def is_broken_write(error: grpc.RpcError) -> bool:
+    """Return whether grpc.aio lost the status of a call because it was writing when the server ended it."""
+    return error.code() is grpc.StatusCode.INTERNAL and "Internal error from Core" in (error.details() or "")
+
+
 def from_rich_status(status: status_pb2.Status) -> TriptychError:
     """Return the typed error that a status in a message stands for."""
     code = _STATUS_CODES.get(status.code, grpc.StatusCode.UNKNOWN)

@@ -108,6 +108,21 @@ async def test_stream_that_ended_before_the_hello_says_why() -> None:
     assert await greet(Call(Message(welcome="w"), has_ended=True), "hello") == "w"  # type: ignore[arg-type]
 
 
+class _EndedWhileWritten(Call):
+    """A call that its server ended while the hello was written."""
+
+    async def read(self) -> Any:
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core"
+        )
+
+
+async def test_stream_that_ended_while_the_hello_was_written_may_be_dialed_again() -> None:
+    with pytest.raises(EngineUnavailable, match="ended while the hello was written"):
+        await greet(_EndedWhileWritten(), "hello")  # type: ignore[arg-type]
+
+
 async def test_other_answers_than_a_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "WELCOME_TIMEOUT_S", 0.01)
     with pytest.raises(EngineUnavailable, match="closed without a welcome"):

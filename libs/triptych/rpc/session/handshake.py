@@ -20,7 +20,7 @@ import grpc.aio
 from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolation, TriptychError
 from triptych.internal.v1 import session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
-from triptych.rpc.status import from_rpc_error
+from triptych.rpc.status import from_rpc_error, is_broken_write
 
 PROTOCOL_VERSION = 3
 HELLO_TIMEOUT_S = 10.0
@@ -128,6 +128,10 @@ async def greet(call: grpc.aio.StreamStreamCall, request: Any) -> Any:
             response = await call.read()
     except TimeoutError:
         raise EngineUnavailable(f"no welcome within {WELCOME_TIMEOUT_S:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        if is_broken_write(error):
+            raise EngineUnavailable("the stream ended while the hello was written") from error
+        raise
     if response is grpc.aio.EOF:
         raise EngineUnavailable("the stream was closed without a welcome")
     kind = response.WhichOneof("message")
