@@ -22,8 +22,13 @@ REQUIREMENTS = PROTOS / "requirements.txt"
 PUBLIC = ("triptych/v1", "triptych/admin/v1")
 RELEASED = PROTOS / "public.binpb"
 """The public protos as last released, as a buf image: what later ones must not break."""
+INTERNAL = "triptych/internal/v1"
+BEFORE = PROTOS / "internal.binpb"
+"""The internal protos of the protocol version before, as a buf image: what its build sends must be read still."""
 PROTOBUF_6 = "protobuf==6.33.5"
 """The oldest one that pyproject.toml admits; .venv has a 7."""
+WIRE_RULES = '{"version": "v2", "breaking": {"use": ["WIRE"]}}'
+"""Numbers and types must stay; names may change."""
 STUB_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 
 
@@ -49,8 +54,10 @@ def generate() -> None:
 
 
 def release() -> None:
-    buf("build", ".", *public_paths(), "--exclude-source-info", "--output", RELEASED.name)
-    print(f"{RELEASED.relative_to(ROOT)} is what later public protos are held to")
+    """Take the protos of now as those that later ones are held to."""
+    for image, paths in ((RELEASED, public_paths()), (BEFORE, ("--path", INTERNAL))):
+        buf("build", ".", *paths, "--exclude-source-info", "--output", image.name)
+        print(f"{image.relative_to(ROOT)} is what later protos are held to")
 
 
 def verify() -> int:
@@ -60,6 +67,12 @@ def verify() -> int:
         *failure(
             "buf breaking (a break on purpose: make protos-release)",
             lambda: buf("breaking", ".", "--against", RELEASED.name, *public_paths()),
+        ),
+        *failure(
+            "buf breaking of the internal protos (for the build before)",
+            lambda: buf(
+                "breaking", ".", "--against", BEFORE.name, "--path", INTERNAL, "--config", WIRE_RULES
+            ),
         ),
         *failure("stubs with protobuf 6", lambda: import_stubs(6, [str(protobuf_6()), str(LIBS)])),
         *failure("stubs with protobuf 7", lambda: import_stubs(7, [str(LIBS)])),

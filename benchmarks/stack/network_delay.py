@@ -142,7 +142,7 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
         executor = GrpcExecutor(
             address=f"127.0.0.1:{port}",
             engine_id="benchmark",
-            epoch=time.time_ns() // 1_000_000,
+            boot_id="",
             shared_config=shared_config(config),
             max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
         )
@@ -150,7 +150,6 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
     loop = EngineLoop(
         config=config,
         executor=times,  # type: ignore[arg-type]
-        epoch=1,
         metrics=EngineMetrics.create(CollectorRegistry()),
         on_ready_change=lambda ready: None,
     )

@@ -106,7 +106,7 @@ async def round_trips_s(port: int, num_rows: int, steps_in_flight: int, num_step
     executor = GrpcExecutor(
         address=f"127.0.0.1:{port}",
         engine_id="benchmark",
-        epoch=1,
+        boot_id="",
         shared_config={},
         max_steps_in_flight=steps_in_flight,
     )

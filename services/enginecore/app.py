@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+import uuid
 from collections.abc import Mapping
 
 from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
@@ -42,7 +43,6 @@ class EngineCoreApp(ServiceApp):
         self.server = RpcServer(
             services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.server_tls
         )
-        epoch = time.time_ns() // 1_000_000
         self._metrics = EngineMetrics.create()
         self._readiness: asyncio.Queue[bool] = asyncio.Queue()
         self._loop = EngineLoop(
@@ -50,12 +50,11 @@ class EngineCoreApp(ServiceApp):
             executor=GrpcExecutor(
                 address=config.engine.worker_address,
                 engine_id=config.engine.engine_id,
-                epoch=epoch,
+                boot_id=str(uuid.uuid4()),
                 shared_config=shared_config(config),
                 max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
                 tls=create_client_tls(config.tls),
             ),
-            epoch=epoch,
             metrics=self._metrics,
             on_ready_change=self._readiness.put_nowait,
         )

@@ -54,14 +54,12 @@ class EngineLoop:
         *,
         config: EngineConfig,
         executor: Executor,
-        epoch: int,
         metrics: EngineMetrics,
         on_ready_change: Callable[[bool], None],
     ) -> None:
         self._config = config
         self._executor = executor
-        self._engine = create_engine(config, epoch)
-        self._epoch = epoch
+        self._engine = create_engine(config, started_at_ms=time.time_ns() // 1_000_000)
         self._metrics = metrics
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
@@ -88,7 +86,6 @@ class EngineLoop:
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
-            epoch=epoch,
             ready=False,
             why_not_ready=self._readiness[1],
             limits=limits_of(config.scheduler),
@@ -333,7 +330,6 @@ class EngineLoop:
             ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
         welcome = EngineWelcome(
             engine_id=self.welcome.engine_id,
-            epoch=self._epoch,
             ready=ready,
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,

@@ -168,8 +168,8 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
         relay.is_refusing, relay.up = True, cut
         successor = GrpcExecutor(
             address=f"127.0.0.1:{await worker.port()}",
-            engine_id="engine-1",
-            epoch=1 << 50,
+            engine_id="engine-0",
+            boot_id="its next process",
             shared_config=shared_config(EngineConfig()),
             max_steps_in_flight=2,
         )
@@ -184,5 +184,5 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
         relay.is_refusing, relay.up = False, lambda message: [message]
         code, told = await engine.end()
         assert code == 3
-        assert "fenced: engine engine-0 (epoch " in told
-        assert "is stale: engine engine-1 (epoch 1125899906842624)" in told
+        assert "fenced: engine engine-0 (boot " in told
+        assert "is stale: engine engine-0 (boot its next proc)" in told

@@ -22,7 +22,7 @@ from services.enginecore.engine import EngineCore
 from services.enginecore.journal import recorder as journal_file
 from services.enginecore.journal.recorder import create_engine
 from services.enginecore.scheduler.scheduler import Scheduler
-from tests.helpers.journals import EPOCH, SESSION, RecordedRun, doctor, replayed
+from tests.helpers.journals import SESSION, STARTED_AT_MS, RecordedRun, doctor, replayed
 from tests.helpers.scheduling import Clock, make_prompt
 from tests.helpers.stack import make_config
 from tools.replay import __main__ as replay_command
@@ -40,7 +40,7 @@ from triptych.wire.journal import (
     read_journal,
 )
 
-FILE = f"engine-0-{EPOCH}{JOURNAL_SUFFIX}"
+FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
 READ_ONLY = {"close", "refuse", "status", "take_outputs"}
 """Public methods of an engine core that change nothing but outputs."""
 
@@ -210,7 +210,7 @@ def test_a_call_that_can_change_an_engine_is_an_event(name: str, tmp_path: Path)
 
 
 def test_without_a_path_nothing_is_recorded() -> None:
-    engine = create_engine(make_config(), EPOCH)
+    engine = create_engine(make_config(), STARTED_AT_MS)
     assert engine.status(ready=False, why_not_ready="", steps_in_flight=1).journal == "off"
 
 
@@ -451,12 +451,12 @@ def test_a_full_journal_ends_and_says_so_and_replays(
 
 
 def test_journals_of_earlier_runs_make_room_oldest_first(tmp_path: Path) -> None:
-    for epoch in (5, 30, 400):
-        crowded(tmp_path, epoch=epoch).engine.close()
+    for start in (5, 30, 400):
+        crowded(tmp_path, started_at_ms=start).engine.close()
     for other in ("engine-0-1", "engine"):
-        RecordedRun(tmp_path, epoch=1, engine_id=other).start().engine.close()
+        RecordedRun(tmp_path, started_at_ms=1, engine_id=other).start().engine.close()
     size = (tmp_path / "engine-0-5.journal").stat().st_size
-    run = crowded(tmp_path, epoch=5000, max_bytes=3 * size + size // 2)
+    run = crowded(tmp_path, started_at_ms=5000, max_bytes=3 * size + size // 2)
     run.engine.close()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {

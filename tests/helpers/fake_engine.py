@@ -14,7 +14,7 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
-from triptych.rpc.session.handshake import SessionTerms
+from triptych.rpc.session.handshake import ENGINE_PROTOCOL, SessionTerms
 from triptych.rpc.tls import ServerTls
 from triptych.types.facts import EngineStatus, ModelFacts
 from triptych.types.outputs import (
@@ -138,7 +138,6 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         self._streams: list[_Stream] = []
         self._welcome = EngineWelcome(
             engine_id=engine_id,
-            epoch=1,
             ready=is_ready,
             why_not_ready="" if is_ready else "loading",
             model=model,
@@ -281,7 +280,13 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             stream = _Stream(f"session-{len(self.hellos)}" if self._resume_ttl_s else "")
             self._streams.append(stream)
         outgoing = stream.outgoing = asyncio.Queue()
-        terms = SessionTerms(stream.name, is_resumed, stream.messages_received, self._resume_ttl_s)
+        terms = SessionTerms(
+            stream.name,
+            is_resumed,
+            stream.messages_received,
+            self._resume_ttl_s,
+            ENGINE_PROTOCOL.agree(first.hello.session),
+        )
         welcome = welcome_to_proto(self._welcome)
         welcome.session.CopyFrom(terms.to_proto())
         _put(stream, welcome=welcome)

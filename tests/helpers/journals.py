@@ -20,7 +20,7 @@ from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import single_choice
 from triptych.wire.journal import JournalReader, event_to_bytes, framed, header_to_bytes
 
-EPOCH = 1_763_700_000_000
+STARTED_AT_MS = 1_763_700_000_000
 SESSION = 1
 
 
@@ -31,7 +31,7 @@ class RecordedRun:
         self,
         directory: Path,
         *,
-        epoch: int = EPOCH,
+        started_at_ms: int = STARTED_AT_MS,
         num_blocks: int = 6,
         max_model_len: int = 80,
         max_bytes: int = 1 << 20,
@@ -46,7 +46,7 @@ class RecordedRun:
             journal=JournalConfig(path=str(directory), max_bytes=max_bytes),
         )
         self.clock = Clock()
-        self.engine: EngineCore = create_engine(config, epoch, lambda: self.clock())
+        self.engine: EngineCore = create_engine(config, started_at_ms, lambda: self.clock())
         self.runner = NaiveRunner(config, num_blocks, max_model_len, max_samples_per_row)
         self.plans: deque[StepPlan] = deque()
         self._numbers: dict[int, int] = {}

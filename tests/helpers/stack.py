@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -36,7 +35,7 @@ from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
-from triptych.rpc.session.handshake import SessionTerms, session_hello
+from triptych.rpc.session.handshake import ENGINE_PROTOCOL, Protocol, SessionTerms, session_hello
 from triptych.types.facts import KvShape, ModelFacts, Phase, SleepLevel, WorkerFacts
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
@@ -172,11 +171,10 @@ class EngineStack:
             executor=GrpcExecutor(
                 address=config.engine.worker_address,
                 engine_id=config.engine.engine_id,
-                epoch=time.time_ns() // 1_000_000,
+                boot_id=uuid.uuid4().hex,
                 shared_config=shared_config(config),
                 max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
             ),
-            epoch=1,
             metrics=EngineMetrics.create(CollectorRegistry()),
             on_ready_change=lambda ready: None,
         )
@@ -199,8 +197,11 @@ class EngineStack:
 class FakeFrontend:
     """One Connect stream, with everything that came down it."""
 
-    def __init__(self, address: str, *, frontend_id: str = "", boot_id: str = "") -> None:
+    def __init__(
+        self, address: str, *, frontend_id: str = "", boot_id: str = "", protocol: Protocol = ENGINE_PROTOCOL
+    ) -> None:
         """Another frontend than all others, unless it is given names."""
+        self._protocol = protocol
         self._boot_id = boot_id or uuid.uuid4().hex
         self._frontend_id = frontend_id or self._boot_id
         self._channel = open_channel(address, limit_bytes=INTERNAL_MESSAGE_BYTES)
@@ -215,7 +216,7 @@ class FakeFrontend:
     async def start(self, *, resume_session: str = "", last_batch_seen: int = 0) -> None:
         self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
         hello = engine_core_pb2.ConnectHello(
-            session=session_hello(resume_session, last_batch_seen),
+            session=session_hello(self._protocol, resume_session, last_batch_seen),
             frontend_id=self._frontend_id,
             boot_id=self._boot_id,
         )
@@ -226,7 +227,7 @@ class FakeFrontend:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.WhichOneof("message") == "welcome":
                 if message.welcome.HasField("session"):
-                    self.terms = SessionTerms.from_proto(message.welcome.session)
+                    self.terms = SessionTerms.from_proto(message.welcome.session, self._protocol)
                 self.welcomes.append(welcome_from_proto(message.welcome))
             else:
                 self._note(outputs_from_proto(message.outputs))

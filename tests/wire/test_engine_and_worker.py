@@ -171,7 +171,7 @@ async def test_second_engine_is_refused_by_name() -> None:
         second = GrpcExecutor(
             address=f"127.0.0.1:{worker.port}",
             engine_id="engine-1",
-            epoch=2,
+            boot_id="second",
             shared_config=shared_config(make_config()),
             max_steps_in_flight=2,
         )
@@ -189,7 +189,7 @@ async def test_config_mismatch_names_key_and_both_values() -> None:
     other = GrpcExecutor(
         address=f"127.0.0.1:{worker.port}",
         engine_id="engine-1",
-        epoch=2,
+        boot_id="second",
         shared_config={**shared_config(config), "cache.block_size": "32"},
         max_steps_in_flight=2,
     )
@@ -232,7 +232,7 @@ async def test_a_window_of_nothing_is_refused() -> None:
     engine = GrpcExecutor(
         address=f"127.0.0.1:{worker.port}",
         engine_id="engine-0",
-        epoch=1,
+        boot_id="first",
         shared_config=shared_config(config),
         max_steps_in_flight=0,
     )

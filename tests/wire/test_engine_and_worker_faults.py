@@ -165,7 +165,6 @@ async def test_a_loss_right_behind_the_last_result_is_noticed() -> None:
     loop = EngineLoop(
         config=config,
         executor=executor,
-        epoch=1,
         metrics=EngineMetrics.create(CollectorRegistry()),
         on_ready_change=lambda ready: None,
     )
@@ -188,7 +187,7 @@ async def test_engine_that_dials_again_replaces_itself() -> None:
         GrpcExecutor(
             address=f"127.0.0.1:{worker.port}",
             engine_id="engine-0",
-            epoch=1,
+            boot_id="same",
             shared_config=shared_config(config),
             max_steps_in_flight=2,
         )

@@ -26,7 +26,7 @@ from tests.helpers.stack import (
     num_finished,
 )
 from triptych.internal.v1 import engine_core_pb2
-from triptych.rpc.session.handshake import SessionTerms, session_hello
+from triptych.rpc.session.handshake import ENGINE_PROTOCOL, SessionTerms, session_hello
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
@@ -414,7 +414,9 @@ async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
     is_late = asyncio.Event()
 
     async def requests(resume_session: str, *, brings_abort: bool) -> AsyncIterator[Any]:
-        hello = engine_core_pb2.ConnectHello(session=session_hello(resume_session, 0), frontend_id="other")
+        hello = engine_core_pb2.ConnectHello(
+            session=session_hello(ENGINE_PROTOCOL, resume_session, 0), frontend_id="other"
+        )
         yield engine_core_pb2.ConnectRequest(hello=hello)
         if brings_abort:
             await is_late.wait()
@@ -427,7 +429,7 @@ async def test_what_comes_late_on_the_old_stream_is_not_taken_twice() -> None:
             resume_session: str = "", *, brings_abort: bool = False
         ) -> tuple[Any, SessionTerms]:
             call = s.engine.servicer.Connect(requests(resume_session, brings_abort=brings_abort), None)
-            return call, SessionTerms.from_proto((await anext(call)).welcome.session)
+            return call, SessionTerms.from_proto((await anext(call)).welcome.session, ENGINE_PROTOCOL)
 
         first, terms = await connect(brings_abort=True)
         second, _ = await connect(terms.name)

@@ -29,7 +29,7 @@ from triptych.admin.v1 import admin_pb2
 from triptych.errors import MemoryShort
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import open_channel
-from triptych.rpc.session.handshake import session_hello
+from triptych.rpc.session.handshake import WORKER_PROTOCOL, session_hello
 from triptych.types.facts import Phase, SleepLevel
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
@@ -332,7 +332,9 @@ async def test_only_the_engine_that_holds_a_worker_puts_it_to_sleep() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="the worker is asleep"):
                 await stub.Sleep(worker_pb2.SleepRequest(session_name="boot/1", level=1))
             call = stub.Execute()
-            hello = worker_pb2.Hello(session=session_hello("", 0), engine_id="other", max_steps_in_flight=1)
+            hello = worker_pb2.Hello(
+                session=session_hello(WORKER_PROTOCOL, "", 0), engine_id="other", max_steps_in_flight=1
+            )
             await call.write(worker_pb2.ExecuteRequest(hello=hello))
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             assert "AdminService.Wake" in await call.details()

@@ -328,7 +328,7 @@ async def test_an_engine_whose_place_was_taken_ends() -> None:
         successor = GrpcExecutor(
             address=f"127.0.0.1:{worker.port}",
             engine_id="engine-0",
-            epoch=(1 << 50),
+            boot_id="its next process",
             shared_config=shared_config(make_config()),
             max_steps_in_flight=2,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from triptych.rpc.session.handshake import SessionTerms
+from triptych.rpc.session.handshake import Agreement, Protocol, SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
@@ -309,7 +309,6 @@ def submits(draw: Any) -> SubmitRequest:
 welcomes = build(
     EngineWelcome,
     engine_id=words,
-    epoch=u64,
     ready=st.booleans(),
     why_not_ready=words,
     model=st.none() | model_facts,
@@ -317,12 +316,14 @@ welcomes = build(
 )
 
 
+EVERYTHING = Protocol("client", "server", version=7, features=(1 << 64) - 1)
 session_terms = build(
     SessionTerms,
     name=words,
     is_resumed=st.booleans(),
     last_received=u64,
     resume_ttl_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
+    agreement=st.builds(Agreement, st.just(EVERYTHING.version), u64),
 )
 
 

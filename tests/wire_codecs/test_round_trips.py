@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from services.enginecore.scheduler.step_results import SchedulerCounters
 from tests.wire_codecs.strategies import (
+    EVERYTHING,
     events,
     model_facts,
     output_batches,
@@ -99,6 +100,10 @@ def over_the_wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
+def session_terms_from_proto(message: Any) -> SessionTerms:
+    return SessionTerms.from_proto(message, EVERYTHING)
+
+
 PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (sampling, sampling_codec.sampling_to_proto, sampling_codec.sampling_from_proto),
     (events, lambda event: encode(event)[0], generation.event_from_proto),
@@ -108,7 +113,7 @@ PAIRS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (worker_facts, worker.worker_facts_to_proto, worker.worker_facts_from_proto),
     (submits(), engine_core.submit_to_proto, engine_core.submit_from_proto),
     (welcomes, engine_core.welcome_to_proto, engine_core.welcome_from_proto),
-    (session_terms, SessionTerms.to_proto, SessionTerms.from_proto),
+    (session_terms, SessionTerms.to_proto, session_terms_from_proto),
     (output_batches(), engine_core.outputs_to_proto, engine_core.outputs_from_proto),
 ]
 

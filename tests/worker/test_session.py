@@ -26,13 +26,16 @@ from triptych.errors import (
     WorkerAsleep,
     WorkerHeld,
 )
+from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step, plan_from_proto, plan_to_proto
 
 DEADLINE_S = 10.0
 SHARED = {"cache.block_size": "16"}
-HELLO = EngineHello("engine-0", 7, "", SHARED, max_steps_in_flight=2)
+HELLO = EngineHello(
+    "engine-0", "a", "", SHARED, max_steps_in_flight=2, agreement=Agreement(WORKER_PROTOCOL.version)
+)
 
 
 class StepCounter:
@@ -104,7 +107,10 @@ async def take(grant: Grant, count: int) -> list[int]:
 
 
 def resume(grant: Grant, last_result_seen: int) -> EngineHello:
-    return replace(HELLO, resume_session=grant.session.name, last_result_seen=last_result_seen)
+    name = grant.session.name
+    return replace(
+        grant.session.hello, resume_session=name, last_session=name, last_result_seen=last_result_seen
+    )
 
 
 async def test_steps_are_computed_in_order_one_window_at_a_time() -> None:
@@ -308,28 +314,58 @@ async def test_failing_step_ends_the_session_and_the_next_is_clean() -> None:
 async def test_other_engines_are_refused_while_the_holder_lives() -> None:
     async with ready_worker() as (lease, _, _):
         lease.open(HELLO)
-        for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, epoch=8), replace(HELLO, epoch=6)):
-            with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 7\)"):
+        for other in (replace(HELLO, engine_id="engine-1"), replace(HELLO, boot_id="b")):
+            with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(boot a\)"):
                 lease.open(other)
 
 
-async def test_higher_epoch_takes_over_a_lost_stream_and_fences() -> None:
+async def test_the_same_engine_started_again_takes_a_lost_stream_over_and_fences() -> None:
     async with ready_worker() as (lease, _, status_publisher):
         first = lease.open(HELLO)
         lease.release(first)
-        with pytest.raises(WorkerHeld):
-            lease.open(replace(HELLO, engine_id="engine-1"))  # it did not start later
-        second = lease.open(replace(HELLO, epoch=8))
-        assert status_publisher.state.held_by == "engine engine-0 (epoch 8)"
-        with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(epoch 8\)"):
+        again = replace(HELLO, boot_id="b")
+        second = lease.open(again)
+        assert status_publisher.state.held_by == "engine engine-0 (boot b)"
+        with pytest.raises(WorkerHeld, match=r"held by engine engine-0 \(boot b\)"):
             lease.open(HELLO)  # one that has held nothing may wait
-        with pytest.raises(StaleEpoch, match=r"\(epoch 7\) is stale: engine engine-0 \(epoch 8\)"):
-            lease.open(resume(first, last_result_seen=0))
+        for late in (resume(first, last_result_seen=0), replace(HELLO, last_session=first.session.name)):
+            with pytest.raises(StaleEpoch, match=r"\(boot a\) is stale: engine engine-0 \(boot b\)"):
+                lease.open(late)
         second.leave()
         lease.release(second)
         assert status_publisher.state.held_by == ""
         with pytest.raises(StaleEpoch):
-            lease.open(HELLO)
+            lease.open(resume(first, last_result_seen=0))
+        third = lease.open(replace(again, last_session=second.session.name))
+        assert third.session.epoch > second.session.epoch > first.session.epoch
+
+
+async def test_another_engine_waits_until_the_session_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
+    standby = replace(HELLO, engine_id="engine-1", boot_id="b")
+    async with ready_worker(resume_ttl_s=0.2) as (lease, _, status_publisher):
+        first = lease.open(HELLO)
+        lease.release(first)
+        with pytest.raises(WorkerHeld, match="held by engine engine-0"):
+            lease.open(standby)
+        async with asyncio.timeout(DEADLINE_S):
+            while status_publisher.state.held_by:
+                await asyncio.sleep(0.001)
+        second = lease.open(standby)
+        lease.release(second)
+        with pytest.raises(StaleEpoch):
+            lease.open(replace(HELLO, last_session=first.session.name))
+
+
+async def test_sessions_of_another_worker_fence_nobody() -> None:
+    """A worker that was started again has granted nothing: any engine may have it."""
+    async with ready_worker() as (lease, _, _):
+        first = lease.open(replace(HELLO, last_session="another boot/7"))
+        lease.release(first)
+        second = lease.open(replace(HELLO, boot_id="b", last_session="another boot/9"))
+        with pytest.raises(WorkerHeld):
+            lease.open(replace(HELLO, boot_id="c", last_session="another boot/8"))
+        lease.release(second)
 
 
 async def test_draining_session_finishes_what_is_in_flight() -> None:

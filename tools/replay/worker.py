@@ -8,7 +8,7 @@ difference there is worth a look at the logits before it is called a bug.
 from __future__ import annotations
 
 import asyncio
-import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,7 +20,7 @@ from triptych.config.loader import load_config, shared_config
 from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 from triptych.internal.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
-from triptych.rpc.session.handshake import end_of, greet, session_hello
+from triptych.rpc.session.handshake import WORKER_PROTOCOL, end_of, greet, session_hello
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import WorkerFacts
 from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, WorkerReady
@@ -104,7 +104,7 @@ class _Replayer:
         self._stub = stub
         self._shared = shared
         self._may_become_ready = may_become_ready
-        self._epoch = time.time_ns() // 1_000_000
+        self._boot_id = str(uuid.uuid4())
         self._call: grpc.aio.StreamStreamCall | None = None
         self._rows, self._encoder = SessionRows(), StepEncoder()
         self._answers: dict[int, tuple[StepResult, list[int]]] = {}
@@ -182,9 +182,9 @@ class _Replayer:
 
     async def _say_hello(self, recorded: WorkerFacts) -> worker_pb2.Welcome:
         hello = worker_pb2.Hello(
-            session=session_hello("", last_received=0),
+            session=session_hello(WORKER_PROTOCOL, "", last_received=0),
             engine_id=_ENGINE_ID,
-            epoch=self._epoch,
+            boot_id=self._boot_id,
             fingerprint=recorded.model.fingerprint,
             shared_config=self._shared,
             max_steps_in_flight=1,

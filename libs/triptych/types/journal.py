@@ -15,8 +15,8 @@ class JournalHeader:
     """The run that a journal is of."""
 
     engine_id: str
-    epoch: int
-    """Unix ms at the engine's start."""
+    started_at_ms: int
+    """Unix time."""
     engine_version: str
     """Version of the package, for readers."""
     config: Mapping[str, str]

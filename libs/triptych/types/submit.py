@@ -100,8 +100,6 @@ class EngineWelcome:
     """An engine's state as its frontends see it."""
 
     engine_id: str
-    epoch: int
-    """Unix ms at the engine's start."""
     ready: bool
     why_not_ready: str = ""
     model: ModelFacts | None = None

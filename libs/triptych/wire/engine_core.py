@@ -92,7 +92,6 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
     """Return the engine's state, without the session that the first welcome of a stream names."""
     return engine_core_pb2.ConnectWelcome(
         engine_id=welcome.engine_id,
-        epoch=welcome.epoch,
         ready=welcome.ready,
         why_not_ready=welcome.why_not_ready,
         model=None if welcome.model is None else model_facts_to_proto(welcome.model),
@@ -105,7 +104,6 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
 def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome:
     return EngineWelcome(
         engine_id=message.engine_id,
-        epoch=message.epoch,
         ready=message.ready,
         why_not_ready=message.why_not_ready,
         model=model_facts_from_proto(message.model) if message.HasField("model") else None,

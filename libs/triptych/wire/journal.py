@@ -109,7 +109,7 @@ class JournalReader:
             )
         return JournalHeader(
             engine_id=message.engine_id,
-            epoch=message.epoch,
+            started_at_ms=message.started_at_ms,
             engine_version=message.engine_version,
             config=dict(message.config),
         )
@@ -157,7 +157,7 @@ def header_to_bytes(header: JournalHeader) -> bytes:
         journal_pb2.JournalHeader(
             magic=_MAGIC,
             version=JOURNAL_VERSION,
-            epoch=header.epoch,
+            started_at_ms=header.started_at_ms,
             engine_id=header.engine_id,
             engine_version=header.engine_version,
             config=header.config,
@@ -244,12 +244,12 @@ _DECODERS: dict[str, Callable[[Any], What]] = {
 
 def _newest(directory: Path) -> Path:
     """Return the journal of the engine that started last, by the time that ends its name."""
-    journals = [path for path in directory.glob(f"*{JOURNAL_SUFFIX}") if _epoch_of(path) is not None]
+    journals = [path for path in directory.glob(f"*{JOURNAL_SUFFIX}") if _start_of(path) is not None]
     if not journals:
         raise ConfigError(f"journal {directory}: no *{JOURNAL_SUFFIX} in this directory")
-    return max(journals, key=lambda path: _epoch_of(path) or 0)
+    return max(journals, key=lambda path: _start_of(path) or 0)
 
 
-def _epoch_of(path: Path) -> int | None:
-    epoch = path.stem.rpartition("-")[2]
-    return int(epoch) if epoch.isdecimal() else None
+def _start_of(path: Path) -> int | None:
+    start = path.stem.rpartition("-")[2]
+    return int(start) if start.isdecimal() else None

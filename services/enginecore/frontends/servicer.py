@@ -19,7 +19,7 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
 from triptych.observe.logging import set_level
-from triptych.rpc.session.handshake import SessionTerms, read_hello
+from triptych.rpc.session.handshake import ENGINE_PROTOCOL, Agreement, SessionTerms, read_hello
 from triptych.rpc.session.lease import SessionLease
 from triptych.types.outputs import OutputBatch
 from triptych.wire.admin import (
@@ -57,13 +57,14 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
         request_iterator: AsyncIterator[engine_core_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[engine_core_pb2.ConnectResponse]:
-        hello = await read_hello(request_iterator)
+        hello, agreement = await read_hello(request_iterator, ENGINE_PROTOCOL)
         self.sessions.abandon(hello.abandoned_session)
         session, terms = self.sessions.join(
             hello.frontend_id,
             hello.boot_id,
             resume_session=hello.session.resume_session,
             last_batch_seen=hello.session.last_received,
+            agreement=agreement,
         )
         stream, messages = session.lease.stream, session.outbox.messages()
         reader = asyncio.create_task(
@@ -264,14 +265,20 @@ class FrontendSessions:
         return len(self._name_to_session)
 
     def join(
-        self, frontend_id: str, boot_id: str, *, resume_session: str, last_batch_seen: int
+        self,
+        frontend_id: str,
+        boot_id: str,
+        *,
+        resume_session: str,
+        last_batch_seen: int,
+        agreement: Agreement,
     ) -> tuple[FrontendSession, SessionTerms]:
         """Give a new stream its session: the one that it names, if nothing of it is lost, else a new one."""
         resumed = self._resume(resume_session, last_batch_seen)
         session = resumed or self._open(frontend_id, boot_id)
         session.lease.attach()
         received, ttl_s = session.messages_received, self._resume_ttl_s
-        return session, SessionTerms(session.name, resumed is not None, received, ttl_s)
+        return session, SessionTerms(session.name, resumed is not None, received, ttl_s, agreement)
 
     def lose(self, session: FrontendSession, stream: int) -> None:
         """Note that a stream of this session has ended without a goodbye."""

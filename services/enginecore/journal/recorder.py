@@ -49,20 +49,20 @@ class JournalRecorder(EngineListener):
 
 
 def create_engine(
-    config: EngineConfig, epoch: int, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig, started_at_ms: int, clock: Callable[[], float] = time.monotonic
 ) -> EngineCore:
     """Return the engine core of a config, with a journal if `journal.path` is set.
 
     Args:
         config: Options of the whole process.
-        epoch: Unix ms at the engine's start.
+        started_at_ms: Unix time at the engine's start, by which the journals of several runs are told apart.
         clock: Monotonic time in seconds.
     """
     if not config.journal.path:
         return EngineCore(config, clock)
     header = JournalHeader(
         engine_id=config.engine.engine_id,
-        epoch=epoch,
+        started_at_ms=started_at_ms,
         engine_version=metadata.version("triptych"),
         config=recorded_config(config),
     )
@@ -107,7 +107,7 @@ class JournalFile:
         """One of recording, full, failed and closed."""
         self._directory = directory
         self._stem = quote(header.engine_id, safe="")
-        self._path = directory / f"{self._stem}-{header.epoch}{JOURNAL_SUFFIX}"
+        self._path = directory / f"{self._stem}-{header.started_at_ms}{JOURNAL_SUFFIX}"
         self._max_bytes = max_bytes
         self._header = header
         self._file: BufferedWriter[FileIO] | None = None
@@ -173,12 +173,12 @@ class JournalFile:
 
     def _find_earlier(self) -> None:
         """Find this engine's earlier journals. Other engines may share the directory."""
-        epochs = []
+        starts = []
         for path in self._directory.glob(f"*{JOURNAL_SUFFIX}"):
-            stem, _, epoch = path.stem.rpartition("-")
-            if stem == self._stem and epoch.isdecimal():
-                epochs.append((int(epoch), path))
-        for _, path in sorted(epochs):
+            stem, _, start = path.stem.rpartition("-")
+            if stem == self._stem and start.isdecimal():
+                starts.append((int(start), path))
+        for _, path in sorted(starts):
             self._earlier.append((path, size := path.stat().st_size))
             self._num_bytes += size
 

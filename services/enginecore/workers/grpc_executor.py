@@ -15,7 +15,14 @@ from services.enginecore.workers.base import Connected, WorkerLost
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
 from triptych.internal.v1 import session_pb2, step_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
-from triptych.rpc.session.handshake import SessionTerms, check_resumed, end_of, greet, session_hello
+from triptych.rpc.session.handshake import (
+    WORKER_PROTOCOL,
+    SessionTerms,
+    check_resumed,
+    end_of,
+    greet,
+    session_hello,
+)
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
@@ -41,13 +48,14 @@ class GrpcExecutor:
         *,
         address: str,
         engine_id: str,
-        epoch: int,
+        boot_id: str,
         shared_config: Mapping[str, str],
         max_steps_in_flight: int,
         tls: ClientTls | None = None,
     ) -> None:
         """
         Args:
+            boot_id: Drawn at the engine's start.
             max_steps_in_flight: What the engine wants; the worker may grant less.
             tls: None: the worker is dialed in plain text.
         """
@@ -55,7 +63,7 @@ class GrpcExecutor:
         self._tls = tls
         self._hello = worker_pb2.Hello(
             engine_id=engine_id,
-            epoch=epoch,
+            boot_id=boot_id,
             shared_config=shared_config,
             max_steps_in_flight=max_steps_in_flight,
         )
@@ -77,15 +85,18 @@ class GrpcExecutor:
             self._begin_session("")
         self._channel = self._open_channel()
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Execute()
-        self._hello.session.CopyFrom(session_hello(self._session_name, self._steps.num_confirmed))
+        self._hello.session.CopyFrom(
+            session_hello(WORKER_PROTOCOL, self._session_name, self._steps.num_confirmed)
+        )
         welcome = await self._greet(self._call)
-        terms = SessionTerms.from_proto(welcome.session)
+        terms = SessionTerms.from_proto(welcome.session, WORKER_PROTOCOL)
         if terms.is_resumed:
             check_resumed(terms, self._session_name, self._steps)
         else:
             self._begin_session(terms.name)
         # The requests were tokenized for this model and started by it; no other may go on with them.
         self._hello.fingerprint = welcome.facts.model.fingerprint
+        self._hello.last_session = terms.name
         self._loss, self._is_draining = None, False
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
         for step in self._steps.after(terms.last_received):

@@ -22,7 +22,13 @@ from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.observe.logging import with_fields
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
 from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
-from triptych.rpc.session.handshake import SessionTerms, check_resumed, greet, session_hello
+from triptych.rpc.session.handshake import (
+    ENGINE_PROTOCOL,
+    SessionTerms,
+    check_resumed,
+    greet,
+    session_hello,
+)
 from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
 from triptych.types.submit import EngineWelcome, SubmitRequest
@@ -152,7 +158,7 @@ class EngineClient:
         session, abandoned = self._session, self._abandoned
         name, last_batch_seen = ("", 0) if session is None else (session.name, session.last_batch_seen)
         hello = engine_core_pb2.ConnectHello(
-            session=session_hello(name, last_batch_seen),
+            session=session_hello(ENGINE_PROTOCOL, name, last_batch_seen),
             frontend_id=self._frontend_id,
             boot_id=self._boot_id,
             abandoned_session=abandoned,
@@ -160,7 +166,7 @@ class EngineClient:
         call = engine_core_pb2_grpc.EngineCoreServiceStub(self.channel).Connect()
         try:
             welcome = await greet(call, engine_core_pb2.ConnectRequest(hello=hello))
-            terms = SessionTerms.from_proto(welcome.session)
+            terms = SessionTerms.from_proto(welcome.session, ENGINE_PROTOCOL)
             if terms.is_resumed:
                 check_resumed(terms, name, session.outbox.sent if session is not None else None)
                 assert session is not None, "no other is resumed"

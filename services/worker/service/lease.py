@@ -1,6 +1,6 @@
 """Which engine may send steps: one at a time, and never one that a later engine has replaced.
 
-hello ─► refused: not ready, stale epoch, held by another engine that lives, config differs
+hello ─► refused: not ready, replaced, held by another engine that lives, config differs
       ─► resumed: the same engine, and its session is still here
       ─► a new session: any other engine that may have the worker now
 """
@@ -51,8 +51,8 @@ class WorkerLease:
         self._keep_s = resume_ttl_s + _GRACE_S
         self._session: Session | None = None
         """Session of the engine that holds the worker, or None."""
-        self._fence: EngineHello | None = None
-        """The engine of the highest epoch that has held the worker. Engines of lower epochs are stale."""
+        self._last_holder: EngineHello | None = None
+        """The engine that was granted the last session, alive or not. Those of earlier ones are stale."""
 
     @property
     def num_in_flight(self) -> int:
@@ -72,7 +72,7 @@ class WorkerLease:
         Raises:
             WorkerAsleep: The worker sleeps until an operator wakes it.
             EngineUnavailable: The worker is not ready yet; says how far it is.
-            StaleEpoch: An engine that started later has replaced this one.
+            StaleEpoch: Another engine has replaced this one.
             WorkerHeld: Another engine's stream is open; names it.
             HandshakeMismatch: Fingerprint or config differ; names them.
         """
@@ -83,7 +83,7 @@ class WorkerLease:
             )
         if not state.is_ready or state.facts is None:
             raise EngineUnavailable(f"the worker is {state.phase} ({state.progress:.0%})")
-        self._check_turn(hello)
+        self._check_turn(hello, state.facts.boot_id)
         _check_hello(hello, state, self._shared_config)
         session, last_seen = self._session, hello.last_result_seen
         if session is None or session.name != hello.resume_session or not session.can_resume(last_seen):
@@ -121,20 +121,18 @@ class WorkerLease:
         else:
             log.info("%s is away: its rows are kept for %g s", session.hello, self._keep_s)
 
-    def _check_turn(self, hello: EngineHello) -> None:
-        session, fence = self._session, self._fence
-        if session is not None and session.hello.is_of_same_engine(hello):
+    def _check_turn(self, hello: EngineHello, boot_id: str) -> None:
+        session, last_holder = self._session, self._last_holder
+        if last_holder is None or last_holder.is_of_same_engine(hello):
             return
-        is_held = session is not None and not session.lease.is_waiting
-        was_holder = bool(
-            hello.resume_session
-        )  # a standby may wait beside the holder; one that was replaced may not
-        if fence is not None and hello.epoch < fence.epoch and (was_holder or not is_held):
+        if hello.last_session.startswith(f"{boot_id}/"):  # it has held this worker before the other did
             raise StaleEpoch(
-                f"{hello} is stale: {fence}, which started later, has taken its place at this worker. "
-                "Start the engine again if it should serve (and see to its clock if it has just been started)"
+                f"{hello} is stale: {last_holder} has taken its place at this worker. "
+                "Start the engine again if it should serve"
             )
-        if session is not None and (is_held or hello.epoch == session.hello.epoch):
+        if session is None:
+            return
+        if not session.lease.is_waiting or session.hello.engine_id != hello.engine_id:
             raise WorkerHeld(
                 f"this worker is held by {session.hello}; it serves one engine at a time: "
                 f"stop that engine, or give {hello} another worker"
@@ -143,7 +141,7 @@ class WorkerLease:
     def _begin(self, hello: EngineHello, facts: WorkerFacts) -> Grant:
         if self._session is not None:
             self._session.end(ProtocolViolation(f"{hello} has started a new session"))
-        self._fence = hello
+        self._last_holder = hello
         self._session = session = Session(
             hello, facts, self._thread, keep_s=self._keep_s, on_expired=self._expire
         )

@@ -15,7 +15,7 @@ from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
-from triptych.rpc.session.handshake import read_hello
+from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement, read_hello
 from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.result import result_to_proto
@@ -49,7 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        hello = _to_hello(await read_hello(request_iterator))
+        hello = _to_hello(*await read_hello(request_iterator, WORKER_PROTOCOL))
         await self._status_publisher.wait_settled(_HOLD_HELLO_S)
         grant = self._lease.open(hello)
         session, how = grant.session, "resumed" if grant.terms.is_resumed else "connected"
@@ -112,15 +112,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
 
 
-def _to_hello(message: worker_pb2.Hello) -> EngineHello:
+def _to_hello(message: worker_pb2.Hello, agreement: Agreement) -> EngineHello:
     return EngineHello(
         engine_id=message.engine_id,
-        epoch=message.epoch,
+        boot_id=message.boot_id or str(message.epoch),
         fingerprint=message.fingerprint,
         shared_config=dict(message.shared_config),
         max_steps_in_flight=message.max_steps_in_flight,
+        agreement=agreement,
         resume_session=message.session.resume_session,
         last_result_seen=message.session.last_received,
+        last_session=message.last_session or message.session.resume_session,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.worker.service.runner_thread import RunnerThread
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
-from triptych.rpc.session.handshake import SessionTerms
+from triptych.rpc.session.handshake import Agreement, SessionTerms
 from triptych.rpc.session.lease import SessionLease
 from triptych.rpc.session.outbox import Outbox
 from triptych.rpc.session.replay_buffer import is_repeated
@@ -20,29 +20,34 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepResult
 from triptych.wire.step import Step, StepDecoder
 
+_SHOWN_CHARS = 13  # of a boot id, as after the first two groups of a UUID
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHello:
     """The engine that opens a step stream, and what it expects; without gRPC."""
 
     engine_id: str
-    epoch: int
-    """Unix milliseconds at the engine's start."""
+    boot_id: str
+    """Drawn at the engine's start."""
     fingerprint: str
     """Fingerprint of the model that the engine expects. Empty: any."""
     shared_config: Mapping[str, str]
     max_steps_in_flight: int
+    agreement: Agreement
     resume_session: str = ""
     """Empty: begin a new session."""
     last_result_seen: int = 0
     """To resume: the last step whose result the engine holds."""
+    last_session: str = ""
+    """Name of the last session that this engine was granted. Empty: none."""
 
     def is_of_same_engine(self, other: EngineHello) -> bool:
-        """Return whether both come from the same process: an epoch is drawn at its start."""
-        return (self.engine_id, self.epoch) == (other.engine_id, other.epoch)
+        """Return whether both come from the same process."""
+        return (self.engine_id, self.boot_id) == (other.engine_id, other.boot_id)
 
     def __str__(self) -> str:
-        return f"engine {self.engine_id} (epoch {self.epoch})"
+        return f"engine {self.engine_id} (boot {self.boot_id[:_SHOWN_CHARS]})"
 
 
 class DrainNotice:
@@ -105,8 +110,9 @@ class Session:
         self.last_step_received = 0
         self._decoder = StepDecoder()
         self._thread = thread
-        self._number = thread.open_session(self._on_outcome)
-        self.name = f"{facts.boot_id}/{self._number}"
+        self.epoch = thread.open_session(self._on_outcome)
+        """Counts this worker's sessions: of two engines that were granted one, the higher has the worker."""
+        self.name = f"{facts.boot_id}/{self.epoch}"
         self._is_draining = False
 
     @property
@@ -126,7 +132,9 @@ class Session:
     def attach(self, resume_ttl_s: float, *, last_result_seen: int = 0, is_resumed: bool = False) -> Grant:
         """Give the session to a new stream, which begins with the results that the engine has not seen."""
         self.outbox.confirm(last_result_seen)
-        terms = SessionTerms(self.name, is_resumed, self.last_step_received, resume_ttl_s)
+        terms = SessionTerms(
+            self.name, is_resumed, self.last_step_received, resume_ttl_s, self.hello.agreement
+        )
         return Grant(self, self.lease.attach(), self.outbox.messages(), terms)
 
     def submit(self, step: Step) -> None:
@@ -154,7 +162,7 @@ class Session:
         plan = self._decoder.decode(step)
         self.outbox.confirm(plan.last_result_seen)
         self.last_step_received = plan.step_id
-        self._thread.submit(self._number, plan)
+        self._thread.submit(self.epoch, plan)
 
     def drain(self) -> None:
         """Take no more steps. The stream ends behind the results of those in flight."""
@@ -166,7 +174,7 @@ class Session:
         """End the session and its stream, with `error` if that is given. Steps that have not begun are dropped."""
         self.outbox.close(error)
         self.lease.end()
-        self._thread.close_session(self._number)
+        self._thread.close_session(self.epoch)
 
     def _on_outcome(self, outcome: StepResult | Exception) -> None:
         """Take what a step has come to. Called on the event loop, in order."""
@@ -174,7 +182,7 @@ class Session:
         if isinstance(outcome, StepResult) and outcome.step_id != due:
             outcome = EngineFailure(f"the runner answered step {outcome.step_id}, but step {due} is due")
         if isinstance(outcome, Exception):
-            self._thread.close_session(self._number)
+            self._thread.close_session(self.epoch)
             self.outbox.close(outcome)
             return
         self.outbox.put(outcome)

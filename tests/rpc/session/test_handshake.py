@@ -13,7 +13,10 @@ import pytest
 from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolation
 from triptych.rpc.session import handshake
 from triptych.rpc.session.handshake import (
-    PROTOCOL_VERSION,
+    ENGINE_PROTOCOL,
+    WORKER_PROTOCOL,
+    Agreement,
+    Protocol,
     SessionTerms,
     check_resumed,
     greet,
@@ -22,7 +25,11 @@ from triptych.rpc.session.handshake import (
 )
 from triptych.rpc.session.replay_buffer import ReplayBuffer
 
-TERMS = SessionTerms("boot/1", is_resumed=True, last_received=2, resume_ttl_s=1.5)
+FAST, SMALL, STRICT = 1, 2, 4
+PROTOCOL = Protocol("frontend", "engine core", version=8, features=FAST | SMALL)
+TERMS = SessionTerms(
+    "boot/1", is_resumed=True, last_received=2, resume_ttl_s=1.5, agreement=Agreement(8, FAST)
+)
 
 
 class Message:
@@ -39,9 +46,10 @@ class Message:
 
 
 class Hello:
-    def __init__(self, min_protocol: int = PROTOCOL_VERSION, max_protocol: int = PROTOCOL_VERSION) -> None:
-        self.session = session_hello("boot/1", 7)
+    def __init__(self, min_protocol: int = 8, max_protocol: int = 8, features: int = 0) -> None:
+        self.session = session_hello(PROTOCOL, "boot/1", 7)
         self.session.min_protocol, self.session.max_protocol = min_protocol, max_protocol
+        self.session.features = features
 
 
 async def stream(*messages: Any) -> AsyncIterator[Any]:
@@ -68,23 +76,61 @@ class Call:
         return self._response
 
 
-async def test_hello_of_a_known_version() -> None:
-    hello = Hello(PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1)
-    assert await read_hello(stream(Message(hello=hello))) is hello
+@pytest.mark.parametrize(
+    ("versions", "agreed"), [((8, 8), 8), ((7, 7), 7), ((7, 9), 8), ((5, 7), 7), ((8, 11), 8)]
+)
+async def test_the_newest_version_that_both_speak(versions: tuple[int, int], agreed: int) -> None:
+    sent = Hello(*versions)
+    hello, agreement = await read_hello(stream(Message(hello=sent)), PROTOCOL)
+    assert hello is sent
+    assert agreement.version == agreed
     assert (hello.session.resume_session, hello.session.last_received) == ("boot/1", 7)
 
 
-@pytest.mark.parametrize("versions", [(1, PROTOCOL_VERSION - 1), (PROTOCOL_VERSION + 1, 99)])
-async def test_hello_of_other_versions(versions: tuple[int, int]) -> None:
-    low, high = versions
-    with pytest.raises(HandshakeMismatch, match=rf"speaks {low}\.\.{high}, the server {PROTOCOL_VERSION}"):
-        await read_hello(stream(Message(hello=Hello(*versions))))
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        ((3, 6), r"frontend speaks 3\.\.6, the engine core 7\.\.8; upgrade the frontend first"),
+        (
+            (9, 9),
+            r"frontend speaks 9, the engine core 7\.\.8; upgrade the engine core first \(workers before",
+        ),
+    ],
+)
+async def test_versions_in_a_wrong_order_are_refused_by_name(versions: tuple[int, int], told: str) -> None:
+    with pytest.raises(HandshakeMismatch, match=told):
+        await read_hello(stream(Message(hello=Hello(*versions))), PROTOCOL)
+
+
+async def test_a_feature_is_on_if_both_have_it() -> None:
+    _, agreement = await read_hello(stream(Message(hello=Hello(features=SMALL | STRICT))), PROTOCOL)
+    assert agreement == Agreement(8, SMALL)
+    assert agreement.has(SMALL)
+    assert not agreement.has(FAST)
+    assert not agreement.has(FAST | SMALL)
+    welcome = replace(TERMS, agreement=Agreement(8, STRICT | FAST)).to_proto()
+    assert SessionTerms.from_proto(welcome, PROTOCOL).agreement.features == FAST
+
+
+def test_a_client_offers_what_its_build_speaks() -> None:
+    hello = session_hello(PROTOCOL, "", 0)
+    assert (hello.min_protocol, hello.max_protocol, hello.features) == (8, 8, FAST | SMALL)
+
+
+@pytest.mark.parametrize("protocol", [ENGINE_PROTOCOL, WORKER_PROTOCOL])
+def test_each_server_accepts_the_version_before_its_own(protocol: Protocol) -> None:
+    before = replace(protocol, version=protocol.version - 1, features=0)
+    agreement = protocol.agree(session_hello(before, "", 0))
+    assert agreement == Agreement(protocol.version - 1)
+    SessionTerms.from_proto(replace(TERMS, agreement=agreement).to_proto(), before)
+    with pytest.raises(HandshakeMismatch, match=f"upgrade the {protocol.server} first"):
+        before.agree(session_hello(protocol, "", 0))
 
 
 @pytest.mark.parametrize("messages", [(), (Message(step=1),)], ids=["nothing", "a step"])
 async def test_first_message_must_be_a_hello(messages: tuple[Message, ...]) -> None:
     with pytest.raises(ProtocolViolation, match="the first message must be a hello"):
-        await read_hello(stream(*messages))
+        await read_hello(stream(*messages), PROTOCOL)
 
 
 async def test_client_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +141,7 @@ async def test_client_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         yield
 
     with pytest.raises(ProtocolViolation, match=r"no hello within 0\.01 s"):
-        await read_hello(silence())
+        await read_hello(silence(), PROTOCOL)
 
 
 async def test_welcome_answers_the_hello() -> None:
@@ -134,11 +180,11 @@ async def test_other_answers_than_a_welcome(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_terms_survive_the_wire() -> None:
-    assert SessionTerms.from_proto(TERMS.to_proto()) == TERMS
+    assert SessionTerms.from_proto(TERMS.to_proto(), PROTOCOL) == TERMS
     message = TERMS.to_proto()
     message.protocol = 1
-    with pytest.raises(HandshakeMismatch, match=f"the server speaks 1, the client {PROTOCOL_VERSION}"):
-        SessionTerms.from_proto(message)
+    with pytest.raises(HandshakeMismatch, match="the engine core answers in 1, the frontend speaks 8"):
+        SessionTerms.from_proto(message, PROTOCOL)
 
 
 def test_only_what_was_asked_for_is_resumed() -> None:

@@ -45,22 +45,20 @@ class ConnectHello(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("session", "engine_id", "epoch", "ready", "why_not_ready", "model", "limits")
+    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionWelcome
     engine_id: str
-    epoch: int
     ready: bool
     why_not_ready: str
     model: _worker_pb2.ModelFacts
     limits: EngineLimits
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("has_priorities", "max_choices")

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalHeader(_message.Message):
-    __slots__ = ("magic", "version", "epoch", "engine_id", "engine_version", "config")
+    __slots__ = ("magic", "version", "started_at_ms", "engine_id", "engine_version", "config")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -21,17 +21,17 @@ class JournalHeader(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MAGIC_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     magic: str
     version: int
-    epoch: int
+    started_at_ms: int
     engine_id: str
     engine_version: str
     config: _containers.ScalarMap[str, str]
-    def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., engine_id: _Optional[str] = ..., engine_version: _Optional[str] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., engine_id: _Optional[str] = ..., engine_version: _Optional[str] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JournalEvent(_message.Message):
     __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"triptych/internal/v1/session.proto\x12\x14triptych.internal.v1\"i\n\x0cSessionHello\x12\x14\n\x0cmin_protocol\x18\x01 \x01(\r\x12\x14\n\x0cmax_protocol\x18\x02 \x01(\r\x12\x16\n\x0eresume_session\x18\x03 \x01(\t\x12\x15\n\rlast_received\x18\x04 \x01(\x04\"r\n\x0eSessionWelcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nis_resumed\x18\x03 \x01(\x08\x12\x15\n\rlast_received\x18\x04 \x01(\x04\x12\x15\n\rresume_ttl_ms\x18\x05 \x01(\x04\"\t\n\x07Goodbyeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"triptych/internal/v1/session.proto\x12\x14triptych.internal.v1\"{\n\x0cSessionHello\x12\x14\n\x0cmin_protocol\x18\x01 \x01(\r\x12\x14\n\x0cmax_protocol\x18\x02 \x01(\r\x12\x16\n\x0eresume_session\x18\x03 \x01(\t\x12\x15\n\rlast_received\x18\x04 \x01(\x04\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x04\"\x84\x01\n\x0eSessionWelcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nis_resumed\x18\x03 \x01(\x08\x12\x15\n\rlast_received\x18\x04 \x01(\x04\x12\x15\n\rresume_ttl_ms\x18\x05 \x01(\x04\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x01(\x04\"\t\n\x07Goodbyeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.internal.v1.sessio
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONHELLO']._serialized_start=60
-  _globals['_SESSIONHELLO']._serialized_end=165
-  _globals['_SESSIONWELCOME']._serialized_start=167
-  _globals['_SESSIONWELCOME']._serialized_end=281
-  _globals['_GOODBYE']._serialized_start=283
-  _globals['_GOODBYE']._serialized_end=292
+  _globals['_SESSIONHELLO']._serialized_end=183
+  _globals['_SESSIONWELCOME']._serialized_start=186
+  _globals['_SESSIONWELCOME']._serialized_end=318
+  _globals['_GOODBYE']._serialized_start=320
+  _globals['_GOODBYE']._serialized_end=329
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("session", "engine_id", "epoch", "fingerprint", "shared_config", "max_steps_in_flight")
+    __slots__ = ("session", "engine_id", "epoch", "fingerprint", "shared_config", "max_steps_in_flight", "boot_id", "last_session")
     class SharedConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,13 +48,17 @@ class Hello(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_SESSION_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionHello
     engine_id: str
     epoch: int
     fingerprint: str
     shared_config: _containers.ScalarMap[str, str]
     max_steps_in_flight: int
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., max_steps_in_flight: _Optional[int] = ...) -> None: ...
+    boot_id: str
+    last_session: str
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., max_steps_in_flight: _Optional[int] = ..., boot_id: _Optional[str] = ..., last_session: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session", "max_steps_in_flight", "facts")

@@ -67,9 +67,9 @@ class WorkerServiceServicer(object):
 
         A step that was received before is answered by its stored result; one that is neither that nor the last
         one + 1 is ABORTED (SEQUENCE_GAP). While an engine's stream lives, another's hello is ALREADY_EXISTS naming
-        the holder; once it is lost, a higher epoch takes over at once. An epoch below the highest that was ever
-        admitted is FAILED_PRECONDITION (STALE_EPOCH), and so is a mismatch of what both must share, naming the
-        key and both values.
+        the holder; once it is lost, an engine of the same name takes over at once, another when the session has expired.
+        The one that was replaced is FAILED_PRECONDITION (STALE_EPOCH), and so is a mismatch of what both must share,
+        naming the key and both values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

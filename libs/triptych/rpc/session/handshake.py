@@ -1,9 +1,12 @@
 """Hello and welcome: how a stream begins a session, or goes on with one.
 
-client                                  server
-hello {versions, session?, last} ─────► known, and everything after `last` is kept?
-                                        yes: RESUMED, no: a new session
-       ◄───────────────────── welcome {version, session, last, time to live}
+client                                            server
+hello {versions, features, session?, last} ─────► known, and everything after `last` is kept?
+                                                  yes: RESUMED, no: a new session
+       ◄───────────────────── welcome {version, features, session, last, time to live}
+
+Servers are upgraded before their clients: a client speaks the version of its build, a server that one and the one
+before. What can be left out is a feature, which is off unless both ends have it (docs/wire.md, "Versions").
 """
 
 from __future__ import annotations
@@ -22,9 +25,74 @@ from triptych.internal.v1 import session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
 from triptych.rpc.status import from_rpc_error, is_broken_write
 
-PROTOCOL_VERSION = 3
 HELLO_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Terms on which the two ends of a stream have agreed."""
+
+    version: int
+    """Version of the protocol."""
+    features: int = 0
+    """Bits of the features that both ends have."""
+
+    def has(self, feature: int) -> bool:
+        """Return whether both ends have this feature."""
+        return self.features & feature == feature
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One kind of stream, as this build speaks it."""
+
+    client: str
+    """The end that dials, in words."""
+    server: str
+    version: int
+    """The newest version. A change that the other end must know of raises it; one that it may miss is a feature."""
+    features: int = 0
+    """Bits of the features that this build has. A bit is never used for something else."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that a server accepts."""
+        return self.version - 1
+
+    def agree(self, hello: session_pb2.SessionHello) -> Agreement:
+        """Return what a server answers to a client's hello.
+
+        Raises:
+            HandshakeMismatch: They have no version in common; says which of the two to upgrade.
+        """
+        low, high = hello.min_protocol, hello.max_protocol
+        version = min(self.version, high)
+        if low > self.version or high < self.oldest:
+            behind = self.server if low > self.version else self.client
+            raise HandshakeMismatch(
+                f"protocol: the {self.client} speaks {_span(low, high)}, the {self.server} "
+                f"{_span(self.oldest, self.version)}; upgrade the {behind} first ({UPGRADE_ORDER})"
+            )
+        return Agreement(version, self.features & hello.features)
+
+    def check(self, welcome: session_pb2.SessionWelcome) -> Agreement:
+        """Return what a client learns from a server's welcome.
+
+        Raises:
+            HandshakeMismatch: The server has chosen a version that this client does not speak.
+        """
+        if welcome.protocol != self.version:
+            raise HandshakeMismatch(
+                f"protocol: the {self.server} answers in {welcome.protocol}, the {self.client} speaks "
+                f"{self.version}"
+            )
+        return Agreement(welcome.protocol, self.features & welcome.features)
+
+
+UPGRADE_ORDER = "workers before engine cores before frontends; back in the reverse order"
+ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4)
+WORKER_PROTOCOL = Protocol("engine core", "worker", version=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +107,13 @@ class SessionTerms:
     """Number of the client's last message that has taken effect."""
     resume_ttl_s: float
     """How long the session outlives a broken stream, in seconds. 0: not at all."""
+    agreement: Agreement
 
     def to_proto(self) -> session_pb2.SessionWelcome:
         """Return the server's part of its welcome."""
         return session_pb2.SessionWelcome(
-            protocol=PROTOCOL_VERSION,
+            protocol=self.agreement.version,
+            features=self.agreement.features,
             name=self.name,
             is_resumed=self.is_resumed,
             last_received=self.last_received,
@@ -51,44 +121,44 @@ class SessionTerms:
         )
 
     @staticmethod
-    def from_proto(message: session_pb2.SessionWelcome) -> SessionTerms:
+    def from_proto(message: session_pb2.SessionWelcome, protocol: Protocol) -> SessionTerms:
         """Return what a server grants.
 
         Raises:
             HandshakeMismatch: It has chosen a version of the protocol that this client does not speak.
         """
-        if message.protocol != PROTOCOL_VERSION:
-            raise HandshakeMismatch(
-                f"protocol: the server speaks {message.protocol}, the client {PROTOCOL_VERSION}"
-            )
         return SessionTerms(
             name=message.name,
             is_resumed=message.is_resumed,
             last_received=message.last_received,
             resume_ttl_s=message.resume_ttl_ms / 1000,
+            agreement=protocol.check(message),
         )
 
 
-def session_hello(resume_session: str, last_received: int) -> session_pb2.SessionHello:
+def session_hello(protocol: Protocol, resume_session: str, last_received: int) -> session_pb2.SessionHello:
     """Return the client's part of its hello.
 
     Args:
+        protocol: What the client speaks. Its newest version alone: its server may be newer, never older.
         resume_session: Name of the session to resume. Empty: begin a new one.
         last_received: Number of the last message that has arrived in it.
     """
     return session_pb2.SessionHello(
-        min_protocol=PROTOCOL_VERSION,
-        max_protocol=PROTOCOL_VERSION,
+        min_protocol=protocol.version,
+        max_protocol=protocol.version,
+        features=protocol.features,
         resume_session=resume_session,
         last_received=last_received,
     )
 
 
-async def read_hello(requests: AsyncIterator[Any]) -> Any:
-    """Return the hello that a new stream begins with.
+async def read_hello(requests: AsyncIterator[Any], protocol: Protocol) -> tuple[Any, Agreement]:
+    """Return the hello that a new stream begins with, and what the server agrees to.
 
     Args:
         requests: The client's messages, of which each has a oneof called `message`, and hello a `session`.
+        protocol: What the server speaks.
 
     Raises:
         ProtocolViolation: There is no hello within 10 s, or something else comes first.
@@ -101,13 +171,7 @@ async def read_hello(requests: AsyncIterator[Any]) -> Any:
         raise ProtocolViolation(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
     if first is None or first.WhichOneof("message") != "hello":
         raise ProtocolViolation("the first message must be a hello")
-    versions = first.hello.session
-    if not versions.min_protocol <= PROTOCOL_VERSION <= versions.max_protocol:
-        raise HandshakeMismatch(
-            f"protocol: the client speaks {versions.min_protocol}..{versions.max_protocol}, the server "
-            f"{PROTOCOL_VERSION}"
-        )
-    return first.hello
+    return first.hello, protocol.agree(first.hello.session)
 
 
 async def greet(call: grpc.aio.StreamStreamCall, request: Any) -> Any:
@@ -162,3 +226,7 @@ def check_resumed(terms: SessionTerms, asked_session: str, sent: ReplayBuffer[An
     if sent is None or not asked_session or terms.name != asked_session:
         raise ProtocolViolation(f"session {terms.name!r} was resumed, but {asked_session!r} was asked for")
     sent.check_received(terms.last_received)
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}..{high}"
