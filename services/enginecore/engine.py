@@ -170,12 +170,15 @@ class EngineCore:
             _check_vocabulary(submit, self._facts.model.vocab_size)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
-            displaced = self._scheduler.add(*Request.choices_of(submit, session=session, deadline=deadline))
+            choices = Request.choices_of(submit, session=session, deadline=deadline)
+            displaced = self._scheduler.add(*choices)
         except TriptychError as error:
             self.refuse(session, submit.numbers.tolist(), error)
         else:
             self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self._note_failed(displaced)
+            if submit.num_engine_deaths:
+                self._restrictions.crashes.suspect(choices)
 
     def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that is not queued."""
@@ -187,6 +190,15 @@ class EngineCore:
         self._start_call(Aborted, session, number)
         if self._scheduler is not None and (finished := self._scheduler.abort(session, number)) is not None:
             self._note_finished((finished,))
+
+    def release(self, within_s: float = 0.0) -> None:
+        """Offer the requests that may not end within a time to their frontends, which may move them to other engines.
+
+        They go on here until their frontends abort them.
+        """
+        if self._scheduler is not None:
+            for request in self._scheduler.requests_beyond(within_s, self._step_s):
+                self._outputs.release(request.session, request.number)
 
     def expire(self) -> None:
         """End all requests with a deadline that has passed."""

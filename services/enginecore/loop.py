@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from services.enginecore.inbox import Inbox
 from services.enginecore.journal.recorder import create_engine
+from services.enginecore.releases import Releases
 from services.enginecore.scheduler.admission import limits_of
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
@@ -83,6 +84,7 @@ class EngineLoop:
         """When the last turn began."""
         self._is_draining = False
         self._is_stopping = False
+        self._releases = Releases(config.engine.drain_s)
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
@@ -189,7 +191,9 @@ class EngineLoop:
                     continue
                 log.warning("%s", loss, extra=with_fields(requests=self._engine.num_requests))
                 self._metrics.worker_losses.inc()
+                self._releases.note_worker(is_lost=True, now=time.monotonic())
                 recovery = await self._meanwhile(self._connection.recover(loss))
+                self._releases.note_worker(is_lost=False, now=time.monotonic())
                 if not recovery.connected.is_resumed:
                     self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
@@ -305,6 +309,8 @@ class EngineLoop:
         rest_s = _TICK_S
         while True:
             await asyncio.sleep(rest_s)
+            if (within_s := self._releases.take_due(time.monotonic())) is not None:
+                self._inbox.post(self._engine.release, within_s)
             rest_s = self._turned_at + _TICK_S - time.monotonic()
             if rest_s <= 0:
                 rest_s = _TICK_S
@@ -326,6 +332,7 @@ class EngineLoop:
     def _publish_readiness(self) -> None:
         """Send the engine's state to every frontend and to the health service, if it has changed."""
         ready, why_not_ready = self._readiness
+        self._releases.note_draining(self._is_stopping or self._is_draining, now=time.monotonic())
         if self._is_stopping or self._is_draining:
             ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
         welcome = EngineWelcome(

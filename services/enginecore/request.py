@@ -47,6 +47,10 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     """Seconds on the scheduler's clock; None if it may wait for ever."""
+    is_moved: bool = False
+    """Another engine has admitted it, and its tenant was charged there."""
+    num_engine_deaths: int = 0
+    """Engines that died in a row while it was in flight there."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
     state: RequestState = RequestState.WAITING
@@ -98,6 +102,8 @@ class Request:
                 priority=submit.priority,
                 tenant=submit.tenant,
                 deadline=deadline,
+                is_moved=submit.is_moved,
+                num_engine_deaths=submit.num_engine_deaths,
                 blocks=BlockTable(root),
             )
             for number, seed in zip(submit.numbers.tolist(), submit.seeds.tolist(), strict=True)
@@ -131,6 +137,11 @@ class Request:
     def was_admitted(self) -> bool:
         """Whether it has run before."""
         return self.planned_at is not None
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether it was admitted before, here or elsewhere: it keeps its place, and its tenant has paid for it."""
+        return self.is_moved or self.planned_at is not None
 
     @property
     def is_draining(self) -> bool:

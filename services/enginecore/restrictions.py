@@ -99,6 +99,11 @@ class CrashBisect:
         """The only requests that may be admitted; None if any may."""
         return self._groups[0] if self._groups else None
 
+    def suspect(self, requests: Sequence[Request]) -> None:
+        """Suspect requests that were in flight when another engine died: one crash more, and they are tested."""
+        for request in requests:
+            self._suspects[request] = len(request.token_ids) + self._probation
+
     def note_crash(self, in_flight: Mapping[Request, int]) -> Request | None:
         """Take in that a worker has died, and return the request that kills workers if it is certain now.
 

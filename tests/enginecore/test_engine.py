@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.enginecore.engine import EngineCore
@@ -22,11 +24,13 @@ def make_engine(num_blocks: int = 200, max_model_len: int = 512) -> tuple[Engine
     return engine, runner
 
 
-def submit(engine: EngineCore, number: int, session: int = SESSION, max_tokens: int = 8) -> None:
+def submit(
+    engine: EngineCore, number: int, session: int = SESSION, max_tokens: int = 8, **fields: Any
+) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.submit(
         session,
-        single_choice(number, f"{session}-{number}", [1, 2, 3], sampling, seed=1),
+        single_choice(number, f"{session}-{number}", [1, 2, 3], sampling, seed=1, **fields),
     )
 
 
@@ -65,6 +69,38 @@ def test_a_request_alone_in_flight_at_two_crashes_fails() -> None:
     assert failure.code == "ENGINE_FAILURE"
     assert "died twice" in failure.message
     assert engine.num_requests == 0
+
+
+def test_a_request_that_saw_an_engine_die_is_tested_after_one_crash() -> None:
+    engine, runner = make_engine()
+    for number in range(6):
+        submit(engine, number, num_engine_deaths=int(number >= 3), is_moved=number >= 3)
+    assert engine.plan() is not None
+    lose_the_worker(engine, runner)
+    assert engine.plan() is not None
+    assert engine.scheduler is not None
+    (suspect,) = engine.scheduler.snapshot().running
+    assert suspect.number >= 3
+    lose_the_worker(engine, runner)
+    (failure,) = engine.take_outputs()[SESSION].failures
+    assert failure.number == suspect.number
+
+
+def test_what_may_not_end_in_time_is_offered_and_goes_on() -> None:
+    engine, runner = make_engine()
+    submit(engine, 1, max_tokens=2)
+    submit(engine, 2, max_tokens=400)
+    for _ in range(2):
+        step(engine, runner)
+    submit(engine, 3)
+    engine.take_outputs()
+    engine.release(within_s=1e6)
+    assert engine.take_outputs()[SESSION].released.tolist() == [3], "it waits, and may begin elsewhere"
+    engine.release()
+    assert engine.take_outputs()[SESSION].released.tolist() == [2, 3]
+    while engine.num_requests:
+        step(engine, runner)
+    assert {end.number for end in engine.take_outputs()[SESSION].finished} == {2, 3}
 
 
 def test_a_submit_on_an_ended_session_is_dropped() -> None:

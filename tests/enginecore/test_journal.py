@@ -41,7 +41,7 @@ from triptych.wire.journal import (
 )
 
 FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
-READ_ONLY = {"close", "refuse", "status", "take_outputs"}
+READ_ONLY = {"close", "refuse", "release", "status", "take_outputs"}
 """Public methods of an engine core that change nothing but outputs."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))

@@ -16,7 +16,13 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
-from triptych.errors import ConfigError, DeadlineExceeded, DuplicateRequest, InvalidRequest, QueueFull
+from triptych.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    QueueFull,
+)
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 
@@ -75,6 +81,35 @@ def test_the_longest_prompt_gets_one_token() -> None:
     engine.run()
     tokens, reason, _ = engine.end_of(0)
     assert (len(tokens), reason) == (1, FinishReason.LENGTH)
+
+
+def test_a_moved_request_enters_a_full_queue_and_goes_before_new_ones() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_waiting=2)
+    engine = Engine(scheduler)
+    for number in range(4):
+        engine.add(make_request(number, make_prompt(4, seed=number), tenant="greedy"))
+    engine.add(make_request(4, make_prompt(4), emitted=[7], tenant="greedy", is_moved=True, max_tokens=8))
+    engine.add(make_request(5, make_prompt(4), tenant="greedy", is_moved=True))
+    with pytest.raises(QueueFull):
+        scheduler.add(make_request(6, make_prompt(4), tenant="greedy", is_moved=True))
+    engine.plan()
+    assert {request.number for request in scheduler.snapshot().running} == {4, 5}
+    assert sum(share.tokens_served for share in scheduler.tenant_shares()) == 0, "it was charged elsewhere"
+    scheduler.check_integrity()
+    engine.run()
+    assert len(engine.outcomes) == 6
+
+
+def test_choices_that_move_one_after_the_other_share_their_name() -> None:
+    scheduler = make_scheduler()
+    for number in range(3):
+        scheduler.add(make_request(number, [1], request_id="mine", is_moved=True))
+    scheduler.check_integrity()
+    with pytest.raises(DuplicateRequest, match="'mine'"):
+        scheduler.add(make_request(3, [1], request_id="mine"))
+    for number in range(3):
+        scheduler.abort(0, number)
+        scheduler.check_integrity()
 
 
 def test_a_name_in_use_is_refused_until_its_holder_has_ended() -> None:

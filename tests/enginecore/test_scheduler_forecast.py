@@ -161,6 +161,7 @@ def test_an_unreachable_deadline_is_refused_with_the_wait() -> None:
     engine.scheduler.check_integrity()
     engine.add(request_of(engine, 100, 50, in_s=wait_s + 0.01))
     engine.add(request_of(engine, 101, 50))
+    engine.add(request_of(engine, 102, 50, in_s=1.5, is_moved=True))
 
 
 def test_nothing_is_refused_before_sixteen_steps_are_measured() -> None:

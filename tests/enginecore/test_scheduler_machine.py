@@ -62,6 +62,10 @@ class NaiveOrder:
     admitted: set[Request] = field(default_factory=set)
 
     def add(self, request: Request) -> None:
+        if request.is_moved:
+            self.alive.append(request)
+            self.admitted.add(request)
+            return
         level, tenant = request.priority, request.tenant
         others = [other for other in self.alive if other.priority == level and other not in self.admitted]
         if all(other.tenant != tenant for other in others):
@@ -103,7 +107,8 @@ class NaiveOrder:
             self._note_no_longer_waiting(request)
 
     def charge(self, request: Request, cost: int) -> None:
-        self.tokens_served[request.priority, request.tenant] += cost
+        key = request.priority, request.tenant
+        self.tokens_served[key] = self.tokens_served.get(key, 0) + cost
 
     def end(self, request: Request) -> None:
         self.alive.remove(request)
@@ -189,6 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix=PREFIXES,
         rest=st.lists(st.integers(0, 9), min_size=1, max_size=12),
         num_emitted=st.sampled_from([0, 0, 0, 1, 4]),
+        is_moved=st.sampled_from([False, False, True]),
         priority=st.integers(0, 2),
         tenant=TENANTS,
         cache_salt=st.sampled_from(["", "", "salt"]),
@@ -201,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix: list[int],
         rest: list[int],
         num_emitted: int,
+        is_moved: bool,
         priority: int,
         tenant: str,
         cache_salt: str,
@@ -219,15 +226,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             cache_salt=cache_salt,
             deadline=None if deadline_in is None else self.clock.now + deadline_in,
+            is_moved=is_moved,
             **sampling,
         )
-        num_places = self.config["max_num_seqs"] * (2 if num_emitted else 1) + self.config["max_num_waiting"]
+        has_reserve = num_emitted or is_moved
+        num_places = self.config["max_num_seqs"] * (2 if has_reserve else 1) + self.config["max_num_waiting"]
         is_full = len(self.order.alive) >= num_places
         leavers = self.order.leavers_for(request) if is_full else []
         try:
             displaced = self.engine.add_choices(request)
         except DeadlineUnreachable:
             assert deadline_in is not None
+            assert not is_moved
             return
         except QueueFull:
             assert is_full

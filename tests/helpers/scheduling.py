@@ -87,6 +87,7 @@ def make_request(
     deadline: float | None = None,
     seed: int | None = None,
     request_id: str = "",
+    is_moved: bool = False,
     **sampling: Any,
 ) -> Request:
     """Return a request. Its seed is its number unless one is given."""
@@ -100,6 +101,7 @@ def make_request(
         priority=priority,
         tenant=tenant,
         cache_salt=cache_salt,
+        is_moved=is_moved,
     )
     (request,) = Request.choices_of(submit, session=session, deadline=deadline)
     return request

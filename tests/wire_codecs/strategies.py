@@ -256,6 +256,8 @@ model_facts = build(
     dtype=words,
     kv_dtype=words,
     quantization=words,
+    numerics=words,
+    is_batch_invariant=st.booleans(),
 )
 worker_facts = build(
     WorkerFacts,
@@ -302,6 +304,8 @@ def submits(draw: Any) -> SubmitRequest:
             deadline_remaining_ms=st.none() | u64,
             adapter=words,
             whole_output=st.booleans(),
+            num_engine_deaths=u32,
+            is_moved=st.booleans(),
         )
     )
 
@@ -343,6 +347,7 @@ def output_batches(draw: Any) -> OutputBatch:
             token_ids=u32_column(sum(counts) if counts else num_requests),
             logprobs=st.none() | logprob_columns(),
             num_free_places=st.none() | u32,
+            released=u32_column(),
             prompt_logprobs=st.lists(
                 build(RequestPromptLogprobs, number=u32, logprobs=prompt_logprobs()), max_size=2
             ).map(tuple),

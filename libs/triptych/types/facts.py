@@ -51,6 +51,19 @@ class ModelFacts:
     dtype: str
     kv_dtype: str
     quantization: str
+    numerics: str = ""
+    """Digest of what decides the bits beside the checkpoint: processor, kernels, libraries, options. Workers with equal
+    ones give equal bits for equal steps. Empty: not known, and equal to no other."""
+    is_batch_invariant: bool = False
+    """A request's bits do not depend on what runs beside it, nor on how its prompt is cut into steps."""
+
+    def gives_same_tokens_as(self, other: ModelFacts) -> bool:
+        """Return whether a request that moves from one of the two to the other goes on as if it had not."""
+        return self.has_numerics_of(other) and self.is_batch_invariant and other.is_batch_invariant
+
+    def has_numerics_of(self, other: ModelFacts) -> bool:
+        """Return whether both compute with the same numerics."""
+        return bool(self.numerics) and self.numerics == other.numerics
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,14 @@ class OutputBatch:
     failures: tuple[RequestFailure, ...] = ()
     num_free_places: int | None = None
     """Choices that the engine's queue had room for when this was made; None: not known."""
+    released: U32 = field(default_factory=empty_u32)
+    """Numbers of requests that the engine cannot end in time. It goes on with them until they are aborted."""
 
     @property
     def num_bytes(self) -> int:
         """The approximate size in memory and in a message."""
-        num_bytes = _BATCH_BYTES + 8 * len(self.token_ids) + 64 * len(self.finished) + 4 * len(self.admitted)
+        num_bytes = _BATCH_BYTES + 8 * len(self.token_ids) + 64 * len(self.finished)
+        num_bytes += 4 * (len(self.admitted) + len(self.released))
         if self.logprobs is not None:
             num_bytes += self.logprobs.nbytes
         for part in self.prompt_logprobs:

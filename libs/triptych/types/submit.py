@@ -40,6 +40,10 @@ class SubmitRequest:
     adapter: str = ""
     whole_output: bool = False
     """The tokens before the last one are not looked at: those of several steps may come together."""
+    num_engine_deaths: int = 0
+    """Engines that died in a row while it was in flight there: it may be the reason."""
+    is_moved: bool = False
+    """Another engine has admitted it, and its tenant has paid there."""
 
     @property
     def num_choices(self) -> int:

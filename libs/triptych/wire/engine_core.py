@@ -50,6 +50,8 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         adapter=request.adapter,
         whole_output=request.whole_output,
         task=step_pb2.TASK_GENERATE,
+        num_engine_deaths=request.num_engine_deaths,
+        is_moved=request.is_moved,
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -85,6 +87,8 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         deadline_remaining_ms=message.deadline_remaining_ms if has_deadline else None,
         adapter=message.adapter,
         whole_output=message.whole_output,
+        num_engine_deaths=message.num_engine_deaths,
+        is_moved=message.is_moved,
     )
 
 
@@ -137,6 +141,7 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
         ],
         messages_received=messages_received,
         num_free_places=batch.num_free_places,
+        released=u32_to_bytes(batch.released),
         prompt_logprobs=[
             engine_core_pb2.RequestPromptLogprobs(
                 number=part.number, logprobs=prompt_logprobs_to_proto(part.logprobs)
@@ -164,6 +169,7 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
             RequestFailure(f.number, f.code, f.message, f.field, f.retry_after_ms) for f in message.failures
         ),
         num_free_places=message.num_free_places if message.HasField("num_free_places") else None,
+        released=u32_from_bytes(message.released),
     )
     if len(batch.token_counts):
         check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)

@@ -16,6 +16,8 @@ def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
         dtype=facts.dtype,
         kv_dtype=facts.kv_dtype,
         quantization=facts.quantization,
+        numerics=facts.numerics,
+        is_batch_invariant=facts.is_batch_invariant,
     )
 
 
@@ -29,6 +31,8 @@ def model_facts_from_proto(message: worker_pb2.ModelFacts) -> ModelFacts:
         dtype=message.dtype,
         kv_dtype=message.kv_dtype,
         quantization=message.quantization,
+        numerics=message.numerics,
+        is_batch_invariant=message.is_batch_invariant,
     )
 
 

@@ -39,10 +39,11 @@ class _Gathered:
     num_logprob_bytes: int = 0
     finished: list[FinishedRequest] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
 
     @property
     def is_due(self) -> bool:
-        if self.admitted or self.finished or self.failures or self.prompt_logprobs:
+        if self.admitted or self.finished or self.failures or self.prompt_logprobs or self.released:
             return True
         if self.num_tokens and self.streaming:
             return True
@@ -85,6 +86,11 @@ class SessionOutputs:
                 )
             )
             gathered.streaming.discard(request.number)
+
+    def release(self, session: int, number: int) -> None:
+        """Offer a request to its frontend, which may move it. It goes on here."""
+        if (gathered := self._gathered.get(session)) is not None:
+            gathered.released.append(number)
 
     def add_step(self, output: StepOutput, result: StepResult) -> None:
         """Add one step's tokens, and log-probabilities of prompts, to the sessions that they belong to."""
@@ -168,6 +174,7 @@ def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),
         num_free_places=num_free_places,
+        released=np.array(gathered.released, dtype=np.uint32),
     )
 
 

@@ -127,6 +127,8 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 session.messages_received += 1
             case "last_batch_seen":
                 session.outbox.confirm(request.last_batch_seen)
+            case "beat":
+                session.outbox.notify(self._loop.welcome)
             case "goodbye":
                 self.sessions.end(session, "left")
             case other:

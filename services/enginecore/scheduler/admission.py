@@ -89,8 +89,9 @@ class Admission:
         Raises:
             InvalidRequest: It can never run: no prompt, no room for an output, more choices than ever fit, or a
                 priority under a policy that has none.
-            DuplicateRequest: Its request_id, or a number, is in use in its session.
-            DeadlineUnreachable: Its first token is predicted for after its deadline.
+            DuplicateRequest: Its request_id, or a number, is in use in its session. Choices that move here one after
+                the other share an id.
+            DeadlineUnreachable: Its first token is predicted for after its deadline, and it has not moved here.
         """
         config, first = self._config, choices[0]
         num_prompt, num_bytes = first.num_prompt_tokens, first.content.num_bytes
@@ -116,7 +117,7 @@ class Admission:
                 "sampling",
                 f"prompt and sampling parameters take {num_bytes} bytes, above the limit {MAX_SUBMIT_BYTES}",
             )
-        if states.has_id(first.session, first.request_id):
+        if states.has_id(first.session, first.request_id) and not first.is_moved:
             raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
         for request in choices:
             num_known, limit = len(request.token_ids), self.limit_of(request)
@@ -126,7 +127,7 @@ class Admission:
                 )
             if states.by_number(request.session, request.number) is not None:
                 raise DuplicateRequest(f"number {request.number} is alive on this session")
-        if first.deadline is not None:
+        if first.deadline is not None and not first.is_moved:
             self._check_deadline(first, states, first.deadline - now)
 
     def displace_for(self, choices: Sequence[Request], states: RequestStates) -> list[Request]:
@@ -141,7 +142,7 @@ class Admission:
         """
         first, config = choices[0], self._config
         num_places = self.limits.max_choices
-        if first.has_emitted:
+        if first.is_moved or first.has_emitted:
             num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
         num_missing = min(len(states) + len(choices) - num_places, len(choices))
         has_bytes = states.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes

@@ -229,7 +229,7 @@ class FairShares:
                 f"request {request.request_id} has the index of {expected}"
             )
             num_alive[request.tenant_index] += 1
-            if not request.was_admitted:
+            if not request.is_returning:
                 waiting[request.tenant_index].append(len(request.token_ids))
         for index, tenant in self._tenants.items():
             name, lengths = f"tenant {tenant.name!r}", waiting[index]

@@ -153,7 +153,7 @@ class RequestStates:
         """Give a waiting request a row and blocks.
 
         Its tenant is charged for the whole prompt now, once in the request's life, so that the next comparison of
-        tenants takes it into account.
+        tenants takes it into account. A request that moved here was charged where it came from.
 
         Args:
             request: The request.
@@ -162,8 +162,9 @@ class RequestStates:
             count: Tokens after those that the step computes.
         """
         self.waiting.remove(request)
-        if not request.was_admitted:
+        if not request.is_returning:
             self.shares.charge(request, len(request.token_ids) - num_computed_tokens)
+        if not request.was_admitted:
             request.own_tokens()
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)

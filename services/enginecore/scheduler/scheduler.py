@@ -263,6 +263,20 @@ class Scheduler:
             positions[request] = len(request.token_ids) + request.num_in_flight
         return positions
 
+    def requests_beyond(self, time_s: float, step_s: float) -> list[Request]:
+        """Return the requests that may not end within a time: all that wait, and those with too much output left.
+
+        Args:
+            step_s: Seconds that a step takes.
+        """
+        rows = self._rows
+        return [
+            request
+            for request in self._states
+            if request.state is RequestState.WAITING
+            or (request.limit - int(rows.known[request.slot])) * step_s >= time_s
+        ]
+
     def restrict(self, admissible: Collection[Request] | None, *, may_compute: bool = True) -> None:
         """Replace the restriction on what may be planned.
 

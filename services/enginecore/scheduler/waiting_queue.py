@@ -85,7 +85,7 @@ class WaitingQueue:
             waits_for: What the request waits for before it can be admitted; None if for nothing.
         """
         self._members.add(request)
-        if request.was_admitted:
+        if request.is_returning:
             self._count_returning(request, 1, len(request.token_ids))
         else:
             self._shares.enqueue(request)
@@ -101,7 +101,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Remove a request that is admitted, or ends."""
         self._members.remove(request)
-        if request.was_admitted:
+        if request.is_returning:
             self._count_returning(request, -1, -len(request.token_ids))
         else:
             self._shares.dequeue(request)
@@ -184,7 +184,7 @@ class WaitingQueue:
 
     def key_of(self, request: Request) -> Key:
         """Return the key that the first request of each queue and tenant is compared by."""
-        if request.was_admitted:
+        if request.is_returning:
             return request.priority, 0, 0, request.arrival
         served = int(self._shares.tokens_served[request.tenant_index])
         return request.priority, 1, served, *self._policy.waiting_key(request)
@@ -199,7 +199,7 @@ class WaitingQueue:
         ready = self._members - self._held.keys()
         displaceable = {request for queue in self._displaceable.values() for request in queue}
         never_ran = {
-            request for request in self._members if not (request.was_admitted or request.has_emitted)
+            request for request in self._members if not (request.is_returning or request.has_emitted)
         }
         assert displaceable == never_ran, "a request that never ran is lost, or runs"
         if self._allowed is not None:
@@ -217,7 +217,7 @@ class WaitingQueue:
         assert lined_up == ready, "the queues do not hold exactly the requests that are not held"
         returning: dict[int, tuple[int, int]] = {}
         for request in self._members:
-            if request.was_admitted:
+            if request.is_returning:
                 count, num_tokens = returning.get(request.priority, (0, 0))
                 returning[request.priority] = count + 1, num_tokens + len(request.token_ids)
         assert returning == self._returning, "the count of those that have run is wrong"
@@ -325,7 +325,7 @@ class _PriorityQueue:
         return (self._priority,)
 
     def add(self, request: Request) -> None:
-        if request.was_admitted:
+        if request.is_returning:
             self._returning.push(request)
             return
         tenant = request.tenant_index
@@ -340,7 +340,7 @@ class _PriorityQueue:
             self._tenants.push(tenant)
 
     def remove(self, request: Request) -> None:
-        if request.was_admitted:
+        if request.is_returning:
             self._returning.discard(request)
             return
         queue = self._tenant_queues[request.tenant_index]

@@ -197,6 +197,8 @@ def create_simulated_runner(
         fingerprint=_fingerprint(config, word_ids),
         device_name=DEVICE,
         kernels=DEVICE,
+        processor=DEVICE,
+        is_batch_invariant=True,  # a token is a function of its request alone
         max_samples_per_row=simulation.tokens_per_step,
         weight_bytes=0,
         load_s=time.perf_counter() - started,

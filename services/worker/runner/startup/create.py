@@ -108,6 +108,8 @@ def create_runner(
         boot_id=boot_id,
         fingerprint=identity,
         device_name=device_name(device),
+        processor=processor or f"torch on {device_name(device)}",
+        num_threads=num_threads if device.type == "cpu" and not config.batch_invariant else 0,
         weight_bytes=weight_bytes(model),
         load_s=load_s,
     )

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.runner.base import MAX_STEPS_IN_FLIGHT
 from services.worker.runner.startup.kv_plan import KvPlan
+from services.worker.runner.startup.numerics import numerics_of
 from triptych.types.facts import ModelFacts, WorkerFacts
 
 
@@ -21,8 +22,16 @@ def worker_facts(
     load_s: float,
     kernels: str = "",
     max_samples_per_row: int = 1,
+    processor: str = "",
+    num_threads: int = 0,
+    is_batch_invariant: bool | None = None,
 ) -> WorkerFacts:
-    """Return a worker's facts; arguments as the fields of `WorkerFacts` and `ModelFacts`."""
+    """Return a worker's facts; arguments as the fields of `WorkerFacts` and `ModelFacts`.
+
+    Args:
+        processor, num_threads: As `numerics_of`.
+        is_batch_invariant: None: as the config has it.
+    """
     engine, architecture = config.engine, config.architecture
     return WorkerFacts(
         boot_id=boot_id,
@@ -35,6 +44,10 @@ def worker_facts(
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
             quantization=config.quantization,
+            numerics=numerics_of(
+                config, processor=processor, block_size=kv.shape.block_size, num_threads=num_threads
+            ),
+            is_batch_invariant=config.batch_invariant if is_batch_invariant is None else is_batch_invariant,
         ),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
