@@ -1,0 +1,112 @@
+"""Requests of every kind, and the clients that send them: to any of several frontends, again where one refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from random import Random
+
+from tests.chaos.recorder import Answer, Recorder, Request, answers_of
+from triptych.client.grpc_client import GenerationClient
+from triptych.types.events import Event
+
+RETRY_S = 0.1
+KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow", "deadline")
+Send = Callable[[Request, int], AsyncIterator[Event]]
+"""A request and the number of the attempt -> its events, from one of the frontends."""
+
+
+def make_load(
+    seed: int, num_requests: int, *, vocabulary: range, max_tokens: int, kinds: Sequence[str] = KINDS
+) -> list[Request]:
+    """Return so many requests, of all kinds in turn."""
+    random = Random(seed)
+    return [
+        _make(f"{kind}-{number}", kind, random, vocabulary, max_tokens)
+        for number, kind in zip(range(num_requests), itertools.cycle(kinds), strict=False)
+    ]
+
+
+def _make(name: str, kind: str, random: Random, vocabulary: range, max_tokens: int) -> Request:
+    prompt = tuple(random.choice(vocabulary) for _ in range(random.randint(3, 60)))
+    sampling: dict[str, object] = {
+        "max_tokens": random.randint(max_tokens // 4, max_tokens),
+        "temperature": 0.0 if kind == "greedy" else 0.9,
+        "seed": random.getrandbits(40),
+        "ignore_eos": random.random() < 0.7,
+    }
+    match kind:
+        case "choices":
+            sampling["n"] = 3
+        case "stop":
+            sampling["stop"] = ["#$", "+-", "e t"]
+        case "penalties":
+            sampling |= {"presence_penalty": 0.5, "repetition_penalty": 1.2}
+        case "logprobs":
+            sampling["logprobs"] = 2
+        case "leaving":
+            return Request(name, prompt, sampling, leaves_after=random.randint(1, max_tokens // 4))
+        case "slow":
+            return Request(name, prompt, sampling, pause_s=0.01)
+        case "deadline":
+            return Request(name, prompt, sampling, timeout_s=random.uniform(0.05, 3.0))
+    return Request(name, prompt, sampling)
+
+
+async def run_clients(
+    requests: Sequence[Request],
+    recorder: Recorder,
+    send: Send,
+    *,
+    patience_s: float = 60.0,
+    starts_within_s: float = 0.0,
+    random: Random | None = None,
+) -> None:
+    """Send all requests, each by a client of its own, until every one has ended.
+
+    Args:
+        patience_s: For how long a client tries again while it is refused.
+        starts_within_s: The clients begin at random moments of so many seconds.
+    """
+    random = random or Random(0)
+    delays = [random.uniform(0, starts_within_s) for _ in requests]
+    clients = (
+        _run_client(request, recorder, send, patience_s, delay_s)
+        for request, delay_s in zip(requests, delays, strict=True)
+    )
+    await asyncio.gather(*clients)
+
+
+async def _run_client(
+    request: Request, recorder: Recorder, send: Send, patience_s: float, delay_s: float
+) -> None:
+    await asyncio.sleep(delay_s)
+    until = asyncio.get_running_loop().time() + patience_s
+    for attempt in itertools.count():
+        if not await recorder.follow(request, send(request, attempt), asyncio.sleep):
+            return
+        if asyncio.get_running_loop().time() > until:
+            recorder.fail(request.name, f"refused for {patience_s:g} s")
+            return
+        await asyncio.sleep(RETRY_S)
+
+
+def sender_to(clients: Sequence[GenerationClient]) -> Send:
+    """Return how to send to several frontends: each attempt at a request goes to the next one."""
+
+    def send(request: Request, attempt: int) -> AsyncIterator[Event]:
+        client = clients[(hash(request.prompt) + attempt) % len(clients)]
+        return client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
+
+    return send
+
+
+async def answers_undisturbed(requests: Sequence[Request], send: Send) -> dict[str, Answer]:
+    """Return what each request comes to when its client waits for all of it and nothing breaks."""
+    recorder = Recorder(asyncio.get_running_loop().time)
+    patient = [Request(request.name, request.prompt, request.sampling) for request in requests]
+    await run_clients(patient, recorder, send)
+    failed = [seen for seen in recorder.history if seen.what == "failed"]
+    assert not failed, failed
+    return answers_of(recorder.history)
