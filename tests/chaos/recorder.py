@@ -58,7 +58,7 @@ ENDS = ("finished", "failed", "left")
 
 @dataclass
 class Choice:
-    """What came of one choice, put together."""
+    """The output of one choice, put together."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What came of one request, put together."""
+    """The output of one request, put together."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: tuple[int, int] | None = None

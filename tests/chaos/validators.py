@@ -25,11 +25,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Home:
-    """What one process still holds when all clients have gone."""
+    """Things that one process still holds when all clients have gone."""
 
     name: str
     held: Mapping[str, float]
-    """What by its name -> how much; all of it should be 0."""
+    """Names of what may be held -> how much; all of it should be 0."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Evidence:
     requests: Sequence[Request]
     history: Sequence[Seen]
     oracle: Mapping[str, Answer]
-    """What each request comes to when nothing breaks."""
+    """Answers to each request when nothing breaks."""
     steps: Sequence[Step] = ()
     homes: Sequence[Home] = ()
     may_fail: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def one_end(evidence: Evidence) -> list[str]:
 
 
 def unchanged(evidence: Evidence) -> list[str]:
-    """What came is a prefix of the unbroken run's tokens, text and log-probabilities; a whole answer is all of it."""
+    """Each answer is a prefix of the unbroken run's tokens, text and log-probabilities; a whole answer is all of it."""
     found = []
     finished = {seen.request for seen in evidence.history if seen.what == "finished"}
     answers = answers_of(evidence.history)
