@@ -53,6 +53,8 @@ class Case:
 
     directory: Path
     num_ranks: int
+    num_stages: int = 1
+    """Stages among which the ranks are divided."""
     port: int = 0
     """Port of the rendezvous; unused by one rank."""
     quantization: str = "none"
@@ -74,6 +76,7 @@ class Answer:
     fingerprint: str
     num_blocks: int
     num_kv_heads: int
+    num_layers: int
     weight_bytes: int
     after_the_loss: tuple[str, ...] = ()
     """Errors of the next two steps after a rank had left."""
@@ -115,7 +118,8 @@ def compute(case: Case, rank: int) -> Answer:
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(device=case.device, rank=rank, local_rank=rank, num_threads=1),
         parallel=ParallelConfig(
-            tensor_parallel_size=case.num_ranks,
+            tensor_parallel_size=case.num_ranks // case.num_stages,
+            pipeline_parallel_size=case.num_stages,
             rendezvous_address=f"127.0.0.1:{case.port}",
             timeout_s=TIMEOUT_S,
         ),
@@ -125,6 +129,8 @@ def compute(case: Case, rank: int) -> Answer:
     runner.reset()
     results = [runner.execute(plan) for plan in plans()]
     after_the_loss: list[str] = []
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # what the last one has sent may still be on its way
     if case.loses_a_rank:
         if rank == case.num_ranks - 1:
             torch.distributed.destroy_process_group()
@@ -146,6 +152,7 @@ def compute(case: Case, rank: int) -> Answer:
         fingerprint=facts.model.fingerprint,
         num_blocks=facts.kv.num_blocks,
         num_kv_heads=facts.kv.num_kv_heads,
+        num_layers=facts.kv.num_layers,
         weight_bytes=facts.weight_bytes,
         after_the_loss=tuple(after_the_loss),
     )

@@ -125,7 +125,7 @@ def test_several_ranks_are_refused_before_loading(engine, names):
 
 def test_ranks_beyond_the_group_are_refused():
     parallel = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"worker.rank: 2, but parallel.tensor_parallel_size = 2 ranks"):
+    with pytest.raises(ConfigError, match=r"worker.rank: 2, but parallel.tensor_parallel_size = 2 x .* ranks"):
         resolve_config(EngineConfig(parallel=parallel, worker=replace(CPU, rank=2)), tiny_architecture())
 
 
@@ -133,6 +133,15 @@ def test_the_rank_comes_from_the_options_of_the_process():
     engine = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=4), worker=replace(CPU, rank=3))
     rank = resolve_config(engine, tiny_architecture()).rank
     assert (rank.tensor_parallel_rank, rank.tensor_parallel_size, rank.device) == (3, 4, "cpu")
+    assert (rank.stage, rank.num_stages) == (0, 1)
+
+
+def test_neighbouring_ranks_share_a_stage():
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    engine = EngineConfig(parallel=parallel, worker=replace(CPU, rank=3))
+    rank = resolve_config(engine, tiny_architecture(num_layers=3)).rank
+    assert (rank.stage, rank.tensor_parallel_rank, rank.rank, rank.num_ranks) == (1, 1, 3, 6)
+    assert not (rank.is_first_stage or rank.is_last_stage)
 
 
 @pytest.mark.parametrize(

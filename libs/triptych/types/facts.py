@@ -18,6 +18,7 @@ class KvShape:
     block_size: int
     """Tokens per block."""
     num_layers: int
+    """Layers of this worker: its stage's if the model is computed in stages."""
     num_kv_heads: int
     """KV heads of this worker: its share if ranks divide the model's heads."""
     head_dim: int
@@ -25,6 +26,11 @@ class KvShape:
     soft_num_blocks: int | None = None
     """Blocks that the engine may touch without need, where a block takes memory once it is touched. None where all
     blocks have memory from the start."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all blocks hold; the null block holds none."""
+        return (self.num_blocks - 1) * self.block_size
 
     @property
     def block_bytes(self) -> int:

@@ -48,6 +48,11 @@ def resolve_for_device(
         FeatureDisabled: A value is not supported on this device.
     """
     rank = find_rank(engine, device)
+    if rank.num_stages > 1 and device.startswith("cuda") and not engine.worker.enforce_eager:
+        raise FeatureDisabled(
+            f"parallel.pipeline_parallel_size = {rank.num_stages}",
+            "stages are not recorded as CUDA graphs yet; set worker.enforce_eager to true",
+        )
     own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
     if asked > own_limit:
         raise ConfigError(
@@ -111,27 +116,24 @@ def resolve_for_device(
 
 
 def find_rank(engine: EngineConfig, device: str) -> RankFacts:
-    """Return this process's place among the ranks.
+    """Return this process's place among the ranks: neighbouring ranks share layers.
 
     Raises:
         ConfigError: There is no such rank.
-        FeatureDisabled: Layers would be on other ranks.
     """
     parallel, rank = engine.parallel, engine.worker.rank
-    size = parallel.tensor_parallel_size
-    if parallel.pipeline_parallel_size > 1:
-        raise FeatureDisabled(
-            f"parallel.pipeline_parallel_size = {parallel.pipeline_parallel_size}",
-            "every rank runs all layers; set it to 1",
-        )
-    if rank >= size:
+    num_sharing, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if rank >= num_sharing * num_stages:
         raise ConfigError(
-            f"worker.rank: {rank}, but parallel.tensor_parallel_size = {size} ranks are numbered from 0"
+            f"worker.rank: {rank}, but parallel.tensor_parallel_size = {num_sharing} x "
+            f"parallel.pipeline_parallel_size = {num_stages} ranks are numbered from 0"
         )
     return RankFacts(
-        tensor_parallel_rank=rank,
-        tensor_parallel_size=size,
+        tensor_parallel_rank=rank % num_sharing,
+        tensor_parallel_size=num_sharing,
         device=device,
+        stage=rank // num_sharing,
+        num_stages=num_stages,
     )
 
 

@@ -10,12 +10,40 @@ from triptych.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The place of this process in its worker group, and its device."""
+    """The place of this process among the ranks of its model, and its device.
+
+                      tensor_parallel_rank 0    1        num_stages = 2, tensor_parallel_size = 2
+    stage 0, first layers        rank 0    rank 1       the ranks of a stage share each of its layers
+    stage 1, last layers         rank 2    rank 3
+    """
 
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
     device: str = "cpu"
     """`cpu`, `cuda:<local_rank>` or `simulated`."""
+    stage: int = 0
+    """The part of the layers that this process computes; stages compute one after the other."""
+    num_stages: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all ranks of the model."""
+        return self.stage * self.tensor_parallel_size + self.tensor_parallel_rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of all ranks of the model."""
+        return self.num_stages * self.tensor_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the embedding is here."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the last norm and the head are here, and tokens are chosen here."""
+        return self.stage == self.num_stages - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class VocabEmbedding(WeightedLayer):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map [num_tokens] int64 to float32 [num_tokens, hidden_size], on every rank."""
-        if self.group.size == 1:
+        if self.group.tensor_parallel_size == 1:
             return embedding(token_ids, self.weight, out_dtype=torch.float32)
         own_ids = token_ids - self.start
         elsewhere = (own_ids < 0) | (own_ids >= self.weight.shape[0])

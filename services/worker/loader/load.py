@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from services.worker.loader.base import Checkpoint
 from services.worker.loader.gguf import GgufCheckpoint
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.loader.safetensors import SafetensorsCheckpoint
-from services.worker.models.base import CausalLM
+from services.worker.models.base import CausalLM, StagedModel
 from services.worker.models.registry import create_model
 from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
 from triptych.errors import ModelError
@@ -81,8 +81,12 @@ def load_model(
     """
     tensor_types = {name: stored.type for name, stored in checkpoint.tensors.items()}
     model = create_model(context=ModelContext(config, group or OneRank(), tensor_types))
+    names = list(checkpoint.tensors)
+    if config.rank.num_stages > 1:
+        assert isinstance(model, StagedModel), "checked at its creation"
+        names = [name for name in names if not model.is_elsewhere(name)]
     with during(model), _one_thread():
-        model.load_weights(_stream(checkpoint, config, progress))
+        model.load_weights(_stream(checkpoint, names, config, progress))
     if config.dtype == "bfloat16" and not config.batch_invariant:
         _allow_wide_products(model)
     return model
@@ -116,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _stream(
-    checkpoint: Checkpoint, config: ResolvedConfig, progress: Progress | None
+    checkpoint: Checkpoint, names: Sequence[str], config: ResolvedConfig, progress: Progress | None
 ) -> Iterator[tuple[str, Tensor | StoredBlocks]]:
     """Yield (name, tensor) one by one; the model copies each to its device before it reads the next."""
     is_plain = config.quantization == "none"
@@ -124,9 +128,10 @@ def _stream(
     dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
     # beside activations in float32 nothing is rounded that the file does not round
     own_dtypes = STORED_DTYPES if is_plain and config.dtype == "float32" else {}
-    total = sum(tensor.size for tensor in checkpoint.tensors.values())
+    total = sum(checkpoint.tensors[name].size for name in names)
     done = 0
-    for name, stored in checkpoint.tensors.items():
+    for name in names:
+        stored = checkpoint.tensors[name]
         read = partial(checkpoint.read, name, own_dtypes.get(stored.type, dtype))
         if len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
             rows, columns = stored.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -32,7 +32,8 @@ class CausalLM(Protocol):
         """Compute the hidden states [num_tokens, hidden_size] of a step's tokens, and write their keys and values.
 
         Args:
-            token_ids: [num_tokens] int64.
+            token_ids: [num_tokens] int64. In a stage of a `StagedModel` that is not the first, the states
+                [num_tokens, hidden_size] float32 of the stage before.
             positions: [num_tokens] int64, the position of each token in its sequence.
             context: What the step hands to the layers.
         """
@@ -50,4 +51,17 @@ class CausalLM(Protocol):
         Raises:
             ModelError: A tensor is missing, unexpected, given twice or of another shape; names it.
         """
+        ...
+
+
+@runtime_checkable
+class StagedModel(Protocol):
+    """A `CausalLM` that computes only `stage_layers` of its layers if `context.rank` says so.
+
+    The first stage has the embedding, the last one the norm and the head. Any other returns float32 states for the
+    next one, which are the residual stream with everything added, and has no `compute_logits`.
+    """
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint belongs to another stage, so that it is not even read."""
         ...

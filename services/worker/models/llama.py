@@ -5,6 +5,7 @@ A family that differs in one block passes its own block to `LlamaForCausalLM`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -19,8 +20,11 @@ from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.rotary import RotaryEmbedding
 from services.worker.layers.step_context import StepContext
 from services.worker.layers.weights import load_weights
+from services.worker.parallel.shares import stage_layers
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class CreateAttention(Protocol):
@@ -47,7 +51,7 @@ class CreateMLP(Protocol):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole network; a `CausalLM`."""
+    """The network, or one stage of it; a `CausalLM` and a `StagedModel`."""
 
     def __init__(
         self,
@@ -71,49 +75,72 @@ class LlamaForCausalLM(nn.Module):
             attention=attention or LlamaAttention,
             mlp=mlp or LlamaMLP,
         )
-        self.lm_head = LogitsHead(
-            architecture.vocab_size,
-            architecture.hidden_size,
-            tied_to=self.model.embed_tokens if architecture.tie_word_embeddings else None,
-            context=context,
-            prefix=f"{prefix}lm_head",
-        )
+        self.lm_head: LogitsHead | None = None
+        self._is_tied, self._prefix = architecture.tie_word_embeddings, prefix
+        self._num_layers = architecture.num_layers
+        if context.rank.is_last_stage:
+            # a tied head reads the embedding's tensor; far from the first stage it holds its own copy
+            name = "model.embed_tokens" if self._is_tied else "lm_head"
+            self.lm_head = LogitsHead(
+                architecture.vocab_size,
+                architecture.hidden_size,
+                tied_to=self.model.embed_tokens if self._is_tied else None,
+                context=context,
+                prefix=f"{prefix}{name}",
+            )
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         hidden: Tensor = self.model(token_ids, positions, context)
         return hidden
 
+    def is_elsewhere(self, name: str) -> bool:
+        name = name.removeprefix(self._prefix)
+        if (layer := _LAYER_NAME.match(name)) is not None:
+            return int(layer[1]) < self._num_layers and int(layer[1]) not in self.model.layer_indices
+        is_last = self.lm_head is not None
+        match name:
+            case "model.embed_tokens.weight":
+                return self.model.embed_tokens is None and not (is_last and self._is_tied)
+            case "model.norm.weight" | "lm_head.weight":
+                return not is_last
+        return False
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        assert self.lm_head is not None, "only the last stage has a head"
         logits: Tensor = self.lm_head(hidden)
         return logits
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor | StoredBlocks]]) -> None:
         # older checkpoints store the rotary frequencies, and some tied ones the head a second time
         ignored = ["rotary_emb.inv_freq"]
-        if self.lm_head.is_tied:
+        if self._is_tied:
             ignored.append("lm_head.weight")
         load_weights(self, tensors, ignored=ignored)
 
 
 class LlamaModel(nn.Module):
-    """The embedding, the layers and the last norm."""
+    """The embedding, the layers and the last norm, or the part of these that one stage has."""
 
     def __init__(
         self, *, context: ModelContext, prefix: str, attention: CreateAttention, mlp: CreateMLP
     ) -> None:
         super().__init__()
         architecture = context.architecture
-        self.embed_tokens = VocabEmbedding(
-            architecture.vocab_size,
-            architecture.hidden_size,
-            context=context,
-            prefix=f"{prefix}.embed_tokens",
-        )
+        self.layer_indices = stage_layers(architecture, rank=context.rank)
+        """Layers of the whole model that are here."""
+        self.embed_tokens: VocabEmbedding | None = None
+        if context.rank.is_first_stage:
+            self.embed_tokens = VocabEmbedding(
+                architecture.vocab_size,
+                architecture.hidden_size,
+                context=context,
+                prefix=f"{prefix}.embed_tokens",
+            )
         self.rotary = RotaryEmbedding(architecture.head_dim, architecture.rope, context=context)
         self.layers = nn.ModuleList(
             LlamaLayer(
                 self_attn=attention(
-                    layer_index=index,
+                    layer_index=index - self.layer_indices.start,
                     rotary=self.rotary,
                     context=context,
                     prefix=f"{prefix}.layers.{index}",
@@ -122,18 +149,28 @@ class LlamaModel(nn.Module):
                 context=context,
                 prefix=f"{prefix}.layers.{index}",
             )
-            for index in range(architecture.num_layers)
+            for index in self.layer_indices
         )
-        self.norm = RMSNorm(
-            architecture.hidden_size, architecture.rms_norm_eps, context=context, prefix=f"{prefix}.norm"
-        )
+        self.norm: RMSNorm | None = None
+        if context.rank.is_last_stage:
+            self.norm = RMSNorm(
+                architecture.hidden_size, architecture.rms_norm_eps, context=context, prefix=f"{prefix}.norm"
+            )
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        """Return the hidden states [num_tokens, hidden_size] after the last norm."""
-        residual: Tensor = self.embed_tokens(token_ids)  # [num_tokens, hidden_size] float32
+        """Return the hidden states [num_tokens, hidden_size] after the last norm, or this stage's residual."""
+        # [num_tokens, hidden_size] float32
+        residual: Tensor = token_ids if self.embed_tokens is None else self.embed_tokens(token_ids)
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, context)
+        assert hidden is not None, "a stage has a layer"
+        if self.norm is None:
+            # any norm adds the two as the next stage's first one would, to the bit; what it normalises is not used
+            last = self.layers[-1]
+            assert isinstance(last, LlamaLayer), "as created"
+            summed: Tensor = last.post_attention_layernorm(hidden, residual)[1]
+            return summed
         normalised: Tensor = self.norm(hidden, residual)[0]
         return normalised
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from services.worker.context.model_context import ModelContext
-from services.worker.models.base import CausalLM
+from services.worker.models.base import CausalLM, StagedModel
 from triptych.errors import FeatureDisabled
 
 ENTRY_POINT_GROUP = "triptych.models"
@@ -63,5 +63,12 @@ def create_model(*, context: ModelContext) -> CausalLM:
     Raises:
         FeatureDisabled: There is no model for this architecture, or it needs something that is not supported.
     """
-    assert context.group.size == context.rank.tensor_parallel_size, "ranks that share layers are connected"
-    return find_model(context.architecture.name)(context=context)
+    sharing = context.group.tensor_parallel_size, context.rank.tensor_parallel_size
+    assert sharing[0] == sharing[1], "ranks that share layers are connected"
+    model = find_model(context.architecture.name)
+    if context.rank.num_stages > 1 and not issubclass(model, StagedModel):
+        raise FeatureDisabled(
+            f"parallel.pipeline_parallel_size = {context.rank.num_stages}",
+            f"{model.__name__} has no `is_elsewhere`, so it computes all layers in one stage; set it to 1",
+        )
+    return model(context=context)

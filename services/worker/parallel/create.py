@@ -18,7 +18,7 @@ def create_rank_group(config: ResolvedConfig) -> RankGroup:
         ConfigError: The ranks cannot meet at `parallel.rendezvous_address`.
         RankUnavailable: A rank did not come within `parallel.timeout_s`, or left at once; names it.
     """
-    if config.rank.tensor_parallel_size == 1:
+    if config.rank.num_ranks == 1:
         return OneRank()
     # some builds of torch have no torch.distributed, and one rank does not need it
     from services.worker.parallel.process_group import ProcessGroup

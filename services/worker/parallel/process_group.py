@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.nn import functional
 
-from services.worker.context.resolved_config import ResolvedConfig
+from services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from services.worker.parallel.stage_link import ProcessStageLink, naming_errors
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, RankUnavailable
 
@@ -34,8 +35,10 @@ class ProcessGroup:
             ConfigError, RankUnavailable: As of `create_rank_group`.
         """
         started = time.monotonic()
-        self.rank = config.rank.tensor_parallel_rank
-        self.size = config.rank.tensor_parallel_size
+        self.rank, self.size = config.rank.rank, config.rank.num_ranks
+        self.tensor_parallel_size = config.rank.tensor_parallel_size
+        self._is_alone = config.rank.num_stages == config.rank.num_ranks > 1
+        """Whether this rank is a stage of its own, which has nobody to sum with."""
         self._device = torch.device(config.rank.device)
         self._timeout_s = config.engine.parallel.timeout_s
         self._failure = ""
@@ -51,6 +54,12 @@ class ProcessGroup:
                 timeout=timedelta(seconds=self._timeout_s),
                 device_id=self._device if on_cuda else None,  # NCCL connects now, not at the first sum
             )
+            self._sharing = _connect_stage(config.rank)
+            self.stages = (
+                ProcessStageLink(config.rank, timeout_s=self._timeout_s)
+                if config.rank.num_stages > 1
+                else None
+            )
         self._warm_up()
         log.info(
             "rank %d of %d on %s, connected in %.1f s",
@@ -62,18 +71,22 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `RankGroup`."""
+        if self._is_alone:
+            return tensor
         with self._naming("all_reduce"):
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._sharing)
         return tensor
 
     def all_gather(self, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """See `RankGroup`."""
+        if self._is_alone:
+            return tensor
         longest, num_rows = max(lengths), len(tensor)
         if tensor.shape[1] < longest:
             tensor = functional.pad(tensor, (0, longest - tensor.shape[1]))
-        gathered = tensor.new_empty(self.size, num_rows, longest)
+        gathered = tensor.new_empty(self.tensor_parallel_size, num_rows, longest)
         with self._naming("all_gather"):
-            _all_gather(gathered.view(-1, longest), tensor.contiguous())
+            _all_gather(gathered.view(-1, longest), tensor.contiguous(), group=self._sharing)
         parts = zip(gathered, lengths, strict=True)
         return torch.cat([part[:, :length] for part, length in parts], dim=1)
 
@@ -105,31 +118,34 @@ class ProcessGroup:
             raise
 
     def close(self) -> None:
+        if self.stages is not None:
+            self.stages.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _warm_up(self) -> None:
         """Run each operation once, so that its buffers exist before memory is measured and graphs are captured."""
-        ones = torch.ones(1, 1, device=self._device)
-        total = self.all_gather(self.all_reduce(ones), (1,) * self.size)
-        assert total.tolist() == [[float(self.size)] * self.size], "a sum over the ranks"
+        ones, size = torch.ones(1, 1, device=self._device), self.tensor_parallel_size
+        total = self.all_gather(self.all_reduce(ones), (1,) * size)
+        assert total.tolist() == [[float(size)] * size], "a sum over the ranks that share layers"
+        if self.stages is not None:
+            with self._naming("meeting of the stages"):
+                self.stages.warm_up(self._device)
 
-    @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Turn errors of torch.distributed into ones that name the rank and the operation.
+    def _naming(self, what: str) -> AbstractContextManager[None]:
+        return naming_errors(what, f"rank {self.rank} of {self.size}", self._timeout_s)
 
-        Errors of memory pass unchanged: callers handle these themselves.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # the base class of all errors of torch.distributed
-            reason = str(error).partition("\n")[0]
-            raise RankUnavailable(
-                f"rank {self.rank} of {self.size}: {what} failed: {reason}; where another rank is gone, or did "
-                f"not come within {self._timeout_s:g} s (parallel.timeout_s), restart all ranks"
-            ) from error
+
+def _connect_stage(rank: RankFacts) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share this rank's layers; None if it is the default one, of all ranks.
+
+    Every rank creates the groups of all stages, as torch.distributed wants.
+    """
+    if rank.num_stages == 1:
+        return None
+    size = rank.tensor_parallel_size
+    stages = [dist.new_group(list(range(start, start + size))) for start in range(0, rank.num_ranks, size)]
+    return stages[rank.stage]
 
 
 def meet(parallel: ParallelConfig, rank: int, size: int) -> TCPStore:

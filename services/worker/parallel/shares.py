@@ -1,8 +1,9 @@
-"""The share of a layer that each tensor-parallel rank holds. Needs no torch."""
+"""The share of a layer that each tensor-parallel rank holds, and the layers of each stage. Needs no torch."""
 
 from __future__ import annotations
 
 from services.worker.context.resolved_config import RankFacts
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError
 
 _VOCAB_ALIGNMENT = 16  # rows of a share: products on GPUs store their outputs in pieces of 16 bytes and more
@@ -57,3 +58,35 @@ def vocab_lengths(vocab_size: int, *, rank: RankFacts) -> tuple[int, ...]:
         )
     firsts = [num_pieces * index // num_ranks * _VOCAB_ALIGNMENT for index in range(num_ranks)]
     return tuple(end - first for first, end in zip(firsts, [*firsts[1:], vocab_size], strict=True))
+
+
+def stage_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> range:
+    """Return the layers of this rank's stage.
+
+    Stages read about as many weights per token, so that none waits for another. The last one has fewer layers, since it
+    also has the head; what is left over goes to the first ones.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    num_layers, num_stages = architecture.num_layers, rank.num_stages
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size: {num_stages} stages cannot share num_layers = {num_layers}"
+        )
+    if num_stages == 1:
+        return range(num_layers)
+    head = architecture.vocab_size * architecture.hidden_size / _num_active_weights(architecture)  # in layers
+    num_last = max(round((num_layers + head) / num_stages - head), 1)
+    if rank.is_last_stage:
+        return range(num_layers - num_last, num_layers)
+    each, num_left_over = divmod(num_layers - num_last, num_stages - 1)
+    start = rank.stage * each + min(rank.stage, num_left_over)
+    return range(start, start + each + (rank.stage < num_left_over))
+
+
+def _num_active_weights(architecture: ModelArchitecture) -> int:
+    """Return how many weights of a layer one token is multiplied by."""
+    attention = 2 * (architecture.num_heads + architecture.num_kv_heads) * architecture.head_dim
+    num_mlps = architecture.num_experts_per_tok if architecture.num_experts else 1
+    return architecture.hidden_size * (attention + 3 * num_mlps * architecture.intermediate_size)

@@ -51,6 +51,10 @@ class ForwardBackend(Protocol):
 class StepLauncher(Protocol):
     """Runs gathered steps by a `ForwardBackend`, samples, and records the tokens in the rows."""
 
+    def await_inputs(self, step: StepRows) -> None:
+        """Wait for what other stages contribute to a step's inputs. Called before these are gathered."""
+        ...
+
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
         """Launch the step in the input buffers, and count its tokens as computed.
 

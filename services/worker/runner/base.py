@@ -12,7 +12,12 @@ from triptych.types.step import StepPlan, StepResult
 PhaseChange = Callable[[str, float], None]
 """Called with (phase, progress within it, 0..1) while a runner starts or wakes."""
 
-MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
+_MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
+
+
+def max_steps_in_flight(num_stages: int) -> int:
+    """Return the most steps that a worker takes before it answers the first; stages compute different ones."""
+    return _MAX_STEPS_IN_FLIGHT + num_stages - 1
 
 
 def do_nothing() -> None:

@@ -13,7 +13,7 @@ from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepOutput
 from services.worker.runner.base import CompletedStep
-from services.worker.runner.input_batch import InputBuffers, StepSizes
+from services.worker.runner.input_batch import InputBatch, InputBuffers, StepSizes
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.publish import publish
 from services.worker.runner.request_rows import RequestRows, StepRows
@@ -29,14 +29,31 @@ class RecordedBackend:
 
     computes_with_torch = False
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: Sequence[KvCache],
+        inputs: InputBuffers,
+        *,
+        received: Tensor | None = None,
+        samples: bool = True,
+    ) -> None:
         """Record `model` for steps of any size that fits `inputs`.
+
+        Args:
+            received, samples: As of `create_cpu_backend`.
 
         Raises:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
-        self._program = _record(model, kv_caches, inputs)
+        entry = inputs.token_ids if received is None else received
+        self._program = _record(model, kv_caches, inputs, entry, samples=samples)
         self.description = f"{isa()} recorded"
+
+    def compute_states(self, sizes: StepSizes) -> Tensor:
+        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows})
+        (states,) = self._program.outputs
+        return states[: sizes.num_tokens]
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
@@ -49,7 +66,9 @@ class RecordedBackend:
         return ()
 
 
-def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> Program:
+def _record(
+    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, entry: Tensor, *, samples: bool
+) -> Program:
     if inputs.attention.writer == "torch":
         raise NotRecordable("attention in plain torch loops over the rows of each step")
 
@@ -62,10 +81,12 @@ def _record(model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers)
             backend=inputs.attention,
         )
         hidden = model(
-            recording.input(inputs.token_ids, count="tokens"),
+            recording.input(entry, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
             StepContext(attention, kv_caches),
         )
+        if not samples:
+            return (hidden,)
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
         logits = model.compute_logits(gather_rows(hidden, sampling_tokens))
         sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
@@ -79,21 +100,39 @@ class EagerBackend:
 
     computes_with_torch = True
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: Sequence[KvCache],
+        inputs: InputBuffers,
+        *,
+        received: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            received: As of `create_cpu_backend`.
+        """
         self._model = model
         self._kv_caches = kv_caches
         self._inputs = inputs
+        self._received = received
         self._device = kv_caches[0].device
         native = self._device.type == "cpu" and isa()
         self.description = f"{isa()} eager" if native else "torch"
 
+    def compute_states(self, sizes: StepSizes) -> Tensor:
+        return self._run(self._inputs.batch(sizes, self._device))
+
     def forward(self, sizes: StepSizes) -> StepOutput:
         batch = self._inputs.batch(sizes, self._device)
-        context = StepContext(batch.attention, self._kv_caches)
-        hidden = self._model(batch.token_ids, batch.positions, context)
+        hidden = self._run(batch)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
+
+    def _run(self, batch: InputBatch) -> Tensor:
+        entry = batch.token_ids if self._received is None else self._received[: len(batch.token_ids)]
+        return self._model(entry, batch.positions, StepContext(batch.attention, self._kv_caches))
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
         return ()
@@ -109,6 +148,9 @@ class ImmediateSteps:
         self._sampler = sampler
         self._scorer = scorer
         self._rows = rows
+
+    def await_inputs(self, step: StepRows) -> None:
+        """Do nothing: all inputs are in the rows."""
 
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> CompletedStep:
         """Compute a step. `forward_ns` includes the first choice of tokens; `sample_ns` is the time of what some
@@ -136,19 +178,28 @@ log = logging.getLogger(__name__)
 
 
 def create_cpu_backend(
-    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, *, enforce_eager: bool
-) -> ForwardBackend:
+    model: CausalLM,
+    kv_caches: Sequence[KvCache],
+    inputs: InputBuffers,
+    *,
+    enforce_eager: bool,
+    received: Tensor | None = None,
+    samples: bool = True,
+) -> RecordedBackend | EagerBackend:
     """Create the backend for a device whose steps are complete when they have been launched.
 
     Args:
         inputs: Buffers in which every step is gathered.
         enforce_eager: Whether the model's operations are called one by one, even if they can be recorded.
+        received: [max_num_batched_tokens, hidden_size] float32 on the device, the states of the stage before, which the
+            model reads in place of token ids; None: it is the first stage.
+        samples: Whether the model has a head. If not, it is a stage of which `compute_states` is called, not `forward`.
     """
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
         try:
-            return RecordedBackend(model, kv_caches, inputs)
+            return RecordedBackend(model, kv_caches, inputs, received=received, samples=samples)
         except NotRecordable as reason:
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
-    return EagerBackend(model, kv_caches, inputs)
+    return EagerBackend(model, kv_caches, inputs, received=received)

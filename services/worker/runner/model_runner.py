@@ -27,6 +27,7 @@ from services.worker.runner.cuda.steps_in_flight import DeviceSteps
 from services.worker.runner.cuda.streams import DeviceStream
 from services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
+from services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.grammars import GrammarCompiler
@@ -54,6 +55,7 @@ class ModelRunner(StepRunner):
         enforce_eager: bool = False,
         stream: DeviceStream | None = None,
         group: RankGroup | None = None,
+        stage: PipelineStage | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class ModelRunner(StepRunner):
             stream: Connection to the asynchronous device that holds the model; None: the thread that launches a step
                 also computes it.
             group: The connected ranks, which compute the same steps; None: one rank.
+            stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
         """
@@ -101,11 +104,18 @@ class ModelRunner(StepRunner):
         self._steps: StepLauncher
         if stream is None:
             # a recorded program consists of native kernels, without sums over ranks between them
-            eager = enforce_eager or self._group.size > 1
-            self._backend = create_cpu_backend(model, kv_caches, self._inputs, enforce_eager=eager)
-            self._steps = ImmediateSteps(
-                backend=self._backend, sampler=sampler, scorer=scorer, rows=self._rows
+            eager = enforce_eager or self._group.tensor_parallel_size > 1
+            self._backend = backend = create_cpu_backend(
+                model,
+                kv_caches,
+                self._inputs,
+                enforce_eager=eager,
+                received=None if stage is None else stage.received,
+                samples=stage is None or stage.is_last,
             )
+            self._steps = ImmediateSteps(backend=backend, sampler=sampler, scorer=scorer, rows=self._rows)
+            if stage is not None:
+                self._steps = create_stage_steps(stage, self._steps, backend.compute_states, self._rows)
         else:
             last_tokens = LastTokens(max_num_seqs, stream.device)
             self._backend = create_cuda_backend(
@@ -180,7 +190,10 @@ class ModelRunner(StepRunner):
             return CompletedStep(
                 StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
             )
-        sizes = self._inputs.gather(self._rows, step)
-        on_prepared()
         with self._group.step():
+            waiting_since = time.perf_counter_ns()
+            self._steps.await_inputs(step)
+            started += time.perf_counter_ns() - waiting_since  # to wait is not to prepare
+            sizes = self._inputs.gather(self._rows, step)
+            on_prepared()
             return self._steps.launch(plan.step_id, step, sizes, started)

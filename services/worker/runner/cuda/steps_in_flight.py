@@ -61,6 +61,9 @@ class DeviceSteps:
         self._gather = gather
         self._in_flight: deque[_LaunchedStep] = deque()
 
+    def await_inputs(self, step: StepRows) -> None:
+        """Do nothing: the device itself keeps what the host does not know yet."""
+
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
         """Launch a step; see `StepLauncher.launch`.
 

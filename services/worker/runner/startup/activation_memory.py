@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch
+from services.worker.context.resolved_config import RankFacts
 from services.worker.layers.step_context import StepContext
 from services.worker.models.base import CausalLM
 from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
@@ -39,11 +40,17 @@ class LargestSteps:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
+        rank: RankFacts | None = None,
+        hidden_size: int = 0,
     ) -> None:
         """
         Args:
             kv: Shape of the KV cache; its number of blocks is not used.
+            rank: The stage that `model` is; None: all layers.
+            hidden_size: Size of the states that a stage gets from the one before.
         """
+        self._rank = rank or RankFacts()
+        self._hidden_size = hidden_size
         self._model = model
         self._device = device
         self._attention = attention
@@ -94,7 +101,12 @@ class LargestSteps:
             seq_lens_list=tuple(seq_lens),
         )
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        hidden = self._model(zeros, zeros, StepContext(batch, self._kv_caches))
+        entry = zeros
+        if not self._rank.is_first_stage:
+            entry = torch.zeros(num_tokens, self._hidden_size, device=device)
+        hidden = self._model(entry, zeros, StepContext(batch, self._kv_caches))
+        if not self._rank.is_last_stage:
+            return
         logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
         changed = logits.clone()  # as for requests that change theirs
         _with_filters(num_sampling, device).choose(changed)

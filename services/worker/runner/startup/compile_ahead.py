@@ -113,9 +113,13 @@ def note_launches(
                     max_num_batched_tokens=num_tokens,
                     max_num_seqs=num_rows,
                     max_model_len=engine.model.max_model_len or config.architecture.max_position_embeddings,
+                    rank=config.rank,
+                    hidden_size=config.architecture.hidden_size,
                 )
                 steps.run_prompts()
                 steps.run_decodes()
+            if config.rank.num_stages > 1:
+                return noted  # the kernels of sampling, which a runner of all stages would launch, are compiled later
             runner = ModelRunner(
                 model=model,
                 kv_caches=allocate_kv_cache(kv.shape, device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from services.worker.runner.base import PhaseChange
 from services.worker.runner.cuda.streams import CudaStream
 from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.pipeline_stage import create_stage
 from services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
 from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from services.worker.runner.startup.facts import worker_facts
@@ -129,14 +131,16 @@ def create_runner(
         return load(checkpoint)
 
     def start(model: CausalLM) -> ModelRunner:
+        stage = None if group.stages is None else create_stage(config, group.stages)
         runner = ModelRunner(
             model=model,
             kv_caches=allocate_kv_cache(kv.shape, device),
             facts=facts,
             attention=create_attention(config),
             enforce_eager=engine.worker.enforce_eager,
-            stream=CudaStream(device) if device.type == "cuda" else None,
+            stream=CudaStream(device) if device.type == "cuda" and stage is None else None,
             group=group,
+            stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
             grammars=grammars,
         )
@@ -186,14 +190,14 @@ def _plan_kv_cache(
 ) -> KvPlan:
     """Decide the number of KV blocks; on a CUDA device the measured memory of the largest step is left free.
 
-    The rank with the least free memory decides for all ranks.
+    The rank that can hold the fewest decides for all ranks.
 
     Raises:
         ConfigError: See `plan_kv_cache`; or the largest step does not fit.
     """
     free_bytes = group.minimum(free_memory(device))
     if device.type != "cuda":
-        return plan_kv_cache(config, free_bytes)
+        return _agree_on_blocks(plan_kv_cache(config, free_bytes), group)
     engine, scheduler = config.engine, config.engine.scheduler
     unmeasured = plan_kv_cache(config, free_bytes)
     try:
@@ -205,6 +209,8 @@ def _plan_kv_cache(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=unmeasured.max_model_len,
+            rank=config.rank,
+            hidden_size=config.architecture.hidden_size,
         )
         max_graph_tokens = 0 if engine.worker.enforce_eager else graph_token_limit(config.architecture)
         activation_bytes = measure_activations(steps, device, max_graph_tokens=max_graph_tokens)
@@ -218,6 +224,7 @@ def _plan_kv_cache(
     # measured again: kernels and workspaces that the steps have loaded stay in memory
     free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
     kv = plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes)
+    kv = _agree_on_blocks(kv, group)
     log.info(
         "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
         kv.shape.num_blocks,
@@ -226,6 +233,17 @@ def _plan_kv_cache(
         activation_bytes >> 20,
     )
     return kv
+
+
+def _agree_on_blocks(plan: KvPlan, group: RankGroup) -> KvPlan:
+    """Return the plan with as many blocks as every rank can hold, since stages may have more layers than others."""
+    shape, soft = plan.shape, plan.shape.soft_num_blocks
+    shape = replace(
+        shape,
+        num_blocks=group.minimum(shape.num_blocks),
+        soft_num_blocks=None if soft is None else group.minimum(soft),
+    )
+    return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, shape.num_tokens))
 
 
 def report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:

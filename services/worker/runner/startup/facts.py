@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.base import MAX_STEPS_IN_FLIGHT
+from services.worker.runner.base import max_steps_in_flight
 from services.worker.runner.startup.kv_plan import KvPlan
 from services.worker.runner.startup.numerics import numerics_of
 from triptych.types.facts import ModelFacts, WorkerFacts
@@ -52,7 +52,7 @@ def worker_facts(
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
+        max_steps_in_flight=max_steps_in_flight(config.rank.num_stages),
         max_samples_per_row=max_samples_per_row,
         device_name=device_name,
         kernels=kernels,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.parallel.shares import share_kv_heads
+from services.worker.parallel.shares import share_kv_heads, stage_layers
 from triptych.errors import ConfigError
 from triptych.types.facts import KvShape
 
@@ -42,7 +42,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     shape = KvShape(
         num_blocks=0,
         block_size=cache.block_size,
-        num_layers=architecture.num_layers,
+        num_layers=len(stage_layers(architecture, rank=config.rank)),
         num_kv_heads=num_kv_heads,
         head_dim=architecture.head_dim,
         dtype=config.kv_dtype,
@@ -68,8 +68,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     if config.rank.device == "cpu":
         soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
     shape = replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
-    num_tokens = (num_blocks - 1) * cache.block_size
-    return KvPlan(shape, min(max_model_len, num_tokens), activation_bytes)
+    return KvPlan(shape, min(max_model_len, shape.num_tokens), activation_bytes)
 
 
 def _default_fraction(device: str) -> float:
