@@ -125,7 +125,9 @@ def test_several_ranks_are_refused_before_loading(engine, names):
 
 def test_ranks_beyond_the_group_are_refused():
     parallel = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"worker.rank: 2, but parallel.tensor_parallel_size = 2 x .* ranks"):
+    with pytest.raises(
+        ConfigError, match=r"worker.rank: 2, but parallel.tensor_parallel_size = 2 x .* ranks"
+    ):
         resolve_config(EngineConfig(parallel=parallel, worker=replace(CPU, rank=2)), tiny_architecture())
 
 
@@ -141,7 +143,7 @@ def test_neighbouring_ranks_share_a_stage():
     engine = EngineConfig(parallel=parallel, worker=replace(CPU, rank=3))
     rank = resolve_config(engine, tiny_architecture(num_layers=3)).rank
     assert (rank.stage, rank.tensor_parallel_rank, rank.rank, rank.num_ranks) == (1, 1, 3, 6)
-    assert not (rank.is_first_stage or rank.is_last_stage)
+    assert (rank.is_first_stage, rank.is_last_stage) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
+from services.worker.context.model_context import ModelContext
+from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved_config import RankFacts
+from services.worker.models.registry import create_model, register_model
 from services.worker.parallel.shares import stage_layers
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
-from tests.worker.tiny import tiny_architecture
-from triptych.errors import ConfigError
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.config import EngineConfig, ParallelConfig
+from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import isa
 
 SIZES: dict[str, Any] = {
@@ -138,3 +143,24 @@ def test_layers_are_shared_by_their_weights() -> None:
 def test_a_stage_without_a_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size: 3 stages cannot share num_layers = 2"):
         layers_of(3, num_layers=2)
+
+
+def test_a_model_that_cannot_be_cut_is_refused() -> None:
+    class Whole(nn.Module):
+        def __init__(self, *, context: ModelContext) -> None: ...
+
+    register_model("WholeForCausalLM", Whole)  # type: ignore[arg-type]
+    config = tiny_config(tiny_architecture(name="WholeForCausalLM"))
+    config = replace(config, rank=RankFacts(num_stages=2))
+    with pytest.raises(FeatureDisabled, match=r"pipeline_parallel_size = 2.*Whole has no `is_elsewhere`"):
+        create_model(context=ModelContext(config))
+
+
+def test_stages_with_cuda_graphs_are_refused() -> None:
+    engine = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2))
+    with pytest.raises(
+        FeatureDisabled, match=r"pipeline_parallel_size = 2.*set worker.enforce_eager to true"
+    ):
+        resolve_for_device(
+            engine, tiny_architecture(), device="cuda:0", prefers_bfloat16=True, native_kernels=False
+        )

@@ -223,7 +223,7 @@ class _StepsInFlight:
         if not self._launched:
             self._clock.start(plan.step_id, plan.num_tokens)
         try:
-            pending = self._runner.launch(plan, self.deliver)
+            pending = self._runner.launch(plan, lambda: self._deliver_done(plan))
         except Exception as error:
             self.finish()
             self._fail(plan.step_id, error)
@@ -237,6 +237,14 @@ class _StepsInFlight:
         for deliver, outcome in self._outcomes:
             self._post(deliver, outcome)
         self._outcomes.clear()
+
+    def _deliver_done(self, plan: StepPlan) -> None:
+        """Deliver what is done when a step is prepared: it may have waited for the tokens of an earlier one."""
+        if self._launched:
+            self.collect_done()
+            if not self._launched:
+                self._clock.start(plan.step_id, plan.num_tokens)
+        self.deliver()
 
     def collect_done(self) -> None:
         """Collect results, oldest first, up to a step that is not done."""
