@@ -146,6 +146,18 @@ class GenerationLost(TriptychError):
     code = "GENERATION_LOST"
 
 
+class NotKept(TriptychError):
+    """There is no stream to go on with: it is over, or was never kept."""
+
+    code = "NOT_KEPT"
+
+
+class AttachedElsewhere(TriptychError):
+    """The stream goes on at another frontend, to which its client has turned."""
+
+    code = "ATTACHED_ELSEWHERE"
+
+
 class ConfigError(TriptychError):
     """A config file, environment variable or flag that stops the boot; names key, value, range, source."""
 

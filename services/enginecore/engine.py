@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
+from services.enginecore.frontends.handover import Handover
+from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.journal.listener import CallClock, EngineListener
-from services.enginecore.request import Request
+from services.enginecore.request import Request, check_vocabulary, largest_token
 from services.enginecore.restrictions import Pause, Restrictions
 from services.enginecore.scheduler.admission import check_config
 from services.enginecore.scheduler.scheduler import Scheduler
@@ -24,7 +26,6 @@ from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
     FeatureDisabled,
-    InvalidRequest,
     ProtocolViolation,
     TriptychError,
     WrongState,
@@ -47,8 +48,8 @@ from triptych.types.journal import (
     WorkerReady,
 )
 from triptych.types.outputs import OutputBatch
-from triptych.types.step import U32, StepPlan, StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.submit import AttachRequest, SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ class EngineCore:
         self._listener = listener
         self._scheduler: Scheduler | None = None
         self._facts: WorkerFacts | None = None
-        self._outputs = SessionOutputs()
+        self._kept = KeptRequests(self._clock, config.engine.max_kept_bytes)
+        self._outputs = SessionOutputs(self._kept)
+        self._handover = Handover(self._kept, self._outputs, self._abort, self._clock)
         self._restrictions = Restrictions()
         self._interrupted: dict[Request, int] = {}
         """Requests in flight when the worker was lost -> their positions. Empty once the next worker is there."""
@@ -148,11 +151,25 @@ class EngineCore:
         self._outputs.open(session)
 
     def close_session(self, session: int) -> None:
-        """End all requests of a frontend that is gone."""
-        self._start_call(SessionClosed, session)
-        if self._scheduler is not None:
-            self._scheduler.abort_session(session)
+        """End all requests that a frontend reads, because it has left."""
         self._outputs.close(session)
+        left = () if self._scheduler is None else self._scheduler.requests_of(session)
+        if not self._handover.leave(session, left):
+            self._start_call(SessionClosed, session)
+            if self._scheduler is not None:
+                self._scheduler.abort_session(session)
+
+    def detach_session(self, session: int, lost_for_s: float = 0.0) -> None:
+        """Keep the requests of a frontend that was lost so long ago, if they want it, and end the others."""
+        self._outputs.close(session)
+        left = () if self._scheduler is None else self._scheduler.requests_of(session)
+        self._handover.detach(session, left, lost_for_s)
+
+    def attach(self, session: int, wish: AttachRequest) -> None:
+        """Let a request of another session go on in this one. A refusal is an output of this session."""
+        self._clock.advance()
+        if self._outputs.is_open(session):
+            self._handover.attach(session, wish, self._scheduler)
 
     def submit(self, session: int, submit: SubmitRequest) -> None:
         """Queue a request. A refusal is an output of its session, never an exception.
@@ -167,7 +184,7 @@ class EngineCore:
                 raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
             if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
-            _check_vocabulary(submit, self._facts.model.vocab_size)
+            check_vocabulary(submit, self._facts.model.vocab_size)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
             choices = Request.choices_of(submit, session=session, deadline=deadline)
@@ -175,6 +192,7 @@ class EngineCore:
         except TriptychError as error:
             self.refuse(session, submit.numbers.tolist(), error)
         else:
+            self._kept.add(session, submit, deadline)
             self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self._note_failed(displaced)
             if submit.num_engine_deaths:
@@ -183,12 +201,22 @@ class EngineCore:
     def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that is not queued."""
         for number in numbers:
-            self._outputs.fail(session, number, error)
+            self._outputs.refuse(session, number, error)
 
     def abort(self, session: int, number: int) -> None:
-        """End a request for its client's sake. One that has ended already is no error."""
-        self._start_call(Aborted, session, number)
-        if self._scheduler is not None and (finished := self._scheduler.abort(session, number)) is not None:
+        """End a choice that nobody waits for any more. One that has ended already is no error."""
+        if (key := self._kept.submitted_as(ChoiceKey(session, number))) is not None:
+            self._kept.forget_all_of(key)
+            self._abort(key)
+
+    def stop(self, session: int, number: int) -> None:
+        """End a choice with what it has. If it may be kept, it is."""
+        if (key := self._kept.submitted_as(ChoiceKey(session, number))) is not None:
+            self._abort(key)
+
+    def _abort(self, key: ChoiceKey) -> None:
+        self._start_call(Aborted, *key)
+        if self._scheduler is not None and (finished := self._scheduler.abort(*key)) is not None:
             self._note_finished((finished,))
 
     def release(self, within_s: float = 0.0) -> None:
@@ -201,7 +229,8 @@ class EngineCore:
                 self._outputs.release(request.session, request.number)
 
     def expire(self) -> None:
-        """End all requests with a deadline that has passed."""
+        """End all requests with a deadline that has passed, and those that nobody has come back for."""
+        self._handover.expire()
         if self._scheduler is not None and self._scheduler.has_work:
             self._start_call(Expired)
             self._note_failed(self._scheduler.expired(self._clock()))
@@ -228,7 +257,7 @@ class EngineCore:
         self._start_call(ResultTaken, result)
         assert self._scheduler is not None, "a result came before any worker was ready"
         assert self._facts is not None
-        if (worst := _largest(result.token_ids)) >= self._facts.model.vocab_size:
+        if (worst := largest_token(result.token_ids)) >= self._facts.model.vocab_size:
             raise ProtocolViolation(f"result of step {result.step_id}: {worst} is not in the vocabulary")
         output = self._scheduler.update(result)
         self._outputs.add_step(output, result)
@@ -358,7 +387,7 @@ class EngineCore:
 
     def _note_failed(self, failed: tuple[Failed, ...]) -> None:
         for end in failed:
-            self._outputs.fail(end.request.session, end.request.number, end.error)
+            self._outputs.fail(end)
 
     def _measure_step(self) -> None:
         """Average the time between two results while steps follow each other."""
@@ -367,15 +396,3 @@ class EngineCore:
             interval = now - self._last_result_at
             self._step_s += _STEP_WEIGHT * (interval - self._step_s) if self._step_s else interval
         self._last_result_at = now if self.num_in_flight else None
-
-
-def _check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
-    """Refuse token ids beyond the embedding. The frontend has checked too, but one of them would crash the worker."""
-    worst = max(map(_largest, (submit.prompt_token_ids, *submit.emitted)))
-    if worst >= vocab_size:
-        raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")
-
-
-def _largest(token_ids: U32) -> int:
-    """Return the largest token id; -1 if there are none."""
-    return int(token_ids.max()) if len(token_ids) else -1

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.enginecore.kv.block_table import PLAIN_ROOT_HASH, BlockTable, root_hash
+from triptych.errors import InvalidRequest
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowContent
+from triptych.types.step import U32, RowContent
 from triptych.types.submit import SubmitRequest
 
 
@@ -172,3 +173,15 @@ class Request:
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+def check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
+    """Refuse token ids beyond the embedding. The frontend has checked too, but one of them would crash the worker."""
+    worst = max(map(largest_token, (submit.prompt_token_ids, *submit.emitted)))
+    if worst >= vocab_size:
+        raise InvalidRequest("token_ids", f"{worst} is not in the vocabulary, 0..{vocab_size - 1}")
+
+
+def largest_token(token_ids: U32) -> int:
+    """Return the largest token id; -1 if there are none."""
+    return int(token_ids.max()) if len(token_ids) else -1

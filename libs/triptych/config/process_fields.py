@@ -143,6 +143,13 @@ class EngineCoreConfig:
         ENGINE + WORKER,
         ge=0,
     )
+    max_kept_bytes: int = value(
+        256 << 20,
+        "Bytes of requests that have lost their frontend, or have ended, which another frontend may still ask for "
+        "(frontend.keep_s). Above it the first to expire are dropped. 0 keeps none.",
+        ENGINE,
+        ge=0,
+    )
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", ENGINE, ge=0
     )

@@ -53,6 +53,8 @@ _TABLE = (
     ErrorRow(errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
     ErrorRow(errors.EngineUnavailable, grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"),
     ErrorRow(errors.GenerationLost, grpc.StatusCode.ABORTED, 503, "service_unavailable_error"),
+    ErrorRow(errors.NotKept, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    ErrorRow(errors.AttachedElsewhere, grpc.StatusCode.ABORTED, 409, "invalid_request_error"),
     ErrorRow(errors.HandshakeMismatch, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error"),
     ErrorRow(errors.WorkerAsleep, grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"),
     ErrorRow(errors.MemoryShort, grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error"),

@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 
 from triptych.types.step import U32, LogprobColumns, PromptLogprobs, empty_u32
+from triptych.types.submit import SubmitRequest
 
 _BATCH_BYTES = 1024  # of an output batch without content, with its objects
 
@@ -93,6 +94,8 @@ class OutputBatch:
     """Entries of the requests that asked for them, in order, before the first token of each or with it."""
     finished: tuple[FinishedRequest, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+    attached: tuple[SubmitRequest, ...] = ()
+    """Requests that go on in this session from here on, with what their clients have as `emitted`."""
     num_free_places: int | None = None
     """Choices that the engine's queue had room for when this was made; None: not known."""
     released: U32 = field(default_factory=empty_u32)
@@ -107,6 +110,7 @@ class OutputBatch:
             num_bytes += self.logprobs.nbytes
         for part in self.prompt_logprobs:
             num_bytes += part.logprobs.nbytes
+        num_bytes += sum(request.num_bytes for request in self.attached)
         return num_bytes + sum(128 + len(failure.message) for failure in self.failures)
 
     @property

@@ -14,6 +14,8 @@ from triptych.types.step import U32, U64
 
 MAX_SUBMIT_BYTES = 32 << 20
 """Limit of one request in bytes: half of the largest message between the tiers."""
+MAX_FRONTEND_STATE_BYTES = 16 << 10
+"""Limit of `SubmitRequest.frontend_state`."""
 _SCALAR_BYTES = 128  # of all fields of one number each, with their tags
 
 
@@ -44,6 +46,12 @@ class SubmitRequest:
     """Engines that died in a row while it was in flight there: it may be the reason."""
     is_moved: bool = False
     """Another engine has admitted it, and its tenant has paid there."""
+    keep_ms: int = 0
+    """How long the engine keeps it without a reader, for another frontend to go on with; 0: not at all."""
+    resume_secret: bytes = b""
+    """If it is kept: by which an `AttachRequest` finds it."""
+    frontend_state: bytes = b""
+    """If it is kept: what a frontend needs to know to go on with it. The engine does not read it."""
 
     @property
     def num_choices(self) -> int:
@@ -55,7 +63,22 @@ class SubmitRequest:
         num_chars = len(self.request_id) + len(self.tenant) + len(self.cache_salt) + len(self.adapter)
         columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
-        return columns + emitted + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
+        kept = len(self.resume_secret) + len(self.frontend_state)
+        return columns + emitted + kept + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttachRequest:
+    """A request of another session, which is to go on in this one."""
+
+    secret: bytes
+    """Its `resume_secret`."""
+    numbers: U32
+    """[num_choices] the name of each choice in the new session; never used twice there."""
+    num_tokens_seen: U32
+    """[num_choices] output tokens that the client has."""
+    tenant: str | None = None
+    """The tenant that it must be of; None: any."""
 
 
 def single_choice(
@@ -97,6 +120,8 @@ class EngineLimits:
     """Whether requests may have a priority other than 0."""
     max_choices: int = MAX_CHOICES
     """Choices that can run and wait together: a request with more can never be admitted."""
+    keeps_requests: bool = False
+    """Whether it keeps requests for other frontends to go on with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from triptych.types.outputs import (
     RequestPromptLogprobs,
     StageTimings,
 )
-from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, SubmitRequest
 from triptych.wire.columns import (
     check_equal_lengths,
     u32_from_bytes,
@@ -52,6 +52,9 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         task=step_pb2.TASK_GENERATE,
         num_engine_deaths=request.num_engine_deaths,
         is_moved=request.is_moved,
+        keep_ms=request.keep_ms,
+        resume_secret=request.resume_secret,
+        frontend_state=request.frontend_state,
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -89,7 +92,27 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         whole_output=message.whole_output,
         num_engine_deaths=message.num_engine_deaths,
         is_moved=message.is_moved,
+        keep_ms=message.keep_ms,
+        resume_secret=message.resume_secret,
+        frontend_state=message.frontend_state,
     )
+
+
+def attach_to_proto(request: AttachRequest) -> engine_core_pb2.Attach:
+    return engine_core_pb2.Attach(
+        secret=request.secret,
+        numbers=u32_to_bytes(request.numbers),
+        num_tokens_seen=u32_to_bytes(request.num_tokens_seen),
+        tenant=request.tenant,
+    )
+
+
+def attach_from_proto(message: engine_core_pb2.Attach) -> AttachRequest:
+    """Read the wish to go on with a request. Raises ProtocolViolation if its columns differ in length."""
+    numbers, num_seen = u32_from_bytes(message.numbers), u32_from_bytes(message.num_tokens_seen)
+    check_equal_lengths(numbers=numbers, num_tokens_seen=num_seen)
+    tenant = message.tenant if message.HasField("tenant") else None
+    return AttachRequest(message.secret, numbers, num_seen, tenant)
 
 
 def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
@@ -100,7 +123,9 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
         why_not_ready=welcome.why_not_ready,
         model=None if welcome.model is None else model_facts_to_proto(welcome.model),
         limits=engine_core_pb2.EngineLimits(
-            has_priorities=welcome.limits.has_priorities, max_choices=welcome.limits.max_choices
+            has_priorities=welcome.limits.has_priorities,
+            max_choices=welcome.limits.max_choices,
+            keeps_requests=welcome.limits.keeps_requests,
         ),
     )
 
@@ -111,7 +136,9 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         ready=message.ready,
         why_not_ready=message.why_not_ready,
         model=model_facts_from_proto(message.model) if message.HasField("model") else None,
-        limits=EngineLimits(message.limits.has_priorities, message.limits.max_choices),
+        limits=EngineLimits(
+            message.limits.has_priorities, message.limits.max_choices, message.limits.keeps_requests
+        ),
     )
 
 
@@ -142,6 +169,7 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
         messages_received=messages_received,
         num_free_places=batch.num_free_places,
         released=u32_to_bytes(batch.released),
+        attached=map(submit_to_proto, batch.attached),
         prompt_logprobs=[
             engine_core_pb2.RequestPromptLogprobs(
                 number=part.number, logprobs=prompt_logprobs_to_proto(part.logprobs)
@@ -170,6 +198,7 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         ),
         num_free_places=message.num_free_places if message.HasField("num_free_places") else None,
         released=u32_from_bytes(message.released),
+        attached=tuple(map(submit_from_proto, message.attached)),
     )
     if len(batch.token_counts):
         check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.enginecore.scheduler.step_results import Finished, StepOutput
+from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
+from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure, RequestPromptLogprobs
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
+from triptych.types.submit import SubmitRequest
 
 MAX_STEPS_TOGETHER = 16
 """Steps for which tokens wait that no client reads yet. A message costs both sides as much as a step's plan."""
@@ -40,20 +42,35 @@ class _Gathered:
     finished: list[FinishedRequest] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    attached: list[SubmitRequest] = field(default_factory=list)
 
     @property
     def is_due(self) -> bool:
-        if self.admitted or self.finished or self.failures or self.prompt_logprobs or self.released:
+        if self.admitted or self.finished or self.failures or self.prompt_logprobs:
+            return True
+        if self.released or self.attached:
             return True
         if self.num_tokens and self.streaming:
             return True
         return len(self.numbers) >= MAX_STEPS_TOGETHER or self.num_logprob_bytes >= _MAX_TOGETHER_BYTES
 
+    def add(self, numbers: U32, token_counts: U32, token_ids: U32, logprobs: LogprobColumns | None) -> None:
+        """Add the tokens of a step, with their log-probabilities by their place among all that are gathered."""
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.num_logprob_bytes += logprobs.nbytes
+        self.numbers.append(numbers)
+        self.token_counts.append(token_counts)
+        self.token_ids.append(token_ids)
+        self.num_tokens += len(token_ids)
+
 
 class SessionOutputs:
     """Gathers outputs by session. The engine core owns it. Outputs for a session that has closed are dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptRequests) -> None:
+        """`kept`: Knows which session reads a request that has moved from the one that it was submitted on."""
+        self._kept = kept
         self._gathered: dict[int, _Gathered] = {}
 
     def open(self, session: int) -> None:
@@ -72,25 +89,61 @@ class SessionOutputs:
             if not whole_output:
                 gathered.streaming.update(numbers)
 
-    def fail(self, session: int, number: int, error: TriptychError) -> None:
-        if (gathered := self._gathered.get(session)) is not None:
-            gathered.failures.append(_failure(number, error))
-            gathered.streaming.discard(number)
+    def refuse(self, session: int, number: int, error: TriptychError) -> None:
+        """Report that a choice is not queued, or not read here any more, under the number that it has here."""
+        self._report(ChoiceKey(session, number), _failure(number, error))
+
+    def fail(self, end: Failed) -> None:
+        request = end.request
+        failure = _failure(request.number, end.error)
+        self._kept.note_end(request, failure)
+        self._report_end(ChoiceKey(request.session, request.number), failure)
 
     def finish(self, end: Finished) -> None:
         request = end.request
-        if (gathered := self._gathered.get(request.session)) is not None:
-            gathered.finished.append(
-                FinishedRequest(
-                    request.number, end.reason, end.stop_token_id, request.num_cached_tokens, request.timings
-                )
-            )
-            gathered.streaming.discard(request.number)
+        finish = FinishedRequest(
+            request.number, end.reason, end.stop_token_id, request.num_cached_tokens, request.timings
+        )
+        self._kept.note_end(request, finish)
+        self._report_end(ChoiceKey(request.session, request.number), finish)
+
+    def attach(
+        self,
+        kept: KeptRequest,
+        attached: SubmitRequest,
+        unseen: Sequence[U32],
+        logprobs: Sequence[Sequence[LogprobColumns]],
+    ) -> None:
+        """Report a request to the session that reads it from now on.
+
+        Args:
+            kept: The request.
+            attached: As the session gets it.
+            unseen: [num_choices] the output tokens of each choice that are not in `attached`.
+            logprobs: [num_choices] an entry for each of these tokens; empty if it has none.
+        """
+        gathered = self._gathered[kept.reader]
+        gathered.attached.append(attached)
+        gathered.admitted += kept.numbers
+        if not attached.whole_output:
+            gathered.streaming.update(kept.numbers)
+        for number, token_ids, entries in zip(kept.numbers, unseen, logprobs, strict=True):
+            if len(token_ids):
+                columns = _join_logprobs(entries)
+                if columns is not None:
+                    rows = np.arange(gathered.num_tokens, gathered.num_tokens + len(token_ids))
+                    columns = replace(columns, rows=rows.astype(np.uint32))
+                counts = np.array([len(token_ids)], np.uint32)
+                gathered.add(np.array([number], np.uint32), counts, token_ids, columns)
+        for key in kept.keys:
+            if (end := kept.ends.get(key.number)) is not None:
+                self._report_end(key, end.outcome)
 
     def release(self, session: int, number: int) -> None:
         """Offer a request to its frontend, which may move it. It goes on here."""
-        if (gathered := self._gathered.get(session)) is not None:
-            gathered.released.append(number)
+        reader = self._kept.reader_of(ChoiceKey(session, number))
+        if reader is not None and (gathered := self._gathered.get(reader.session)) is not None:
+            gathered.released.append(reader.number)
 
     def add_step(self, output: StepOutput, result: StepResult) -> None:
         """Add one step's tokens, and log-probabilities of prompts, to the sessions that they belong to."""
@@ -99,12 +152,19 @@ class SessionOutputs:
                 gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
         if not len(output.sessions):
             return
-        first = int(output.sessions[0])
-        if (output.sessions == first).all():  # one frontend: nothing to sort out
+        if result.logprobs is not None and self._kept.remembers_logprobs:
+            chosen = _select_logprobs(result.logprobs, output.rows, 0)
+            if chosen is not None:
+                self._kept.note_logprobs(output.sessions, output.numbers, output.token_counts, chosen)
+        sessions, numbers = self._kept.to_readers(output.sessions, output.numbers)
+        if numbers is not output.numbers:
+            output = replace(output, sessions=sessions, numbers=numbers)
+        first = int(sessions[0])
+        if (sessions == first).all():  # one frontend: nothing to sort out
             self._add_tokens(first, output, result, None)
             return
-        for session in np.unique(output.sessions).tolist():
-            self._add_tokens(session, output, result, output.sessions == session)
+        for session in np.unique(sessions).tolist():
+            self._add_tokens(session, output, result, sessions == session)
 
     def take(self, num_free_places: int) -> dict[int, OutputBatch]:
         """Return the next batch of each session for which one is due.
@@ -138,15 +198,32 @@ class SessionOutputs:
             is_own_token = np.repeat(is_own, token_counts) if len(token_counts) else is_own
             numbers, token_ids, rows = numbers[is_own], token_ids[is_own_token], rows[is_own_token]
             token_counts = token_counts[is_own] if len(token_counts) else token_counts
+        chosen = None
         if result.logprobs is not None:
             chosen = _select_logprobs(result.logprobs, rows, gathered.num_tokens)
-            if chosen is not None:
-                gathered.logprobs.append(chosen)
-                gathered.num_logprob_bytes += chosen.nbytes
-        gathered.numbers.append(numbers)
-        gathered.token_counts.append(token_counts)
-        gathered.token_ids.append(token_ids)
-        gathered.num_tokens += len(token_ids)
+        gathered.add(numbers, token_counts, token_ids, chosen)
+
+    def _report_end(self, key: ChoiceKey, outcome: FinishedRequest | RequestFailure) -> None:
+        """Report the end of a choice to whoever reads it.
+
+        Args:
+            key: The name that it was submitted under.
+        """
+        reader = self._kept.reader_of(key)
+        if self._kept.of(key) is None:
+            self._kept.forget_choice(key)
+        if reader is not None:
+            self._report(reader, outcome if reader == key else replace(outcome, number=reader.number))
+
+    def _report(self, reader: ChoiceKey, outcome: FinishedRequest | RequestFailure) -> None:
+        gathered = self._gathered.get(reader.session)
+        if gathered is None:
+            return
+        if isinstance(outcome, RequestFailure):
+            gathered.failures.append(outcome)
+        else:
+            gathered.finished.append(outcome)
+        gathered.streaming.discard(reader.number)
 
 
 def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
@@ -173,6 +250,7 @@ def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
         prompt_logprobs=tuple(gathered.prompt_logprobs),
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),
+        attached=tuple(gathered.attached),
         num_free_places=num_free_places,
         released=np.array(gathered.released, dtype=np.uint32),
     )
@@ -218,7 +296,7 @@ def _select_logprobs(columns: LogprobColumns, rows: np.ndarray, first_row: int) 
     )
 
 
-def _join_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
+def _join_logprobs(parts: Sequence[LogprobColumns]) -> LogprobColumns | None:
     if len(parts) <= 1:
         return parts[0] if parts else None
     starts = np.cumsum([0, *(int(part.offsets[-1]) for part in parts[:-1])], dtype=np.uint32)

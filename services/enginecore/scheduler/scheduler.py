@@ -29,7 +29,7 @@ from services.enginecore.scheduler.step_results import (
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure
 from triptych.types.outputs import FinishReason
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.step import U32, StepPlan, StepResult
 
 
 class Scheduler:
@@ -188,8 +188,21 @@ class Scheduler:
 
     def abort_session(self, session: int) -> tuple[Finished, ...]:
         """End all requests of one frontend session."""
-        orphans = [request for request in self._states if request.session == session]
-        return tuple(self._ends.finish(request, FinishReason.ABORT) for request in orphans)
+        return tuple(self._ends.finish(request, FinishReason.ABORT) for request in self.requests_of(session))
+
+    def requests_of(self, session: int) -> list[Request]:
+        """Return the requests that were submitted on a session."""
+        return [request for request in self._states if request.session == session]
+
+    def find(self, session: int, number: int) -> Request | None:
+        """Return a choice that has not ended."""
+        return self._states.by_number(session, number)
+
+    def output_of(self, request: Request) -> U32:
+        """Return all output tokens of a request so far."""
+        if request.state is RequestState.RUNNING:
+            return self._rows.last_tokens(request, request.limit)
+        return np.array(request.token_ids[request.num_prompt_tokens :], np.uint32)
 
     def abort_all(self) -> tuple[Finished, ...]:
         """End all requests."""

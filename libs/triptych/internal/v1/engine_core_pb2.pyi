@@ -11,20 +11,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen", "beat")
+    __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen", "beat", "attach", "stop")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     LAST_BATCH_SEEN_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     hello: ConnectHello
     submit: SubmitBatch
     abort: bytes
     goodbye: _session_pb2.Goodbye
     last_batch_seen: int
     beat: Beat
-    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    attach: Attach
+    stop: bytes
+    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., stop: _Optional[bytes] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "outputs")
@@ -67,12 +71,26 @@ class ConnectWelcome(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
-    __slots__ = ("has_priorities", "max_choices")
+    __slots__ = ("has_priorities", "max_choices", "keeps_requests")
     HAS_PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     has_priorities: bool
     max_choices: int
-    def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ...) -> None: ...
+    keeps_requests: bool
+    def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ..., keeps_requests: bool = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("secret", "numbers", "num_tokens_seen", "tenant")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    numbers: bytes
+    num_tokens_seen: bytes
+    tenant: str
+    def __init__(self, secret: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., num_tokens_seen: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SubmitBatch(_message.Message):
     __slots__ = ("requests",)
@@ -81,7 +99,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved")
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +115,9 @@ class Submit(_message.Message):
     TASK_FIELD_NUMBER: _ClassVar[int]
     NUM_ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     IS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_MS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SECRET_FIELD_NUMBER: _ClassVar[int]
+    FRONTEND_STATE_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     request_id: str
     prompt_token_ids: bytes
@@ -112,10 +133,13 @@ class Submit(_message.Message):
     task: _step_pb2.Task
     num_engine_deaths: int
     is_moved: bool
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ...) -> None: ...
+    keep_ms: int
+    resume_secret: bytes
+    frontend_state: bytes
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +152,7 @@ class OutputBatch(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_PLACES_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -140,7 +165,8 @@ class OutputBatch(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RequestPromptLogprobs]
     num_free_places: int
     released: bytes
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ...) -> None: ...
+    attached: _containers.RepeatedCompositeFieldContainer[Submit]
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class RequestPromptLogprobs(_message.Message):
     __slots__ = ("number", "logprobs")

@@ -1,0 +1,138 @@
+"""What becomes of requests whose frontend is gone: they end, wait for another frontend, or go on at one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
+from services.enginecore.frontends.outputs import SessionOutputs
+from services.enginecore.journal.listener import CallClock
+from services.enginecore.request import Request
+from services.enginecore.scheduler.scheduler import Scheduler
+from triptych.errors import AttachedElsewhere, InvalidRequest, NotKept, TriptychError
+from triptych.types.step import U32, LogprobColumns
+from triptych.types.submit import MAX_SUBMIT_BYTES, AttachRequest, SubmitRequest
+
+
+class Handover:
+    """Owned by the engine core."""
+
+    def __init__(
+        self,
+        kept: KeptRequests,
+        outputs: SessionOutputs,
+        abort: Callable[[ChoiceKey], None],
+        clock: CallClock,
+    ) -> None:
+        """
+        Args:
+            abort: Ends a choice, named as it was submitted. One that has ended already is no error.
+            clock: Seconds at the engine's current call.
+        """
+        self._kept = kept
+        self._outputs = outputs
+        self._abort = abort
+        self._clock = clock
+
+    def attach(self, session: int, wish: AttachRequest, scheduler: Scheduler | None) -> None:
+        """Let a request go on in a session. The one that has read it so far hears no more of it.
+
+        A refusal is an output of the session, never an exception.
+        """
+        try:
+            kept = self._kept.find(wish)
+            attached, unseen, logprobs = self._state_of(kept, wish, scheduler)
+        except TriptychError as error:
+            for number in wish.numbers.tolist():
+                self._outputs.refuse(session, number, error)
+            return
+        if kept.reader:
+            why = AttachedElsewhere(
+                "the client goes on with this stream at another frontend, or on another connection"
+            )
+            for key, number in zip(kept.keys, kept.numbers, strict=True):
+                if key.number not in kept.ends:
+                    self._outputs.refuse(kept.reader, number, why)
+        self._kept.attach(kept, session, wish.numbers.tolist())
+        self._outputs.attach(kept, attached, unseen, logprobs)
+
+    def leave(self, session: int, requests: Sequence[Request]) -> bool:
+        """End what a session reads, because its frontend has left.
+
+        Args:
+            requests: Those that were submitted on the session.
+
+        Returns:
+            Whether some of them go on, because another session reads them. If not, those that are not kept are left.
+        """
+        for kept in self._kept.read_by(session):
+            self._drop(kept)
+        if all(self._kept.of(ChoiceKey(session, request.number)) is None for request in requests):
+            return False
+        self.detach(session, requests, 0.0)
+        return True
+
+    def detach(self, session: int, requests: Sequence[Request], lost_for_s: float) -> None:
+        """Let what a lost session reads run on, as far as it may be kept, and end the rest.
+
+        Args:
+            requests: Those that were submitted on the session.
+            lost_for_s: Seconds since the frontend was lost.
+        """
+        for request in requests:
+            key = ChoiceKey(request.session, request.number)
+            if self._kept.of(key) is None:
+                self._abort(key)
+        for kept in self._kept.read_by(session):
+            self._kept.detach(kept, lost_for_s)
+
+    def expire(self) -> None:
+        """End what nobody has come for in time, or what is too much to be kept."""
+        if self._kept:
+            self._clock.advance()
+            for kept in self._kept.take_expired():
+                self._drop(kept)
+
+    def _drop(self, kept: KeptRequest) -> None:
+        for key in kept.keys:
+            if key.number not in kept.ends:
+                self._abort(key)
+        self._kept.forget(kept)
+
+    def _state_of(
+        self, kept: KeptRequest, wish: AttachRequest, scheduler: Scheduler | None
+    ) -> tuple[SubmitRequest, list[U32], list[list[LogprobColumns]]]:
+        """Return a request for its new reader, and for each choice the tokens that its client lacks.
+
+        Raises:
+            NotKept, InvalidRequest: It cannot go on as the client wishes.
+        """
+        seen: list[U32] = []
+        unseen: list[U32] = []
+        logprobs: list[list[LogprobColumns]] = []
+        for key, num_seen in zip(kept.keys, wish.num_tokens_seen.tolist(), strict=True):
+            if (end := kept.ends.get(key.number)) is not None:
+                output = end.token_ids
+            else:
+                request = None if scheduler is None else scheduler.find(*key)
+                assert scheduler is not None and request is not None, (
+                    "a choice has not ended and is not alive"
+                )
+                output = scheduler.output_of(request)
+            if num_seen > len(output):
+                raise InvalidRequest("seen", f"{num_seen} tokens of a choice that has {len(output)}")
+            seen.append(output[:num_seen])
+            unseen.append(output[num_seen:])
+            needs_logprobs = kept.submit.sampling.logprobs is not None
+            logprobs.append(self._kept.last_logprobs(key, len(unseen[-1])) if needs_logprobs else [])
+        deadline = kept.deadline
+        remaining_ms = None if deadline is None else max(1, round((deadline - self._clock()) * 1000))
+        attached = replace(
+            kept.submit, numbers=wish.numbers, emitted=tuple(seen), deadline_remaining_ms=remaining_ms
+        )
+        if attached.num_bytes + sum(4 * len(token_ids) for token_ids in unseen) > MAX_SUBMIT_BYTES:
+            raise NotKept(
+                f"the stream takes more than {MAX_SUBMIT_BYTES} bytes, the limit of what can be handed over"
+            )
+        return attached, unseen, logprobs
