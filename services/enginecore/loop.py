@@ -31,7 +31,7 @@ from triptych.rpc.session.outbox import Outbox
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class EngineLoop:
             engine_id=config.engine.engine_id,
             ready=False,
             why_not_ready=self._readiness[1],
-            limits=limits_of(config.scheduler),
+            limits=replace(limits_of(config.scheduler), keeps_requests=config.engine.max_kept_bytes > 0),
         )
 
     @property
@@ -108,9 +108,14 @@ class EngineLoop:
         return session, outbox
 
     def close_session(self, session: int) -> None:
-        """Close a session. Its requests end by the next step."""
+        """Close a session that its frontend has left. Its requests end by the next step."""
         self._outboxes.pop(session).close()
         self._inbox.post(self._engine.close_session, session)
+
+    def detach_session(self, session: int, lost_for_s: float) -> None:
+        """Close a session whose frontend was lost so long ago. Requests that may be kept go on."""
+        self._outboxes.pop(session).close()
+        self._inbox.post(self._engine.detach_session, session, lost_for_s)
 
     async def wait_until_below_limit(self) -> None:
         """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
@@ -131,6 +136,18 @@ class EngineLoop:
     def _abort(self, session: int, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._engine.abort(session, number)
+
+    def stop(self, session: int, numbers: Sequence[int]) -> None:
+        """End requests with what they have; those that may be kept are."""
+        self._inbox.post(self._stop, session, numbers)
+
+    def _stop(self, session: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._engine.stop(session, number)
+
+    def attach(self, session: int, wish: AttachRequest) -> None:
+        """Let a request of another session go on in this one. A refusal comes through the session's outbox."""
+        self._inbox.post(self._engine.attach, session, wish)
 
     def stop_taking(self) -> None:
         """Take no more requests, because this process is to end. Those that are here go on, even after a pause."""

@@ -7,11 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.enginecore.frontends.kept_requests import KeptRequests
 from services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
 from services.enginecore.scheduler.step_results import StepOutput
 from tests.helpers.scheduling import make_request
 from triptych.errors import QueueFull
 from triptych.types.step import LogprobColumns, PromptLogprobs, StepResult
+
+
+def new_outputs() -> SessionOutputs:
+    return SessionOutputs(KeptRequests(lambda: 0.0))
 
 
 def u32(*values: int) -> np.ndarray:
@@ -53,7 +58,7 @@ def open_session(outputs: SessionOutputs, session: int, *numbers: int) -> None:
 
 
 def test_one_session_gets_columns_of_its_own_batch() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8, 9)
     outputs.add_step(*step([1, 1, 1], [7, 8, 9], rows=[0, 1, 3]))  # row 2 was nobody's any more
     batch = outputs.take(9)[1]
@@ -63,7 +68,7 @@ def test_one_session_gets_columns_of_its_own_batch() -> None:
 
 
 def test_two_sessions_get_what_is_theirs() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8)
     open_session(outputs, 2, 1, 2)
     outputs.add_step(*step([1, 2, 1, 2], [7, 1, 8, 2], rows=[0, 1, 2, 3]))
@@ -75,7 +80,7 @@ def test_two_sessions_get_what_is_theirs() -> None:
 
 
 def test_two_steps_join_into_one_batch() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8)
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
     outputs.add_step(*step([1, 1], [7, 8], rows=[1, 3]))
@@ -86,11 +91,11 @@ def test_two_steps_join_into_one_batch() -> None:
 
 
 def test_batches_are_numbered_and_end_with_the_session() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [4])
     assert outputs.take(9)[1].batch_id == 1
-    outputs.fail(1, 5, QueueFull("full", 1.5))
+    outputs.refuse(1, 5, QueueFull("full", 1.5))
     batch = outputs.take(9)[1]
     assert (batch.batch_id, batch.failures[0].retry_after_ms) == (2, 1500)
     outputs.close(1)
@@ -100,7 +105,7 @@ def test_batches_are_numbered_and_end_with_the_session() -> None:
 
 
 def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
     assert outputs.take(9)[1].admitted.tolist() == [7]
@@ -113,7 +118,7 @@ def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
 
 
 def test_tokens_of_several_steps_are_grouped_by_request() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8)
     for rows in ([0, 3], [2, 0]):
         output, result = step([1, 1], [8, 7], rows)
@@ -133,7 +138,7 @@ def several(sessions: list[int], numbers: list[int], counts: list[int]) -> tuple
 
 
 def test_several_tokens_of_a_request_stay_together() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8)
     outputs.add_step(*several([1, 1], [8, 7], counts=[3, 1]))
     batch = outputs.take(9)[1]
@@ -144,7 +149,7 @@ def test_several_tokens_of_a_request_stay_together() -> None:
 
 
 def test_several_tokens_are_sorted_out_by_session() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7)
     open_session(outputs, 2, 8)
     outputs.add_step(*several([1, 2], [7, 8], counts=[2, 2]))
@@ -156,7 +161,7 @@ def test_several_tokens_are_sorted_out_by_session() -> None:
 
 @pytest.mark.parametrize("has_logprobs", [False, True])
 def test_steps_of_one_token_join_steps_of_several(has_logprobs: bool) -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     open_session(outputs, 1, 7, 8)
     for output, result in (step([1, 1], [7, 8], rows=[1, 3]), several([1, 1], [8, 7], counts=[3, 1])):
         outputs.add_step(output, result if has_logprobs else replace(result, logprobs=None))
@@ -171,21 +176,21 @@ def test_steps_of_one_token_join_steps_of_several(has_logprobs: bool) -> None:
 
 
 def test_a_streaming_request_takes_other_tokens_along() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
     outputs.admit(1, [8])
     outputs.take(9)
     outputs.add_step(*step([1, 1], [7, 8], rows=[0, 2]))
     assert outputs.take(9)[1].numbers.tolist() == [7, 8]
-    outputs.fail(1, 8, QueueFull("full", 1.5))
+    outputs.refuse(1, 8, QueueFull("full", 1.5))
     outputs.take(9)
     outputs.add_step(*step([1], [7], rows=[0]))
     assert outputs.take(9) == {}
 
 
 def test_prompt_logprobs_go_to_their_session_at_once() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
     outputs.take(9)
@@ -200,7 +205,7 @@ def test_prompt_logprobs_go_to_their_session_at_once() -> None:
 
 
 def test_room_after_a_full_queue_is_reported_at_once() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [4])
     assert outputs.take(0)[1].num_free_places == 0
@@ -210,7 +215,7 @@ def test_room_after_a_full_queue_is_reported_at_once() -> None:
 
 
 def test_logprobs_of_many_steps_do_not_pile_up() -> None:
-    outputs = SessionOutputs()
+    outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, list(range(1000)), whole_output=True)
     outputs.take(9)

@@ -1,4 +1,4 @@
-"""What becomes of requests whose frontend is gone: they end, wait for another frontend, or go on at one."""
+"""Requests whose frontend is gone: they end, wait for another frontend, or go on at one."""
 
 from __future__ import annotations
 
@@ -115,10 +115,9 @@ class Handover:
             if (end := kept.ends.get(key.number)) is not None:
                 output = end.token_ids
             else:
-                request = None if scheduler is None else scheduler.find(*key)
-                assert scheduler is not None and request is not None, (
-                    "a choice has not ended and is not alive"
-                )
+                assert scheduler is not None, "nothing is kept before there is a scheduler"
+                request = scheduler.find(*key)
+                assert request is not None, "a choice has not ended and is not alive"
                 output = scheduler.output_of(request)
             if num_seen > len(output):
                 raise InvalidRequest("seen", f"{num_seen} tokens of a choice that has {len(output)}")

@@ -21,7 +21,7 @@ from triptych.types.step import U32, LogprobColumns
 from triptych.types.submit import AttachRequest, SubmitRequest
 
 MAX_LOGPROB_BYTES = 64 << 20
-"""Of log-probabilities that are remembered for streams that may move, over all requests."""
+"""Limit of the log-probabilities that are remembered for streams that may move, over all requests."""
 _END_BYTES = 256  # of one choice's end, with its objects
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -29,7 +30,12 @@ from triptych.wire.admin import (
     status_to_proto,
 )
 from triptych.wire.columns import u32_from_bytes
-from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welcome_to_proto
+from triptych.wire.engine_core import (
+    attach_from_proto,
+    outputs_to_proto,
+    submit_from_proto,
+    welcome_to_proto,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +131,12 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 for first in range(0, len(numbers), _ABORTS_TOGETHER):
                     self._loop.abort(session.number, numbers[first : first + _ABORTS_TOGETHER])
                 session.messages_received += 1
+            case "stop":
+                self._loop.stop(session.number, u32_from_bytes(request.stop).tolist())
+                session.messages_received += 1
+            case "attach":
+                self._loop.attach(session.number, attach_from_proto(request.attach))
+                session.messages_received += 1
             case "last_batch_seen":
                 session.outbox.confirm(request.last_batch_seen)
             case "beat":
@@ -132,7 +144,9 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
             case "goodbye":
                 self.sessions.end(session, "left")
             case other:
-                raise ProtocolViolation(f"expected a submit, an abort or a goodbye, got {other}")
+                raise ProtocolViolation(
+                    f"expected a submit, a stop, an abort, an attach or a goodbye, got {other}"
+                )
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -246,7 +260,9 @@ class FrontendSession:
     outbox: FrontendOutbox
     lease: SessionLease
     messages_received: int = 0
-    """Submits and aborts handed to the loop."""
+    """Numbered messages handed to the loop."""
+    lost_at: float = 0.0
+    """When its last stream was lost, in seconds of the monotonic clock."""
 
     def is_of_earlier_process(self, frontend_id: str, boot_id: str) -> bool:
         """Return whether this is of the same frontend as of before it was started again."""
@@ -286,13 +302,14 @@ class FrontendSessions:
         """Note that a stream of this session has ended without a goodbye."""
         if not session.lease.detach(stream):
             return  # another has taken over, or this is known, or the session has ended
+        session.lost_at = time.monotonic()
         session.outbox.stop_reading(ProtocolViolation("the stream has ended without a goodbye"))
         if session.outbox.is_closed or session.outbox.is_overrun or not self._resume_ttl_s:
-            self.end(session, "left without a goodbye")
+            self.end(session, "left without a goodbye", is_lost=True)
             return
         later = [other for other in self._name_to_session.values() if other.number > session.number]
         if any(session.is_of_earlier_process(other.frontend_id, other.boot_id) for other in later):
-            self.end(session, "was started again")
+            self.end(session, "was started again", is_lost=True)
             return
         log.warning("frontend %s lost; it may come back within %g s", session.frontend_id, self._resume_ttl_s)
 
@@ -302,11 +319,19 @@ class FrontendSessions:
         if session is not None:
             self.end(session, "has given up its session")
 
-    def end(self, session: FrontendSession, why: str) -> None:
-        """Abort what is left of its requests. Safe to repeat."""
+    def end(self, session: FrontendSession, why: str, *, is_lost: bool = False) -> None:
+        """End a session. Safe to repeat.
+
+        Args:
+            is_lost: The frontend may have died, so that its clients turn to another one: what is to be kept is. If not,
+                what is left of its requests is aborted.
+        """
         if self._name_to_session.pop(session.name, None) is not None:
             session.lease.end()
-            self._loop.close_session(session.number)
+            if is_lost:
+                self._loop.detach_session(session.number, time.monotonic() - session.lost_at)
+            else:
+                self._loop.close_session(session.number)
             log.info("frontend %s %s", session.frontend_id, why)
 
     def end_all(self) -> None:
@@ -321,7 +346,7 @@ class FrontendSessions:
         """
         for other in tuple(self._name_to_session.values()):
             if other.lease.is_waiting and other.is_of_earlier_process(frontend_id, boot_id):
-                self.end(other, "was started again")
+                self.end(other, "was started again", is_lost=True)
         number, outbox = self._loop.open_session()
         name = secrets.token_urlsafe(_NAME_BYTES)
         lease = SessionLease(keep_s=self._resume_ttl_s, on_expired=lambda: self._expire(name))
@@ -344,4 +369,5 @@ class FrontendSessions:
         return session
 
     def _expire(self, name: str) -> None:
-        self.end(self._name_to_session[name], f"did not come back within {self._resume_ttl_s:g} s")
+        why = f"did not come back within {self._resume_ttl_s:g} s"
+        self.end(self._name_to_session[name], why, is_lost=True)
