@@ -31,7 +31,7 @@ from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
-from triptych.types.submit import single_choice
+from triptych.types.submit import AttachRequest, single_choice
 from triptych.wire.journal import (
     JOURNAL_SUFFIX,
     JOURNAL_VERSION,
@@ -41,7 +41,7 @@ from triptych.wire.journal import (
 )
 
 FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
-READ_ONLY = {"close", "refuse", "release", "status", "take_outputs"}
+READ_ONLY = {"attach", "close", "refuse", "release", "status", "take_outputs"}
 """Public methods of an engine core that change nothing but outputs."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))
@@ -176,12 +176,14 @@ CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
     "abort": lambda run, engine: engine.abort(SESSION, 1),
     "apply": lambda run, engine: engine.apply(StepResult(1, np.zeros(0, np.uint32))),
     "close_session": lambda run, engine: engine.close_session(SESSION),
+    "detach_session": lambda run, engine: engine.detach_session(SESSION),
     "expire": lambda run, engine: engine.expire(),
     "open_session": lambda run, engine: engine.open_session(SESSION),
     "pause": lambda run, engine: engine.pause(PauseMode.KEEP),
     "plan": lambda run, engine: engine.plan(),
     "reset_prefix_cache": lambda run, engine: engine.reset_prefix_cache(),
     "resume": lambda run, engine: engine.resume(),
+    "stop": lambda run, engine: engine.stop(SESSION, 1),
     "submit": lambda run, engine: engine.submit(SESSION, SUBMIT),
     "worker_lost": lambda run, engine: engine.worker_lost(),
     "worker_ready": lambda run, engine: engine.worker_ready(run.runner.facts, after_crash=False),
@@ -483,3 +485,28 @@ def test_the_journal_holds_each_call_once_and_in_order(tmp_path: Path) -> None:
     times = [event.at_s for event in read_journal(tmp_path)]
     assert times == sorted(times)
     assert kinds[Expired] > 0
+
+
+def test_requests_that_change_frontends_replay_the_same(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path).start()
+    run.engine.open_session(2)
+    for number in range(4):
+        secret = bytes([number]) * 16
+        run.submit(make_prompt(20), sampling={"max_tokens": 30}, keep_ms=1000, resume_secret=secret)
+    for _ in range(10):
+        run.plan()
+        run.finish_step()
+    run.engine.detach_session(SESSION)
+    for number in range(3):
+        columns = np.array([11 + number], np.uint32), np.zeros(1, np.uint32)
+        run.engine.attach(2, AttachRequest(bytes([number]) * 16, *columns))
+    run.plan()
+    run.engine.abort(2, 11)
+    run.engine.stop(2, 12)
+    run.clock.now += 2.0  # nobody comes for the fourth
+    run.run()
+    run.engine.close_session(2)
+    counters = run.engine.scheduler.counters
+    assert counters.num_finished == {"stop": 0, "length": 1, "repetition": 0, "abort": 3, "error": 0}
+    run.engine.close()
+    assert "4 requests: no divergence" in str(replayed(tmp_path))
