@@ -14,11 +14,13 @@ from dataclasses import asdict, replace
 
 from services.enginecore.frontends.handover import Handover
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
+from services.enginecore.frontends.news import NewsDesk
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.journal.listener import CallClock, EngineListener
 from services.enginecore.request import Request, check_vocabulary, largest_token
 from services.enginecore.restrictions import Pause, Restrictions
 from services.enginecore.scheduler.admission import check_config
+from services.enginecore.scheduler.forecast import StepInterval
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished
 from triptych.config import EngineConfig
@@ -53,8 +55,6 @@ from triptych.types.submit import AttachRequest, SubmitRequest
 
 log = logging.getLogger(__name__)
 
-_STEP_WEIGHT = 0.05  # of the latest step in the moving average
-
 
 class EngineCore:
     """Everything of the engine but I/O. The engine loop owns it, and nothing else calls it."""
@@ -84,11 +84,11 @@ class EngineCore:
         self._kept = KeptRequests(self._clock, config.engine.max_kept_bytes)
         self._outputs = SessionOutputs(self._kept)
         self._handover = Handover(self._kept, self._outputs, self._abort, self._clock)
+        self._news = NewsDesk(clock, caches_prefixes=config.cache.enable_prefix_caching)
         self._restrictions = Restrictions()
         self._interrupted: dict[Request, int] = {}
         """Requests in flight when the worker was lost -> their positions. Empty once the next worker is there."""
-        self._last_result_at: float | None = None
-        self._step_s = 0.0
+        self._interval = StepInterval()
 
     @property
     def num_in_flight(self) -> int:
@@ -141,14 +141,14 @@ class EngineCore:
         """Let what runs wait again, with prompt and emitted tokens: no result will come for what is in flight."""
         self._start_call(WorkerGone)
         assert self._scheduler is not None, "a worker was lost that was never ready"
-        self._last_result_at = None
+        self._interval.note_idle()
         self._interrupted = self._scheduler.requests_in_flight()
         self._scheduler.requeue_all()
 
-    def open_session(self, session: int) -> None:
-        """Begin to gather outputs for a frontend."""
+    def open_session(self, session: int) -> list[OutputBatch]:
+        """Begin to gather outputs for a frontend, and return its first batches, which say what is cached here."""
         self._start_call(SessionOpened, session)
-        self._outputs.open(session)
+        return self._outputs.open(session, self._news.take_base(self._scheduler) if self._scheduler else ())
 
     def close_session(self, session: int) -> None:
         """End all requests that a frontend reads, because it has left."""
@@ -225,7 +225,7 @@ class EngineCore:
         They go on here until their frontends abort them.
         """
         if self._scheduler is not None:
-            for request in self._scheduler.requests_beyond(within_s, self._step_s):
+            for request in self._scheduler.requests_beyond(within_s, self._interval.seconds):
                 self._outputs.release(request.session, request.number)
 
     def expire(self) -> None:
@@ -263,11 +263,19 @@ class EngineCore:
         self._outputs.add_step(output, result)
         self._note_finished(output.finished)
         self._note_failed(output.failed)
-        self._measure_step()
+        self._interval.note_result(self._clock(), is_last=not self.num_in_flight)
 
     def take_outputs(self) -> dict[int, OutputBatch]:
         """Return, for each session with something due, what happened to its requests since its last batch."""
-        return self._outputs.take(self._scheduler.num_free_places if self._scheduler else 0)
+        if self._scheduler is None:
+            return self._outputs.take(0)
+        news = self._news.take(self._scheduler, len(self._outputs))
+        return self._outputs.take(self._scheduler.num_free_places, news)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_outputs` would tell all frontends something, now or soon."""
+        return self._scheduler is not None and self._news.has_news(self._scheduler)
 
     def pause(self, mode: PauseMode) -> None:
         """Compute no more than `mode` says, until `resume`. New requests queue. A second pause replaces the first."""
@@ -325,7 +333,7 @@ class EngineCore:
             ready=ready,
             why_not_ready=why_not_ready,
             steps_in_flight=steps_in_flight,
-            step_ns=int(self._step_s * 1e9),
+            step_ns=int(self._interval.seconds * 1e9),
             paused=self.is_paused,
             journal=self._listener.state if self._listener else "off",
         )
@@ -388,11 +396,3 @@ class EngineCore:
     def _note_failed(self, failed: tuple[Failed, ...]) -> None:
         for end in failed:
             self._outputs.fail(end)
-
-    def _measure_step(self) -> None:
-        """Average the time between two results while steps follow each other."""
-        now = self._clock()
-        if self._last_result_at is not None:
-            interval = now - self._last_result_at
-            self._step_s += _STEP_WEIGHT * (interval - self._step_s) if self._step_s else interval
-        self._last_result_at = now if self.num_in_flight else None

@@ -27,11 +27,12 @@ from triptych.config import EngineConfig
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
+from triptych.prefix_hash import describe_hash
 from triptych.rpc.session.outbox import Outbox
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
-from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineWelcome, PrefixHash, SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ class EngineLoop:
         session = next(self._session_numbers)
         outbox: FrontendOutbox = Outbox(max_messages=MAX_PENDING, max_bytes=MAX_PENDING_BYTES)
         self._outboxes[session] = outbox
-        self._engine.open_session(session)
         outbox.notify(self.welcome)
+        for batch in self._engine.open_session(session):
+            outbox.put(batch, batch.num_bytes)
         return session, outbox
 
     def close_session(self, session: int) -> None:
@@ -331,7 +333,7 @@ class EngineLoop:
             rest_s = self._turned_at + _TICK_S - time.monotonic()
             if rest_s <= 0:
                 rest_s = _TICK_S
-                if self._engine.num_requests:
+                if self._engine.num_requests or self._engine.has_news:
                     self._wake.set()
 
     def _send_outputs(self) -> None:
@@ -341,6 +343,11 @@ class EngineLoop:
                 if outbox.is_overrun:
                     log.warning("session %d does not read its outputs: its requests are aborted", session)
                     self._engine.close_session(session)
+
+    def _describe_hash(self) -> PrefixHash | None:
+        if self.facts is None or not self._config.cache.enable_prefix_caching:
+            return None
+        return describe_hash(self.facts.kv.block_size)
 
     def _set_ready(self, ready: bool, why_not_ready: str) -> None:
         self._readiness = (ready, why_not_ready)
@@ -358,6 +365,7 @@ class EngineLoop:
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
             limits=self.welcome.limits,
+            prefix_hash=self._describe_hash(),
         )
         if welcome == self.welcome:
             return

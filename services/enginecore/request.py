@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.enginecore.kv.block_table import PLAIN_ROOT_HASH, BlockTable, root_hash
+from services.enginecore.kv.block_table import BlockTable
 from triptych.errors import InvalidRequest
+from triptych.prefix_hash import root_of_request
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, RowContent
@@ -91,7 +92,7 @@ class Request:
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
         content = RowContent(submit.prompt_token_ids, submit.sampling)
-        root = root_hash(submit.cache_salt.encode()) if submit.cache_salt else PLAIN_ROOT_HASH
+        root = root_of_request(submit.cache_salt)
         requests = [
             cls(
                 request_id=submit.request_id,

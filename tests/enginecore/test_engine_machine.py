@@ -17,8 +17,9 @@ from services.enginecore.engine import EngineCore
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, Clock, NaiveWorker, naive_generation
 from tests.helpers.stack import make_config
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure
+from triptych.prefix_hash import HASH_BYTES
 from triptych.types.facts import KvShape, ModelFacts, PauseMode, WorkerFacts
-from triptych.types.outputs import FinishedRequest, FinishReason, RequestFailure
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych.types.submit import single_choice
@@ -29,6 +30,10 @@ MOST_IN_FLIGHT = 4
 
 Key = tuple[int, int]
 """Session and number."""
+
+
+def split_hashes(column: bytes) -> set[bytes]:
+    return {column[first : first + HASH_BYTES] for first in range(0, len(column), HASH_BYTES)}
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -69,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.worker = NaiveWorker()
         self.plans: deque[StepPlan] = deque()
         self.sessions: set[int] = set()
+        self.cached: dict[int, set[bytes]] = {}
+        """Session to the hashes that it was told are cached."""
         self.num_sessions = self.num_submitted = 0
         self.is_paused = False
         self.poison: set[Key] = set()
@@ -83,7 +90,9 @@ class EngineMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         self.num_sessions += 1
         self.sessions.add(self.num_sessions)
-        self.engine.open_session(self.num_sessions)
+        self.cached[self.num_sessions] = set()
+        for batch in self.engine.open_session(self.num_sessions):
+            self.take_news(self.num_sessions, batch)
 
     @precondition(lambda self: self.sessions)
     @rule(choice=st.integers(0, 2))
@@ -209,6 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
     def take_outputs(self) -> None:
         for session, batch in self.engine.take_outputs().items():
             assert session in self.sessions, "a batch for a frontend that has left"
+            self.take_news(session, batch)
             for number in batch.admitted.tolist():
                 assert (session, number) not in self.admitted, "admitted twice"
                 self.admitted.add((session, number))
@@ -218,6 +228,20 @@ class EngineMachine(RuleBasedStateMachine):
             for end in (*batch.finished, *batch.failures):
                 assert (session, end.number) not in self.ends, "a second end"
                 self.ends[session, end.number] = end
+
+    def take_news(self, session: int, batch: OutputBatch) -> None:
+        """Check that a frontend knows exactly what the cache holds."""
+        if batch.cache is not None:
+            if batch.cache.is_cleared:
+                self.cached[session].clear()
+            self.cached[session] |= split_hashes(batch.cache.stored)
+            self.cached[session] -= split_hashes(batch.cache.evicted)
+        if batch.load is not None:
+            scheduler = self.engine.scheduler
+            assert scheduler is not None
+            pool = scheduler._blocks.snapshot()
+            assert self.cached[session] == set(pool.hash_to_block), "the cache holds something else"
+            assert batch.load == scheduler.measure_load()
 
     @invariant()
     def holds_together(self) -> None:

@@ -6,9 +6,10 @@ from array import array
 
 import pytest
 
-from services.enginecore.kv.block_table import BlockTable, root_hash
+from services.enginecore.kv.block_table import BlockTable
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.kv.pool import BlockPool, FreeQueue
+from triptych.prefix_hash import root_hash
 
 SIZE = 4
 

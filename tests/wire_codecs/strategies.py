@@ -13,6 +13,8 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, Prom
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
+    CacheNews,
+    EngineLoad,
     FinishedRequest,
     FinishReason,
     Logprob,
@@ -37,7 +39,7 @@ from triptych.types.step import (
     StepTimings,
 )
 from triptych.types.structured import compiled
-from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -317,6 +319,7 @@ welcomes = build(
     why_not_ready=words,
     model=st.none() | model_facts,
     limits=st.builds(EngineLimits, has_priorities=st.booleans(), max_choices=u32),
+    prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
 )
 
 
@@ -328,6 +331,25 @@ session_terms = build(
     last_received=u64,
     resume_ttl_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
     agreement=st.builds(Agreement, st.just(EVERYTHING.version), u64),
+)
+
+
+hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(b"".join)
+# Told or not, an empty change is none.
+cache_news = build(CacheNews, is_cleared=st.booleans(), stored=hashes, evicted=hashes).filter(
+    lambda news: news != CacheNews()
+)
+seconds = st.floats(0, 1e6)
+engine_loads = build(
+    EngineLoad,
+    num_prefill_tokens=u64,
+    num_running=u32,
+    num_waiting=u32,
+    num_free_blocks=u32,
+    num_free_rows=i32,
+    prefill_token_s=seconds,
+    decode_step_s=seconds,
+    row_interval_s=seconds,
 )
 
 
@@ -348,6 +370,8 @@ def output_batches(draw: Any) -> OutputBatch:
             logprobs=st.none() | logprob_columns(),
             num_free_places=st.none() | u32,
             released=u32_column(),
+            cache=st.none() | cache_news,
+            load=st.none() | engine_loads,
             prompt_logprobs=st.lists(
                 build(RequestPromptLogprobs, number=u32, logprobs=prompt_logprobs()), max_size=2
             ).map(tuple),

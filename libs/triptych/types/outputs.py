@@ -75,6 +75,43 @@ class RequestPromptLogprobs:
     logprobs: PromptLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class CacheNews:
+    """Changes of an engine's prefix cache. A hash is in `stored` or in `evicted`, or in neither."""
+
+    is_cleared: bool = False
+    """Everything that was cached before is gone."""
+    stored: bytes = b""
+    """Hashes that are cached now, one after the other."""
+    evicted: bytes = b""
+    """Hashes that are not cached any more, one after the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.stored) + len(self.evicted)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The work that a new request would wait for at an engine. Measured times are 0 until something was measured."""
+
+    num_prefill_tokens: int
+    """Prompt tokens of all its requests that are still to be computed, as far as that can be told."""
+    num_running: int
+    """Choices that have a row."""
+    num_waiting: int
+    """Choices that wait for one."""
+    num_free_blocks: int
+    num_free_rows: int
+    """Choices that could be admitted now; negative where so many wait for a row."""
+    prefill_token_s: float
+    """Seconds for each prompt token in a full step."""
+    decode_step_s: float
+    """Seconds of a step that computes one token for each running choice."""
+    row_interval_s: float
+    """Seconds from one end of a running choice to the next."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputBatch:
     """Everything that one engine step means for one frontend. Numbers name requests on its stream."""
@@ -100,6 +137,9 @@ class OutputBatch:
     """Choices that the engine's queue had room for when this was made; None: not known."""
     released: U32 = field(default_factory=empty_u32)
     """Numbers of requests that the engine cannot end in time. It goes on with them until they are aborted."""
+    cache: CacheNews | None = None
+    load: EngineLoad | None = None
+    """As it is with everything that came before this; None: no news."""
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +151,8 @@ class OutputBatch:
         for part in self.prompt_logprobs:
             num_bytes += part.logprobs.nbytes
         num_bytes += sum(request.num_bytes for request in self.attached)
+        if self.cache is not None:
+            num_bytes += self.cache.num_bytes
         return num_bytes + sum(128 + len(failure.message) for failure in self.failures)
 
     @property

@@ -125,6 +125,17 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHash:
+    """How an engine names the blocks of its prefix cache."""
+
+    name: str
+    block_size: int
+    """Tokens per block."""
+    test_vector: bytes
+    """The hash of tokens that both sides know."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineWelcome:
     """An engine's state as its frontends see it."""
 
@@ -134,3 +145,5 @@ class EngineWelcome:
     model: ModelFacts | None = None
     """Once it has been ready."""
     limits: EngineLimits = EngineLimits()
+    prefix_hash: PrefixHash | None = None
+    """The names of its blocks. None: it caches no prefixes, or has not been ready yet."""

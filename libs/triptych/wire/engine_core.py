@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, step_pb2
+from triptych.prefix_hash import HASH_BYTES
 from triptych.types.outputs import (
+    CacheNews,
+    EngineLoad,
     FinishedRequest,
     FinishReason,
     OutputBatch,
@@ -17,7 +21,7 @@ from triptych.types.outputs import (
     RequestPromptLogprobs,
     StageTimings,
 )
-from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
 from triptych.wire.columns import (
     check_equal_lengths,
     u32_from_bytes,
@@ -34,6 +38,8 @@ from triptych.wire.result import (
 from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 from triptych.wire.step import check_task
 from triptych.wire.worker import model_facts_from_proto, model_facts_to_proto
+
+_LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(EngineLoad))
 
 
 def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
@@ -127,6 +133,7 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
             max_choices=welcome.limits.max_choices,
             keeps_requests=welcome.limits.keeps_requests,
         ),
+        prefix_hash=None if welcome.prefix_hash is None else _prefix_hash_to_proto(welcome.prefix_hash),
     )
 
 
@@ -139,6 +146,7 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         limits=EngineLimits(
             message.limits.has_priorities, message.limits.max_choices, message.limits.keeps_requests
         ),
+        prefix_hash=_prefix_hash_from_proto(message.prefix_hash) if message.HasField("prefix_hash") else None,
     )
 
 
@@ -170,6 +178,10 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
         num_free_places=batch.num_free_places,
         released=u32_to_bytes(batch.released),
         attached=map(submit_to_proto, batch.attached),
+        stored_hashes=batch.cache.stored if batch.cache is not None else b"",
+        evicted_hashes=batch.cache.evicted if batch.cache is not None else b"",
+        is_cache_cleared=batch.cache is not None and batch.cache.is_cleared,
+        load=_load_to_proto(batch.load) if batch.load is not None else None,
         prompt_logprobs=[
             engine_core_pb2.RequestPromptLogprobs(
                 number=part.number, logprobs=prompt_logprobs_to_proto(part.logprobs)
@@ -199,6 +211,8 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         num_free_places=message.num_free_places if message.HasField("num_free_places") else None,
         released=u32_from_bytes(message.released),
         attached=tuple(map(submit_from_proto, message.attached)),
+        cache=_cache_from_proto(message),
+        load=_load_from_proto(message.load) if message.HasField("load") else None,
     )
     if len(batch.token_counts):
         check_equal_lengths(numbers=batch.numbers, token_counts=batch.token_counts)
@@ -209,6 +223,35 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
     else:
         check_equal_lengths(numbers=batch.numbers, token_ids=batch.token_ids)
     return batch
+
+
+def _cache_from_proto(message: engine_core_pb2.OutputBatch) -> CacheNews | None:
+    stored, evicted = message.stored_hashes, message.evicted_hashes
+    if not (stored or evicted or message.is_cache_cleared):
+        return None
+    if (len(stored) | len(evicted)) % HASH_BYTES:
+        raise ProtocolViolation(
+            f"{len(stored)} and {len(evicted)} bytes are not both a whole number of hashes of {HASH_BYTES} bytes"
+        )
+    return CacheNews(message.is_cache_cleared, stored, evicted)
+
+
+def _load_to_proto(load: EngineLoad) -> engine_core_pb2.EngineLoad:
+    return engine_core_pb2.EngineLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+
+
+def _load_from_proto(message: engine_core_pb2.EngineLoad) -> EngineLoad:
+    return EngineLoad(**{name: getattr(message, name) for name in _LOAD_FIELDS})
+
+
+def _prefix_hash_to_proto(prefix_hash: PrefixHash) -> engine_core_pb2.PrefixHash:
+    return engine_core_pb2.PrefixHash(
+        name=prefix_hash.name, block_size=prefix_hash.block_size, test_vector=prefix_hash.test_vector
+    )
+
+
+def _prefix_hash_from_proto(message: engine_core_pb2.PrefixHash) -> PrefixHash:
+    return PrefixHash(message.name, message.block_size, message.test_vector)
 
 
 def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2.FinishedColumns:

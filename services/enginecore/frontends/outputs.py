@@ -8,14 +8,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
+from services.enginecore.frontends.news import EngineNews
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
-from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure, RequestPromptLogprobs
+from triptych.types.outputs import (
+    CacheNews,
+    FinishedRequest,
+    OutputBatch,
+    RequestFailure,
+    RequestPromptLogprobs,
+)
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 from triptych.types.submit import SubmitRequest
 
 MAX_STEPS_TOGETHER = 16
 """Steps for which tokens wait that no client reads yet. A message costs both sides as much as a step's plan."""
+_HASHES_TOGETHER = 1 << 16  # in one message: 1 MiB
 _MAX_TOGETHER_BYTES = 1 << 20  # of log-probabilities: a message stays far below its limit
 
 
@@ -73,8 +81,22 @@ class SessionOutputs:
         self._kept = kept
         self._gathered: dict[int, _Gathered] = {}
 
-    def open(self, session: int) -> None:
-        self._gathered[session] = _Gathered()
+    def __len__(self) -> int:
+        """Return how many sessions are open."""
+        return len(self._gathered)
+
+    def open(self, session: int, cached: Sequence[bytes] = ()) -> list[OutputBatch]:
+        """Begin to gather for a session, and return its first batches.
+
+        Args:
+            cached: Hashes of the blocks that are cached, all of which these batches tell.
+        """
+        batches = [
+            OutputBatch(number, cache=CacheNews(stored=b"".join(cached[first : first + _HASHES_TOGETHER])))
+            for number, first in enumerate(range(0, len(cached), _HASHES_TOGETHER), start=1)
+        ]
+        self._gathered[session] = _Gathered(num_batches=len(batches))
+        return batches
 
     def is_open(self, session: int) -> bool:
         return session in self._gathered
@@ -166,16 +188,17 @@ class SessionOutputs:
         for session in np.unique(sessions).tolist():
             self._add_tokens(session, output, result, sessions == session)
 
-    def take(self, num_free_places: int) -> dict[int, OutputBatch]:
+    def take(self, num_free_places: int, news: EngineNews | None = None) -> dict[int, OutputBatch]:
         """Return the next batch of each session for which one is due.
 
         Args:
             num_free_places: Choices that the queue has room for now.
+            news: To be told to all sessions now; None: nothing.
         """
         batches = {}
         for session, gathered in self._gathered.items():
-            if gathered.is_due or (gathered.is_full and num_free_places):
-                batches[session] = _to_batch(gathered, num_free_places)
+            if gathered.is_due or news is not None or (gathered.is_full and num_free_places):
+                batches[session] = _to_batch(gathered, num_free_places, news)
                 self._gathered[session] = _Gathered(
                     gathered.num_batches + 1, is_full=not num_free_places, streaming=gathered.streaming
                 )
@@ -226,7 +249,7 @@ class SessionOutputs:
         gathered.streaming.discard(reader.number)
 
 
-def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
+def _to_batch(gathered: _Gathered, num_free_places: int, news: EngineNews | None) -> OutputBatch:
     """Return the batch of what was gathered.
 
     The tokens that a request got in several steps are put together. With log-probabilities they are not, since those
@@ -253,6 +276,8 @@ def _to_batch(gathered: _Gathered, num_free_places: int) -> OutputBatch:
         attached=tuple(gathered.attached),
         num_free_places=num_free_places,
         released=np.array(gathered.released, dtype=np.uint32),
+        cache=news.cache if news is not None else None,
+        load=news.load if news is not None else None,
     )
 
 

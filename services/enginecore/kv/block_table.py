@@ -1,43 +1,13 @@
-"""One request's KV blocks, and the hashes that name their content.
-
-A hash names a full block together with everything before it:
-
-    hash(-1) = H(extras of the request: cache salt, ...)            the root of the chain
-    hash(i)  = H(hash(i - 1), tokens of block i, extras of block i)
-
-An extra is something beside the tokens that KV depends on. Each is hashed with its length before it, so no two lists of
-extras have the same bytes.
-"""
+"""One request's KV blocks, and the hashes that name their content."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+
+from triptych.prefix_hash import PLAIN_ROOT_HASH, Extras, hash_blocks
 
 NULL_BLOCK = 0  # padding in block tables: never allocated, never written, never read
-HASH_BYTES = 16
-
-Extras = Mapping[int, Sequence[bytes]]
-"""Block index to what the block's KV depends on beside its tokens, in a fixed order of kinds."""
-
-
-def _packed(extras: Sequence[bytes]) -> bytes:
-    return b"".join(len(extra).to_bytes(4, "little") + extra for extra in extras)
-
-
-def root_hash(*extras: bytes) -> bytes:
-    """Return the hash that begins the chain of a request.
-
-    Args:
-        extras: What all of the request's KV depends on beside its tokens, in a fixed order of kinds.
-    """
-    return blake2b(_packed(extras), digest_size=HASH_BYTES).digest()
-
-
-PLAIN_ROOT_HASH = root_hash(b"")
-"""Root of requests without a cache salt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,24 +38,13 @@ class BlockTable:
     """Leading blocks that are in the prefix cache, hits included."""
 
     def extend_hashes(self, token_ids: array[int], num_blocks: int, block_size: int) -> None:
-        """Hash further leading blocks of `token_ids` until `num_blocks` have a hash.
-
-        A parent's hash and the tokens have fixed lengths, so appending extras is unambiguous. The bytes of tokens are
-        those of this machine: hashes never leave the process.
-        """
+        """Hash further leading blocks of `token_ids` until `num_blocks` have a hash."""
         first = len(self.hashes)
         if first >= num_blocks:
             return
         if self.shares_hashes:
             self.hashes, self.shares_hashes = self.hashes[:], False
-        hashes, extras = self.hashes, self.extras
         with memoryview(token_ids) as view:
             content = view[first * block_size : num_blocks * block_size].tobytes()
-        block_bytes = block_size * token_ids.itemsize
-        parent = hashes[-1] if hashes else self.root_hash
-        for start in range(0, len(content), block_bytes):
-            block = parent + content[start : start + block_bytes]
-            if extras and (own := extras.get(len(hashes))):
-                block += _packed(own)
-            parent = blake2b(block, digest_size=HASH_BYTES).digest()
-            hashes.append(parent)
+        parent = self.hashes[-1] if first else self.root_hash
+        self.hashes += hash_blocks(parent, content, block_size, self.extras, first)

@@ -6,8 +6,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.enginecore.kv.block_table import BlockTable, root_hash
+from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv.cache_changes import CacheChanges
 from services.enginecore.kv.pool import BlockPool, PoolSnapshot
+from triptych.prefix_hash import root_hash
 
 
 class BlockManager:
@@ -155,6 +157,11 @@ class BlockManager:
         new = slice(table.num_cached, num_full)
         self._newly_cached += self._pool.cache(table.block_ids[new], table.hashes[new])
         table.num_cached = num_full
+
+    @property
+    def cache_changes(self) -> CacheChanges:
+        """The hashes that came into the prefix cache and left it."""
+        return self._pool.cache_changes
 
     def take_newly_cached(self) -> list[int]:
         """Return the blocks cached since the last call. The step being planned is the last that writes to them."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from services.enginecore.kv.block_table import NULL_BLOCK
+from services.enginecore.kv.cache_changes import CacheChanges
 
 _ABSENT = -1
 
@@ -160,6 +161,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._block_to_hash: list[bytes | None] = [None] * num_blocks
         self._hash_to_block: dict[bytes, int] = {}
+        self.cache_changes = CacheChanges(self._hash_to_block)
+        """The hashes that came into the cache and left it."""
         self._num_cached_free = 0
         self.num_shareable_gained = 0
         """Times since the start that a block came to be both held and cached. Hits in such a block cost no free one."""
@@ -259,6 +262,7 @@ class BlockPool:
             if hash_to_block.setdefault(block_hash, block) == block:
                 block_to_hash[block] = block_hash
                 cached.append(block)
+                self.cache_changes.note_stored(block_hash)
         self.num_shareable_gained += len(cached)
         if num_again := self._evicted.forget(block_hashes):
             self._soft_limit = max(self._soft_limit, self._num_touched) + num_again
@@ -279,6 +283,7 @@ class BlockPool:
         assert not self.num_held, f"{self.num_held} blocks are in use"
         self._block_to_hash = [None] * self._num_blocks
         self._hash_to_block.clear()
+        self.cache_changes.note_cleared()
         self._num_cached_free = 0
         self._evicted.clear()
 
@@ -333,3 +338,4 @@ class BlockPool:
         assert block_hash is not None
         del self._hash_to_block[block_hash]
         self._block_to_hash[block] = None
+        self.cache_changes.note_evicted(block_hash)

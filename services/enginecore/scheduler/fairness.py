@@ -96,6 +96,11 @@ class FairShares:
         """Number of entries in all heaps, those of tenants that left included."""
         return sum(level.waiting.num_entries + level.idle.num_entries for level in self._levels.values())
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of tokens of all requests that wait for their first admission."""
+        return int(self._num_waiting_tokens.sum())
+
     def open(self, request: Request) -> None:
         """Take in a new request and give it its tenant's index."""
         level = self._levels.get(request.priority)

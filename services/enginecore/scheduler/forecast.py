@@ -8,11 +8,13 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
 from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
+from triptych.types.outputs import EngineLoad
 
 _MIN_STEPS = 16  # measured before anything is predicted
 _ADMISSION_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold
 _RUN_WEIGHT = 0.1  # of the latest run in the moving average: it forgets half within 7 endings
 _STEP_WEIGHT = 0.1  # of the latest step among those of its size
+_INTERVAL_WEIGHT = 0.05  # of the latest step in the moving average between two results
 _UNMEASURED_S = 1.0  # between two endings, before any request has ended
 _MIN_RETRY_S, _MAX_RETRY_S = 0.05, 30.0  # that a client refused for a full queue is asked to wait
 
@@ -90,6 +92,26 @@ class StepPace:
         return low_s + max(slope, 0.0) * (num_tokens - low)
 
 
+class StepInterval:
+    """The moving average of the time between two results while steps follow each other."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0: nothing was measured."""
+        self._last_result_at: float | None = None
+
+    def note_result(self, now: float, *, is_last: bool) -> None:
+        """Take in that a result has come. `is_last`: no further one is due."""
+        if self._last_result_at is not None:
+            interval = now - self._last_result_at
+            self.seconds += _INTERVAL_WEIGHT * (interval - self.seconds) if self.seconds else interval
+        self._last_result_at = None if is_last else now
+
+    def note_idle(self) -> None:
+        """Take in that no result is due."""
+        self._last_result_at = None
+
+
 class FirstTokenForecast:
     """Predicts the wait for a first token. The admission owns it; it moves no request.
 
@@ -136,6 +158,25 @@ class FirstTokenForecast:
         num_endings = max(num_running + num_ahead + 1 - states.num_usable_rows, 0)
         for_row = num_endings * (self.endings.interval_s(states.num_usable_rows) or 0.0)
         return max(for_budget, for_row + self._chunks_s(num_own, num_running))
+
+    def measure_load(self, states: RequestStates) -> EngineLoad:
+        """Return what any new request would wait for, in figures that a frontend can add its own to."""
+        rows, steps = states.rows, self.steps
+        num_running, num_waiting = len(rows.slot_to_request), len(states.waiting)
+        wanted = rows.wanted(rows.running_order())
+        num_tokens = round(states.shares.num_waiting_tokens * self._computed_share)
+        num_tokens += states.waiting.num_returning_tokens + int(wanted[wanted > 1].sum())
+        is_measured = steps.num_steps > 0
+        return EngineLoad(
+            num_prefill_tokens=num_tokens,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_free_blocks=states.blocks.num_free,
+            num_free_rows=states.num_usable_rows - num_running - num_waiting,
+            prefill_token_s=steps.seconds(self._budget) / self._budget if is_measured else 0.0,
+            decode_step_s=steps.seconds(max(num_running, 1)) if is_measured else 0.0,
+            row_interval_s=self.endings.interval_s(states.num_usable_rows) or 0.0,
+        )
 
     def _ahead_of(self, request: Request, states: RequestStates) -> tuple[int, int]:
         """Return the requests that are admitted before this one, and how many of their tokens must be computed."""

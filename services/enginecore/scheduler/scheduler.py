@@ -28,7 +28,7 @@ from services.enginecore.scheduler.step_results import (
 )
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure
-from triptych.types.outputs import FinishReason
+from triptych.types.outputs import EngineLoad, FinishReason
 from triptych.types.step import U32, StepPlan, StepResult
 
 
@@ -82,6 +82,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             soft_num_blocks=soft_num_blocks,
         )
+        self.cache_changes = self._blocks.cache_changes
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
         )
@@ -155,6 +156,10 @@ class Scheduler:
     def predict_wait_s(self, request: Request) -> float | None:
         """Return the seconds to the first token of a request that is not added yet; None if nothing can be said."""
         return self._admission.forecast.wait_s(request, self._states)
+
+    def measure_load(self) -> EngineLoad:
+        """Return what any new request would wait for."""
+        return self._admission.forecast.measure_load(self._states)
 
     def add(self, *choices: Request) -> tuple[Failed, ...]:
         """Queue all choices of one client's request, and return the requests that had to leave a full queue for them.

@@ -72,6 +72,11 @@ class WaitingQueue:
         """Number of entries in all heaps, those of requests that left included."""
         return sum(queue.num_entries for queue in self._queues.values())
 
+    @property
+    def num_returning_tokens(self) -> int:
+        """Number of tokens of all requests that have run before."""
+        return sum(num_tokens for _, num_tokens in self._returning.values())
+
     def returning_ahead(self, priority: int) -> tuple[int, int]:
         """Return the number of requests of this priority or a lower value that have run before, and of their tokens."""
         totals = [total for level, total in self._returning.items() if level <= priority]
