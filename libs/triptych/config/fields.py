@@ -202,7 +202,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", WORKER, ge=1)
     rendezvous_address: str = value(
         "127.0.0.1:29500",
-        "Where rank 0 of the group listens and the other ranks meet it, host:port; not asked of a single rank.",
+        "Where rank 0 of the group listens and the other ranks meet it, host:port; not asked of a single rank. Rank 0 "
+        "may take port 0, any free one, which is written to --ready-file.",
         WORKER,
         per_rank=True,
     )
@@ -213,6 +214,18 @@ class ParallelConfig:
         WORKER,
         gt=0,
     )
+    silence_timeout_s: float = value(
+        5.0,
+        "Seconds after which a rank that says nothing counts as lost, and all ranks end with code 70, to be started "
+        "again together. One whose process has ended is noticed at once.",
+        WORKER,
+        gt=0,
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of one worker group; rank = stage * tensor_parallel_size + place in the stage."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

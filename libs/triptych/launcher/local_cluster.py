@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
 from triptych.launcher.readiness import Progress, ReadinessProbe
 from triptych.observe.logging import message_of
 from triptych.rpc.tls import create_client_tls
+from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import Phase
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ _WATCH_S = 0.1  # while everything runs
 _FAILED_GRACE_S = 5.0  # the others' time to leave when one has failed: their work is lost anyhow
 _STOP_MARGIN_S = 5.0  # on top of the longest drain
 _SHOWN_LINES = 10
+_GROUP_END_S = 0.5  # for ranks to end by themselves when one of them has, before they are killed
+_EXIT_CODE_TO_WEIGHT = {USAGE_EXIT_CODE: 0, int(ExitCode.HUNG): 2, int(ExitCode.OK): 3}
+"""The lower, the more an exit tells about the end of a group of ranks; 1 for all others."""
 
 SERVICE_MODULES = {
     "worker": "services.worker",
@@ -47,16 +51,28 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class _Service:
-    """One supervised service. Owned by the supervisor thread."""
+    """One supervised service, of one process or, where several ranks are a worker, of more. Owned by the supervisor
+    thread."""
 
     name: str
     module: str
-    process: ServiceProcess | None = None
-    is_bound: bool = False
+    num_processes: int = 1
+    processes: list[ServiceProcess] = field(default_factory=list)
+    """Those that run, by rank. All have been started and die together."""
+    num_bound: int = 0
     ports: dict[str, int] = field(default_factory=dict)
-    """As first bound; a restart takes the same."""
+    """As the first process has first bound; a restart takes the same."""
     start_at: float = 0.0
     death_times: deque[float] = field(default_factory=deque)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether all of its processes have bound their ports."""
+        return self.num_bound == self.num_processes
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of one of its processes."""
+        return f"{self.name}/{rank}" if self.num_processes > 1 else self.name
 
 
 class LocalCluster:
@@ -81,9 +97,15 @@ class LocalCluster:
             on_log_line: called with every line that a service prints, on a thread of its own.
             modules: what to run for each service.
         """
+        if config.parallel.num_ranks > 1:  # any number of stacks fit on a machine
+            parallel = replace(config.parallel, rendezvous_address="127.0.0.1:0")
+            config = replace(config, parallel=parallel)
         self._config = config
         self._on_log_line = on_log_line
-        self._services = tuple(_Service(name, module) for name, module in modules.items())
+        self._services = tuple(
+            _Service(name, module, config.parallel.num_ranks if name == "worker" else 1)
+            for name, module in modules.items()
+        )
         self._env = _child_environment()
         self._thread = threading.Thread(target=self._supervise, name="triptych-cluster", daemon=True)
         self._stop_requested = threading.Event()
@@ -108,8 +130,11 @@ class LocalCluster:
         """The config with the ports and addresses that are known by now."""
         config = self._config
         for service in self._services:
-            leaf = _LEAF[service.name]
-            config = replace(config, **{leaf: replace(getattr(config, leaf), **service.ports)})
+            leaf, ports = _LEAF[service.name], dict(service.ports)
+            if rendezvous := ports.pop("rendezvous_port", None):
+                parallel = replace(config.parallel, rendezvous_address=f"127.0.0.1:{rendezvous}")
+                config = replace(config, parallel=parallel)
+            config = replace(config, **{leaf: replace(getattr(config, leaf), **ports)})
         return replace(
             config,
             engine=replace(
@@ -145,8 +170,12 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the services that have been started, by name."""
-        return {s.name: s.process.pid for s in self._services if s.process is not None}
+        """Process ids of the services that have been started, by name; of several ranks `worker/0`, `worker/1`, …"""
+        return {
+            service.name_of(rank): process.pid
+            for service in self._services
+            for rank, process in enumerate(service.processes)
+        }
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -235,23 +264,47 @@ class LocalCluster:
 
     def _advance(self, service: _Service, upstream: _Service | None) -> None:
         """Start it, note its ports, or deal with its death: whatever is due."""
-        if service.process is None:
-            if (upstream is None or upstream.ports) and time.monotonic() >= service.start_at:
-                service.process = ServiceProcess(
-                    service.module, to_flags(self.config), self._env, self._on_log_line
-                )
-            return
-        if (exit := service.process.poll()) is not None:
-            self._handle_death(service, service.process, exit)
-        elif not service.is_bound and (ports := service.process.read_ports()) is not None:
-            service.ports, service.is_bound = ports, True
+        processes, rank = service.processes, service.num_bound
+        if any(process.poll() is not None for process in processes):
+            self._handle_death(service, self._end_rest(processes))
+        elif rank < len(processes):
+            if (ports := processes[rank].read_ports()) is not None:
+                service.num_bound += 1
+                if rank == 0:
+                    service.ports = ports
+        elif (
+            rank < service.num_processes
+            and time.monotonic() >= service.start_at
+            and (upstream is None or upstream.ports)
+        ):
+            # the ranks behind the first, which they dial, are started when it has bound
+            ranks = range(1) if rank == 0 else range(rank, service.num_processes)
+            processes += [self._start(service, rank) for rank in ranks]
 
-    def _handle_death(self, service: _Service, process: ServiceProcess, exit: Exit) -> None:
-        what = f"{service.name} (process {process.pid}) {exit}"
+    def _start(self, service: _Service, rank: int) -> ServiceProcess:
+        config = self.config
+        flags = to_flags(config if service.num_processes == 1 else rank_config_of(config, rank))
+        return ServiceProcess(service.module, flags, self._env, self._on_log_line)
+
+    def _end_rest(self, processes: Sequence[ServiceProcess]) -> tuple[int, ServiceProcess, Exit]:
+        """End a service of which a process has died, and return the rank, process and exit that say why."""
+        deadline = time.monotonic() + _GROUP_END_S
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+            time.sleep(_POLL_S)
+        exits = [(rank, process, exit) for rank, process in enumerate(processes) if (exit := process.poll())]
+        # a rank that has lost another one says little
+        return min(exits, key=lambda found: _EXIT_CODE_TO_WEIGHT.get(found[2].code, 1))
+
+    def _handle_death(self, service: _Service, died: tuple[int, ServiceProcess, Exit]) -> None:
+        rank, process, exit = died
+        what = f"{service.name_of(rank)} (process {process.pid}) {exit}"
         if exit.code == USAGE_EXIT_CODE:  # it would say the same again
             said = [line for line in process.tail if line.strip()]
             words = message_of(said[-1]).removeprefix(f"{service.module}: ") if said else what
-            raise ConfigError(f"{service.name}: {words}")
+            raise ConfigError(f"{service.name_of(rank)}: {words}")
         now = time.monotonic()
         deaths = service.death_times
         deaths.append(now)
@@ -266,27 +319,38 @@ class LocalCluster:
             "%s; starting it again in %.1f s (%d of %d within %g s)%s",
             what, backoff_s, len(deaths), MAX_RESTARTS, RESTART_PERIOD_S, _quote(process),
         )  # fmt: skip
-        service.process, service.is_bound, service.start_at = None, False, now + backoff_s
+        service.processes, service.num_bound, service.start_at = [], 0, now + backoff_s
 
     def _end_all(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
-        running = [(s.name, s.process) for s in reversed(self._services) if s.process is not None]
-        for _, process in running:
-            process.terminate()
-            while process.poll() is None and time.monotonic() < deadline and not self._kill_requested:
+        running = [service for service in reversed(self._services) if service.processes]
+        for service in running:
+            for process in service.processes:
+                process.terminate()
+            while (
+                any(process.poll() is None for process in service.processes)
+                and time.monotonic() < deadline
+                and not self._kill_requested
+            ):
                 time.sleep(_POLL_S)
-        for name, process in running:
-            if process.poll() is None:
-                log.warning("%s (process %d) did not leave in time and is killed", name, process.pid)
-                process.kill()
-        for _, process in running:
-            while process.poll() is None:
-                time.sleep(_POLL_S)
+        for service in running:
+            for rank, process in enumerate(service.processes):
+                if process.poll() is None:
+                    log.warning(
+                        "%s (process %d) did not leave in time and is killed",
+                        service.name_of(rank),
+                        process.pid,
+                    )
+                    process.kill()
+        for service in running:
+            for process in service.processes:
+                while process.poll() is None:
+                    time.sleep(_POLL_S)
 
     def _last_lines(self) -> str:
         for service in self._services:
-            if not service.is_bound and service.process is not None:
-                return _quote(service.process)
+            if not service.is_bound and service.processes:
+                return _quote(service.processes[-1])
         return ""
 
 
@@ -295,6 +359,17 @@ def dial_address(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1" if host != "::" else "::1"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def rank_config_of(config: EngineConfig, rank: int) -> EngineConfig:
+    """Return the config of one of several ranks on this machine.
+
+    Only rank 0 is dialed from outside; the others take any free ports. On a machine with GPUs each has its own.
+    """
+    worker = replace(config.worker, rank=rank, local_rank=rank)
+    if rank == 0:
+        return replace(config, worker=worker)
+    return replace(config, worker=replace(worker, port=0, metrics_port=0))
 
 
 def _quote(process: ServiceProcess) -> str:

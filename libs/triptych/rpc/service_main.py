@@ -54,6 +54,16 @@ class ServiceApp(ABC):
         self.background: dict[str, asyncio.Future[Any]] = {}
         """Name -> what runs as long as the process. One that ends before that has died."""
 
+    @classmethod
+    def for_config(cls, config: EngineConfig) -> type[ServiceApp]:
+        """Return the app that this config asks for: itself, where a service has but one."""
+        return cls
+
+    @classmethod
+    def log_name(cls, config: EngineConfig) -> str:
+        """Return the service's name in its log."""
+        return cls.section
+
     @abstractmethod
     async def start(self) -> Mapping[str, int]:
         """Start to serve and fill `background`. Return further ports by name, for the ready file."""
@@ -77,7 +87,7 @@ def main(service: str, description: str | None, create: type[ServiceApp]) -> NoR
 
     arguments = parse_service_arguments(service, description or "", sys.argv[1:])
     try:
-        code = uvloop.run(run(arguments, create))
+        code = uvloop.run(run(arguments, create.for_config(arguments.config)))
     except ConfigError as error:
         print(f"services.{service}: {error}", file=sys.stderr)
         code = ExitCode.MISCONFIGURED
@@ -93,7 +103,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
         ConfigError: A port is taken, or an address cannot be used; names it.
     """
     config = arguments.config
-    observe_logging.configure(config.log, create.section)
+    observe_logging.configure(config.log, create.log_name(config))
     stop = stop_event()
     app = create(config)
     section = getattr(config, app.section)
@@ -122,7 +132,8 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    log.info("stopped")
+    if code == ExitCode.OK:  # else the last line says why
+        log.info("stopped")
     return code
 
 

@@ -17,4 +17,4 @@ class ExitCode(IntEnum):
     FENCED = 3
     """An engine core whose worker another, started later, has taken over."""
     HUNG = 70
-    """A worker with a step that made no progress."""
+    """A worker with a step that made no progress, or a rank that has lost another one of its group."""

@@ -123,14 +123,15 @@ def missing_kernels(root: Path = host.ROOT) -> str:
     )
 
 
-def use_threads(requested: int) -> int:
+def use_threads(requested: int, *, num_sharing: int = 1) -> int:
     """Give native kernels and torch the model's CPU threads, process-wide, and return how many each has.
 
     Args:
         requested: Number of threads; 0: the physical cores that this process may use, since a second thread per core
             only competes for the same vector unit.
+        num_sharing: Number of processes that share those cores in equal parts.
     """
-    num_threads = requested or host.usable_cores()
+    num_threads = requested or max(1, host.usable_cores() // num_sharing)
     use_native_threads(num_threads)
     torch.set_num_threads(num_threads)
     return num_threads

@@ -137,26 +137,6 @@ def find_rank(engine: EngineConfig, device: str) -> RankFacts:
     )
 
 
-def check_supported(engine: EngineConfig) -> None:
-    """Check that one worker computes the model: an engine does not feed several ranks yet.
-
-    Runners of several ranks can be created all the same; this check is for a worker that serves.
-
-    Raises:
-        FeatureDisabled: The config asks for more than one worker per model; names key and value.
-    """
-    for key, value, served in (
-        ("parallel.tensor_parallel_size", engine.parallel.tensor_parallel_size, 1),
-        ("parallel.pipeline_parallel_size", engine.parallel.pipeline_parallel_size, 1),
-        ("worker.rank", engine.worker.rank, 0),
-    ):
-        if value != served:
-            raise FeatureDisabled(
-                f"{key} = {value}",
-                f"an engine does not feed several workers yet, so a worker serves {key} = {served} only; set it so",
-            )
-
-
 def choose_quantization(
     requested: str,
     architecture: ModelArchitecture,

@@ -21,6 +21,8 @@ class RankFacts:
     tensor_parallel_size: int = 1
     device: str = "cpu"
     """`cpu`, `cuda:<local_rank>` or `simulated`."""
+    ranks_on_host: int = 1
+    """Ranks that share this machine's cores and memory."""
     stage: int = 0
     """The part of the layers that this process computes; stages compute one after the other."""
     num_stages: int = 1

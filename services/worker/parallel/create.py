@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 
+from services.worker.context.group_place import GroupPlace
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from triptych.config.loader import check_same_values, rank_config
 
 
-def create_rank_group(config: ResolvedConfig) -> RankGroup:
+def create_rank_group(config: ResolvedConfig, place: GroupPlace | None = None) -> RankGroup:
     """Connect the ranks of `config.rank`'s group, and wait until all of them are present.
+
+    Args:
+        place: What the ranks know of each other if they have met before. None: they meet at
+            `parallel.rendezvous_address`.
 
     Called when the thread has chosen its device and before any memory is measured, since connections take memory.
 
@@ -23,7 +28,7 @@ def create_rank_group(config: ResolvedConfig) -> RankGroup:
     # some builds of torch have no torch.distributed, and one rank does not need it
     from services.worker.parallel.process_group import ProcessGroup
 
-    return ProcessGroup(config)
+    return ProcessGroup(config, place)
 
 
 def check_agreement(config: ResolvedConfig, group: RankGroup, *, fingerprint: str, processor: str) -> None:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.nn import functional
 
+from services.worker.context.group_place import GroupPlace, split_address
 from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from services.worker.parallel.stage_link import ProcessStageLink, naming_errors
 from triptych.config import ParallelConfig
@@ -28,8 +29,11 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 class ProcessGroup:
     """A `RankGroup` of processes. torch.distributed allows each process one group at a time."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, place: GroupPlace | None = None) -> None:
         """Meet the other ranks and set up every connection, so that no step and no capture has to.
+
+        Args:
+            place: As of `create_rank_group`.
 
         Raises:
             ConfigError, RankUnavailable: As of `create_rank_group`.
@@ -43,12 +47,12 @@ class ProcessGroup:
         self._timeout_s = config.engine.parallel.timeout_s
         self._failure = ""
         self._num_exchanges = 0
-        self._store = meet(config.engine.parallel, self.rank, self.size)
+        self._store = meet(config.engine.parallel, self.rank, self.size, place)
         on_cuda = self._device.type == "cuda"
         with self._naming("meeting"):
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo",
-                store=PrefixStore("group", self._store),
+                store=PrefixStore(place.generation if place else "group", self._store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=self._timeout_s),
@@ -148,19 +152,30 @@ def _connect_stage(rank: RankFacts) -> dist.ProcessGroup | None:
     return stages[rank.stage]
 
 
-def meet(parallel: ParallelConfig, rank: int, size: int) -> TCPStore:
+def meet(parallel: ParallelConfig, rank: int, size: int, place: GroupPlace | None = None) -> TCPStore:
     """Wait until all ranks have come to the store at rank 0, and return it.
+
+    Args:
+        place: Names the store's address; None: `parallel.rendezvous_address` does.
 
     Raises:
         ConfigError: The address is invalid, rank 0 cannot listen there, or two workers were given the same rank.
         RankUnavailable: A rank did not come within `parallel.timeout_s`; names it.
     """
-    host, port = _split_address(parallel.rendezvous_address)
+    address = place.store_address if place else parallel.rendezvous_address
+    host, port = split_address(address)
     timeout = timedelta(seconds=parallel.timeout_s)
-    where = f"parallel.rendezvous_address: {parallel.rendezvous_address}"
+    where = f"parallel.rendezvous_address: {address}"
     waited = f"rank {rank} of {size} waited {parallel.timeout_s:g} s (parallel.timeout_s)"
     try:
-        store = TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=place.store_fd if place else None,
+        )
     except DistError as error:
         if rank == 0:
             reason = str(error).partition("\n")[0]
@@ -178,13 +193,3 @@ def meet(parallel: ParallelConfig, rank: int, size: int) -> TCPStore:
     except DistError as error:  # the store itself, which ended with rank 0
         raise RankUnavailable(f"{where}: rank 0 left before all ranks had come") from error
     return store
-
-
-def _split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(
-            f"parallel.rendezvous_address: {address!r} is not host:port with a port of 1 to 65535; "
-            "name a host and a free port of rank 0's machine"
-        )
-    return host.strip("[]"), int(port)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from services.worker.context import host
 from services.worker.context.device import free_memory, held_memory
+from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import PendingStep, Runner, do_nothing
 from services.worker.runner.model_runner import ModelRunner
@@ -52,24 +53,31 @@ class SleepableRunner(Runner):
         device: torch.device,
         needs: MemoryNeeds,
         load: Callable[[], CausalLM],
-        start: Callable[[CausalLM], ModelRunner],
+        create: Callable[[CausalLM], ModelRunner],
+        warm_up: Callable[[ModelRunner], None],
+        group: RankGroup | None = None,
     ) -> None:
         """Start the runner, ready for step 1.
 
         Args:
             load: Reads the same model from its checkpoint again.
-            start: Creates the runner of a loaded model, with all its memory, and warms it up.
+            create: Creates the runner of a loaded model, with all its memory.
+            warm_up: Prepares it for step 1, which all ranks do together.
+            group: The connected ranks, of which all sleep or none; None: one rank.
         """
         self.device = device
         self._needs = needs
         self._load = load
-        self._start = start
+        self._create = create
+        self._warm_up = warm_up
+        self._group = group or OneRank()
         self._model: CausalLM | None = model
         """The model, or None while the weights are dropped."""
         self._host_copy: HostCopy | None = None
         """Weights in the host's memory; None while they are on the device or dropped."""
-        self._runner: ModelRunner | None = start(model)
+        self._runner: ModelRunner | None = create(model)
         """The runner, or None while asleep."""
+        warm_up(self._runner)
         self._facts = self._runner.facts
 
     @property
@@ -95,9 +103,17 @@ class SleepableRunner(Runner):
         began, held = time.perf_counter(), held_memory(self.device)
         self._runner.reset()
         is_copied = level is SleepLevel.WEIGHTS_ON_HOST and self.device.type != "cpu"
-        host_copy = (
-            HostCopy(_module(self.model)) if is_copied else None
-        )  # before anything changes, since it may fail
+        host_copy: HostCopy | None = None
+        failure: TriptychError | None = None
+        try:
+            if is_copied:
+                host_copy = HostCopy(_module(self.model))  # before anything changes, since it may fail
+        except MemoryShort as error:
+            failure = error.with_traceback(None)  # whose frames would keep the copy alive
+        if (failure := self._agree_on(failure)) is not None:
+            if host_copy is not None:
+                host_copy.discard()
+            raise failure
         self._runner, self._host_copy = None, host_copy
         if level is SleepLevel.WEIGHTS_DROPPED:
             self._model = None
@@ -115,17 +131,30 @@ class SleepableRunner(Runner):
         """Allocate memory again and prepare for step 1; see `Runner.wake`."""
         assert self._runner is None, "already awake"
         began, is_dropped = time.perf_counter(), self._model is None
-        if (failure := self._try_to_wake()) is not None:
+        if (failure := self._agree_on(self._try_to_allocate())) is not None:
+            self._runner = None
             if is_dropped:
                 self._model = None
             self._release()
             raise failure
+        assert self._runner is not None, "allocated"
+        self._warm_up(self._runner)
         if self._host_copy is not None:
             self._host_copy.discard()
             self._host_copy = None
         log.info("awake after %.2f s", time.perf_counter() - began)
 
-    def _try_to_wake(self) -> TriptychError | None:
+    def _agree_on(self, failure: TriptychError | None) -> TriptychError | None:
+        """Return this rank's failure, or that of another rank: what one cannot do, none does. None if all can."""
+        reasons = self._group.exchange("" if failure is None else failure.message)
+        if failure is None:
+            for rank, reason in enumerate(reasons):
+                if reason:
+                    failure = MemoryShort(f"rank {rank}: {reason}")
+                    break
+        return failure
+
+    def _try_to_allocate(self) -> TriptychError | None:
         """Return the error, or None. Its traceback is removed, since the frames would keep allocated memory alive."""
         needed, free = self._needed_bytes(), free_memory(self.device)
         if needed > free:
@@ -135,7 +164,7 @@ class SleepableRunner(Runner):
                 self._model = self._load()
             elif self._host_copy is not None:
                 self._host_copy.restore()
-            self._runner = self._start(self._model)
+            self._runner = self._create(self._model)
         except torch.OutOfMemoryError:  # another process was faster, or the free memory is fragmented
             pass
         except TriptychError as error:

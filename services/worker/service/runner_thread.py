@@ -14,7 +14,7 @@ from this thread, and a device that is the host itself would stand still.
     event loop     |                       | result 1, plan 3 |
 
 A step that fails ends its session, and the thread goes on with the next one. A step that fails because the device is
-lost ends the thread as well: nothing can be computed in this process any more.
+lost ends the thread as well: nothing can be computed in this process any more. So does one of several ranks' step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from typing import Any, TypeVar
 
 from services.worker.runner.base import PendingStep, PhaseChange, Runner
 from services.worker.service.watchdog import StepClock
-from triptych.errors import EngineFailure, TriptychError
+from triptych.errors import EngineFailure, ProtocolViolation, TriptychError
+from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
+from triptych.wire.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +79,17 @@ class RunnerThread:
         *,
         on_phase: PhaseChange,
         on_ready: Callable[[Runner], None],
+        is_one_of_several: bool = False,
     ) -> None:
+        """
+        Args:
+            load: Creates the runner, on the thread.
+            is_one_of_several: Whether the threads of other ranks compute the same steps. Then what has been submitted
+                is computed even if its session has ended, since other ranks compute it, and a step that fails on one
+                rank ends the thread.
+        """
         self._load = load
+        self._is_one_of_several = is_one_of_several
         self._on_phase = on_phase
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
@@ -98,7 +109,12 @@ class RunnerThread:
         self._inbox.put(_Opened(self._current, deliver))
         return self._current
 
-    def submit(self, session: int, plan: StepPlan) -> None:
+    def submit(self, session: int, plan: StepPlan, message: Step) -> None:
+        """Have a step computed.
+
+        Args:
+            message: The plan as it came, which a leader relays.
+        """
         self._inbox.put(_Planned(session, plan))
 
     def close_session(self, session: int) -> None:
@@ -115,6 +131,14 @@ class RunnerThread:
         answer: asyncio.Future[T] = self._loop.create_future()
         self._inbox.put(_Asked(act, answer))
         return await answer
+
+    async def sleep(self, level: SleepLevel) -> int:
+        """Have the runner give its memory back; returns and raises as `Runner.sleep` does."""
+        return await self.ask(lambda runner: runner.sleep(level))
+
+    async def wake(self) -> None:
+        """Have the runner take its memory again; raises as `Runner.wake` does."""
+        await self.ask(lambda runner: runner.wake())
 
     async def stop(self, grace_s: float) -> None:
         """End the thread after the step in hand; past `grace_s` leave it to the end of the process."""
@@ -133,7 +157,12 @@ class RunnerThread:
         self._post(self._end, failure)
 
     def _serve(self, runner: Runner) -> None:
-        steps = _StepsInFlight(runner, self.steps, self._post)
+        steps = _StepsInFlight(
+            runner,
+            self.steps,
+            self._post,
+            is_fatal=_ends_a_group if self._is_one_of_several else _is_device_lost,
+        )
         while True:
             item, idle_ns = self._next_item(steps)
             match item:
@@ -142,7 +171,7 @@ class RunnerThread:
                     return
                 case _Opened():
                     steps.open(item.deliver)
-                case _Planned() if item.session == self._current:
+                case _Planned() if item.session == self._current or self._is_one_of_several:
                     steps.launch(item.plan, idle_ns)
                 case _Asked():
                     steps.drop()
@@ -190,10 +219,22 @@ class RunnerThread:
 class _StepsInFlight:
     """The steps of one session that have been launched; owned by the runner thread."""
 
-    def __init__(self, runner: Runner, clock: StepClock, post: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        clock: StepClock,
+        post: Callable[..., None],
+        *,
+        is_fatal: Callable[[Exception], bool],
+    ) -> None:
+        """
+        Args:
+            is_fatal: Whether nothing can be computed any more after this failure of a step.
+        """
         self._runner = runner
         self._clock = clock
         self._post = post
+        self._is_fatal = is_fatal
         self._deliver: Deliver | None = None
         self._launched: deque[_Launched] = deque()
         self._outcomes: list[tuple[Deliver, StepResult | Exception]] = []
@@ -273,7 +314,7 @@ class _StepsInFlight:
         """End the session with this failure; what it has in flight is forgotten.
 
         Raises:
-            Exception: the error itself, if it says that the device is lost.
+            Exception: the error itself, if it says that nothing can be computed any more.
         """
         self._launched.clear()
         self._watch_oldest()
@@ -284,7 +325,7 @@ class _StepsInFlight:
             self._outcomes.append((self._deliver, outcome))
             self.deliver()
             self._deliver = None
-        if _is_device_lost(error):
+        if self._is_fatal(error):
             raise error
 
     def _watch_oldest(self) -> None:
@@ -306,6 +347,12 @@ class _Launched:
 def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
     if not answer.done():  # else whoever asked has left
         settle(outcome)
+
+
+def _ends_a_group(error: Exception) -> bool:
+    """Whether other ranks may be in the middle of a step that has failed here. A plan is refused by all ranks, before
+    any of them computes."""
+    return not isinstance(error, ProtocolViolation)
 
 
 def _is_device_lost(error: BaseException | None) -> bool:

@@ -12,11 +12,11 @@ from services.worker.service.lease import WorkerLease
 from services.worker.service.session import DrainNotice, EngineHello, Grant
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher, WorkerState
+from services.worker.service.step_counter import StepCounter
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement, read_hello
-from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.result import result_to_proto
 from triptych.wire.worker import worker_facts_to_proto
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 _HOLD_HELLO_S = 2.0
 """Seconds that an engine's hello is held while the worker is on its way to readiness."""
-_STAGES = ("prepare", "forward", "sample", "idle")  # of `StepTimings`
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
@@ -43,8 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._sleep = sleep
         self._status_publisher = status_publisher
         self._metrics = metrics
-        # looked up once: labels cost more than the counting
-        self._stage_to_seconds = {stage: metrics.stage_seconds.labels(stage) for stage in _STAGES}
+        self._counter = StepCounter(metrics)
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
@@ -61,7 +59,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 if isinstance(outcome, DrainNotice):
                     yield worker_pb2.ExecuteResponse(draining=worker_pb2.Draining())
                     continue
-                self._count(outcome)
+                self._counter.count(outcome)
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))
         finally:
             reader.cancel()
@@ -70,7 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
-        return worker_pb2.GetInfoResponse(info=_info(self._status_publisher.state))
+        return worker_pb2.GetInfoResponse(info=info_to_proto(self._status_publisher.state))
 
     async def Sleep(
         self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext
@@ -103,14 +101,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         else:
             grant.end_stream(None)
 
-    def _count(self, result: StepResult) -> None:
-        timings = result.timings
-        self._metrics.steps.inc()
-        for stage, seconds in self._stage_to_seconds.items():
-            seconds.inc(getattr(timings, f"{stage}_ns") / 1e9)
-        if timings.gap_ns:
-            self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
-
 
 def _to_hello(message: worker_pb2.Hello, agreement: Agreement) -> EngineHello:
     return EngineHello(
@@ -135,7 +125,8 @@ def _welcome(grant: Grant) -> worker_pb2.Welcome:
     )
 
 
-def _info(state: WorkerState) -> worker_pb2.WorkerInfo:
+def info_to_proto(state: WorkerState) -> worker_pb2.WorkerInfo:
+    """Return the state as a message."""
     return worker_pb2.WorkerInfo(
         phase=state.phase,
         progress=state.progress,

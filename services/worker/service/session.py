@@ -162,7 +162,7 @@ class Session:
         plan = self._decoder.decode(step)
         self.outbox.confirm(plan.last_result_seen)
         self.last_step_received = plan.step_id
-        self._thread.submit(self.epoch, plan)
+        self._thread.submit(self.epoch, plan, step)
 
     def drain(self) -> None:
         """Take no more steps. The stream ends behind the results of those in flight."""

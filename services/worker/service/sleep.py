@@ -65,7 +65,7 @@ class SleepControl:
         self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)  # from now on no engine is admitted
         await self._set_ready(False)
         try:
-            return await self._thread.ask(lambda runner: runner.sleep(level))
+            return await self._thread.sleep(level)
         except TriptychError:
             await self._turn_ready()
             raise
@@ -75,7 +75,7 @@ class SleepControl:
             return
         self._status_publisher.change(phase=Phase.LOADING, progress=0.0)
         try:
-            await self._thread.ask(lambda runner: runner.wake())
+            await self._thread.wake()
         except TriptychError:
             self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)
             raise

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import uuid
+from concurrent.futures import Future
+from dataclasses import replace
 
-from services.worker.context.resolve import check_supported
+from services.worker.context.group_place import GroupPlace
 from services.worker.runner.base import PhaseChange, Runner
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
@@ -14,21 +16,26 @@ from triptych.hub import resolve_model
 from triptych.types.facts import Phase
 
 
-def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
+def load_runner(
+    config: EngineConfig, on_phase: PhaseChange, place: Future[GroupPlace] | None = None
+) -> Runner:
     """Find the model's files, then load it, or simulate it where `simulation.enabled` asks for that.
+
+    Args:
+        place: Of several ranks: set when they have met, within a deadline of its own.
 
     Raises:
         ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
         ConfigError, FeatureDisabled: what the operator asks for cannot be done here.
+        RankUnavailable, HandshakeMismatch: other ranks are missing, or differ.
     """
-    check_supported(config)
     on_phase(Phase.LOADING, 0.0)
     directory = resolve_model(config.model.model)
-    boot_id = str(uuid.uuid4())
     # Each kind imports its own: a simulation is ready before torch would be.
     if config.simulation.enabled:
         from services.worker.simulation.runner import create_simulated_runner
 
+        boot_id = str(uuid.uuid4()) if place is None else place.result().generation
         return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
     from triptych_kernels.cpu.build import DIGEST
 
@@ -43,5 +50,9 @@ def load_runner(config: EngineConfig, on_phase: PhaseChange) -> Runner:
     finally:
         gc.freeze()  # and it lives as long as the process: no collection need look at it again
         gc.enable()
+    met = None if place is None else place.result()
+    boot_id = str(uuid.uuid4()) if met is None else met.generation
     resolved = resolve_config(config, read_architecture(directory))
-    return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase)
+    if met is not None:
+        resolved = replace(resolved, rank=replace(resolved.rank, ranks_on_host=met.ranks_on_host))
+    return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)

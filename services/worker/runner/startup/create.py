@@ -24,6 +24,7 @@ from services.worker.context.device import (
     use_device,
     use_threads,
 )
+from services.worker.context.group_place import GroupPlace
 from services.worker.context.machine import describe_rates
 from services.worker.context.rank_group import RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
@@ -55,7 +56,12 @@ GRAMMARS_AFTER_S = 10.0  # the first tokens of a worker that has just started ar
 
 
 def create_runner(
-    config: ResolvedConfig, directory: Path, *, boot_id: str, on_phase: PhaseChange
+    config: ResolvedConfig,
+    directory: Path,
+    *,
+    boot_id: str,
+    on_phase: PhaseChange,
+    place: GroupPlace | None = None,
 ) -> SleepableRunner:
     """Load the model, size and allocate its KV cache, and warm up. Called on the thread that will compute.
 
@@ -65,6 +71,7 @@ def create_runner(
         directory: Directory of the checkpoint, from `triptych.hub`.
         boot_id: A uuid drawn at process start.
         on_phase: Called while the runner starts, and again whenever it wakes.
+        place: What several ranks know of each other if they have met before.
 
     Raises:
         ModelError: A file is missing, cut short or not understood.
@@ -74,8 +81,8 @@ def create_runner(
     """
     engine, device = config.engine, torch.device(config.rank.device)
     use_device(device)
-    group = create_rank_group(config)
-    num_threads = use_threads(engine.worker.num_threads)
+    group = create_rank_group(config, place)
+    num_threads = use_threads(engine.worker.num_threads, num_sharing=config.rank.ranks_on_host)
     if device.type == "cpu":
         report_host(num_threads, host.numa_nodes(), host.huge_pages())
         if isa():
@@ -130,7 +137,7 @@ def create_runner(
             )
         return load(checkpoint)
 
-    def start(model: CausalLM) -> ModelRunner:
+    def create(model: CausalLM) -> ModelRunner:
         stage = None if group.stages is None else create_stage(config, group.stages)
         runner = ModelRunner(
             model=model,
@@ -146,16 +153,20 @@ def create_runner(
         )
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
+        return runner
+
+    def prepare(runner: ModelRunner) -> None:
         on_phase(Phase.WARMING, 0.0)
         warming_since = time.perf_counter()
         if engine.worker.graph_capture == "startup":
             runner.capture_graphs(lambda progress: on_phase(Phase.WARMING, progress))
         warm_up(runner)
         log.info("warmed up in %.1f s", time.perf_counter() - warming_since)
-        return runner
 
     needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.shape.block_bytes, kv.activation_bytes)
-    return SleepableRunner(model, device=device, needs=needs, load=load_again, start=start)
+    return SleepableRunner(
+        model, device=device, needs=needs, load=load_again, create=create, warm_up=prepare, group=group
+    )
 
 
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
@@ -197,6 +208,7 @@ def _plan_kv_cache(
     """
     free_bytes = group.minimum(free_memory(device))
     if device.type != "cuda":
+        free_bytes //= config.rank.ranks_on_host  # each of them has counted the same memory
         return _agree_on_blocks(plan_kv_cache(config, free_bytes), group)
     engine, scheduler = config.engine, config.engine.scheduler
     unmeasured = plan_kv_cache(config, free_bytes)

@@ -1,0 +1,26 @@
+"""Metrics of the steps that a worker computes."""
+
+from __future__ import annotations
+
+from triptych.observe.metrics import WorkerMetrics
+from triptych.types.step import StepResult
+
+_STAGES = ("prepare", "forward", "sample", "idle")  # of `StepTimings`
+
+
+class StepCounter:
+    """Counts the results of one process."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        # looked up once: labels cost more than the counting
+        self._stage_to_seconds = {stage: metrics.stage_seconds.labels(stage) for stage in _STAGES}
+
+    def count(self, result: StepResult) -> None:
+        """Count one step's result."""
+        timings = result.timings
+        self._metrics.steps.inc()
+        for stage, seconds in self._stage_to_seconds.items():
+            seconds.inc(getattr(timings, f"{stage}_ns") / 1e9)
+        if timings.gap_ns:
+            self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)
