@@ -38,6 +38,7 @@ from triptych.config.loader import shared_config, to_flags
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
+from triptych.wire.step import Step
 
 NUM_REQUESTS = 32
 PROMPT_LEN = 16
@@ -75,7 +76,7 @@ class ThreadExecutor:
         return Connected(self._facts, MAX_STEPS_IN_FLIGHT, resume_ttl_s=0.0, is_resumed=False)
 
     async def send(self, plan: StepPlan) -> None:
-        self._thread.submit(self._session, plan)
+        self._thread.submit(self._session, plan, Step())
 
     def receive(self) -> list[StepResult]:
         results = []

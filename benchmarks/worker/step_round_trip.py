@@ -21,9 +21,9 @@ from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
 from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.worker.app import SWITCH_INTERVAL_S
 from services.worker.runner.base import CompletedStep, do_nothing
 from services.worker.service.lease import WorkerLease
+from services.worker.service.runner_app import SWITCH_INTERVAL_S
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE, WorkerServicer
 from services.worker.service.sleep import SleepControl

@@ -68,6 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     "services.worker.sampling.logits_processors.structured_outputs": {"llguidance", "torch", "numpy"},
     "services.worker.runner.startup.compile_ahead": {"torch", "triton"},
     "services.worker.service.servicer": {"grpc"},
+    "services.worker.group.servicer": {"grpc"},
+    "services.worker.group.messages": {"google"},
 }
 """Package or module -> the third-party packages that it may import; the longest name that fits counts."""
 

@@ -66,7 +66,7 @@ def test_each_service_gets_the_address_of_the_one_before_it_and_all_leave_in_ord
         assert list(pids) == list(NAMES)
         assert cluster.address == f"127.0.0.1:{config.frontend.port}"
         assert f"enginecore calls 127.0.0.1:{config.worker.port}" in cluster.lines
-        assert f"frontend calls 127.0.0.1:{config.engine.port}" in cluster.lines
+        wait_until(lambda: f"frontend calls 127.0.0.1:{config.engine.port}" in cluster.lines)
         assert list(tmp_path.iterdir()) == []  # not even a directory that a killed parent would leave
     assert [line for line in cluster.lines if "leaves" in line] == [
         "frontend leaves", "enginecore leaves", "worker leaves",

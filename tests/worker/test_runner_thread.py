@@ -16,6 +16,7 @@ from services.worker.service.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
 from triptych.errors import ConfigError, EngineFailure, MemoryShort, ProtocolViolation
 from triptych.types.step import StepPlan, StepResult
+from triptych.wire.step import Step
 
 DEADLINE_S = 10.0
 
@@ -94,7 +95,7 @@ class Stand:
 
     def submit(self, *step_ids: int) -> None:
         for step_id in step_ids:
-            self.thread.submit(self.session, step_plan(step_id))
+            self.thread.submit(self.session, step_plan(step_id), Step(step_id=step_id))
 
     @property
     def answers(self) -> list[int]:
@@ -278,7 +279,7 @@ async def test_what_is_asked_between_sessions_is_no_step_and_drops_those_in_flig
         assert await it.thread.ask(lambda runner: runner.num_resets) == 1
         assert it.outcomes == []
         again = it.thread.open_session(it.outcomes.append)
-        it.thread.submit(again, step_plan(1))
+        it.thread.submit(again, step_plan(1), Step(step_id=1))
         (await it.launched(3))[-1].end()
         await it.until(lambda: it.answers == [1])
 

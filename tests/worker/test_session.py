@@ -440,7 +440,7 @@ async def test_a_step_that_hangs_does_not_hang_the_stop() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await ready.wait()
         runner.may_step.clear()
-        thread.submit(thread.open_session(lambda outcome: None), plan_from_proto(plan(1)))
+        thread.submit(thread.open_session(lambda outcome: None), plan_from_proto(plan(1)), plan(1))
         await asyncio.to_thread(runner.started.wait, DEADLINE_S)
         await thread.stop(0.05)
         assert not thread.ended.done()

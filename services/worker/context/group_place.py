@@ -19,7 +19,7 @@ class GroupPlace:
     """The machine or container of each rank, by rank; see `host_name`."""
     rank: int
     store_address: str
-    """Where torch.distributed meets, host:port."""
+    """Address at which torch.distributed meets, host:port."""
     store_fd: int | None = None
     """Rank 0: the listening socket of that address."""
 

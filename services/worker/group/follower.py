@@ -236,7 +236,7 @@ class _LocalRelay:
         self._has_come = asyncio.Event()
         self._server: asyncio.Server | None = None
         self.port = 0
-        """Where the others dial, on the loopback interface."""
+        """Port that the others dial, on the loopback interface."""
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

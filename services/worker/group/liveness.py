@@ -108,7 +108,7 @@ class Liveness:
         self._limit = BEATS
 
     def stop(self) -> None:
-        """Nobody's end is noticed any more."""
+        """Notice nobody's end any more."""
         self._is_stopping.set()
 
     def _run(self) -> None:

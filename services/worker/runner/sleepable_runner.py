@@ -131,14 +131,13 @@ class SleepableRunner(Runner):
         """Allocate memory again and prepare for step 1; see `Runner.wake`."""
         assert self._runner is None, "already awake"
         began, is_dropped = time.perf_counter(), self._model is None
-        if (failure := self._agree_on(self._try_to_allocate())) is not None:
+        failure = self._agree_on(self._try_to_allocate()) or self._try_to_warm_up()
+        if failure is not None:
             self._runner = None
             if is_dropped:
                 self._model = None
             self._release()
             raise failure
-        assert self._runner is not None, "allocated"
-        self._warm_up(self._runner)
         if self._host_copy is not None:
             self._host_copy.discard()
             self._host_copy = None
@@ -171,6 +170,23 @@ class SleepableRunner(Runner):
             error.__cause__ = error.__context__ = None
             return error.with_traceback(None)
         return None if self._runner is not None else self._memory_short(needed, free)
+
+    def _try_to_warm_up(self) -> TriptychError | None:
+        """Return the error, or None, as `_try_to_allocate` does. That of one of several ranks ends the group."""
+        assert self._runner is not None, "allocated"
+        needed, free = self._needed_bytes(), free_memory(self.device)
+        try:
+            self._warm_up(self._runner)
+        except torch.OutOfMemoryError:
+            if self._group.size > 1:
+                raise
+            return self._memory_short(needed, free)
+        except TriptychError as error:
+            if self._group.size > 1:
+                raise
+            error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
+        return None
 
     def _needed_bytes(self) -> int:
         has_weights = self._model is not None and self._host_copy is None

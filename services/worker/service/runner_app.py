@@ -1,4 +1,4 @@
-"""What every worker's process has, whichever rank it is: the thread that computes, its watchdog, state and metrics."""
+"""The part of a worker's process that all ranks have: the thread that computes, its watchdog, state and metrics."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from services.worker.runner.base import PendingStep, PhaseChange, Runner
 from services.worker.service.watchdog import StepClock
-from triptych.errors import EngineFailure, ProtocolViolation, TriptychError
+from triptych.errors import EngineFailure, ProtocolViolation, RankUnavailable, TriptychError
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step
@@ -180,6 +180,8 @@ class RunnerThread:
     def _answer(self, asked: _Asked, runner: Runner) -> None:
         try:
             outcome = asked.act(runner)
+        except RankUnavailable:
+            raise
         except TriptychError as error:
             self._post(_settle, asked.answer, asked.answer.set_exception, error)
         else:
