@@ -47,6 +47,7 @@ def create_scheduler(
     max_num_batched_tokens: int,
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = True,
+    num_stages: int = 1,
 ) -> Scheduler:
     """Return a scheduler with these requests waiting."""
     scheduler = Scheduler(
@@ -61,6 +62,7 @@ def create_scheduler(
         eos_token_ids=[2],
         enable_prefix_caching=enable_prefix_caching,
         clock=time.monotonic,
+        num_stages=num_stages,
     )
     for submit in submits:
         scheduler.add(*Request.choices_of(submit, session=0))

@@ -73,7 +73,7 @@ class ThreadExecutor:
             on_event()
 
         self._session = self._thread.open_session(deliver)
-        return Connected(self._facts, MAX_STEPS_IN_FLIGHT, resume_ttl_s=0.0, is_resumed=False)
+        return Connected(self._facts, self._facts.max_steps_in_flight, resume_ttl_s=0.0, is_resumed=False)
 
     async def send(self, plan: StepPlan) -> None:
         self._thread.submit(self._session, plan, Step())

@@ -127,6 +127,7 @@ class EngineCore:
             clock=self._clock,
             max_samples_per_row=facts.max_samples_per_row,
             soft_num_blocks=facts.kv.soft_num_blocks,
+            num_stages=facts.num_stages,
         )
         self._facts = facts
         if previous is not None:

@@ -223,7 +223,7 @@ class EngineLoop:
     def _begin(self, connected: Connected, *, after_crash: bool) -> None:
         """Begin to serve with a worker that has no rows and no blocks."""
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
-        self._pipeline_depth.start(connected.max_steps_in_flight)
+        self._pipeline_depth.start(connected.max_steps_in_flight, connected.facts.num_stages)
         self.facts = connected.facts
         self._set_ready(True, "")
         log.info(

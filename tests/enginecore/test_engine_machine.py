@@ -45,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(4, 60),
         max_samples_per_row=st.sampled_from([1, 1, 2, 5]),
         soft_num_blocks=st.none() | st.integers(0, 12),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         max_samples_per_row: int,
         soft_num_blocks: int | None,
+        num_stages: int,
     ) -> None:
         budget = max(budget, max_num_seqs)
         self.clock = Clock()
@@ -70,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_steps_in_flight=MOST_IN_FLIGHT,
             max_samples_per_row=max_samples_per_row,
+            num_stages=num_stages,
         )
         self.worker = NaiveWorker()
         self.plans: deque[StepPlan] = deque()

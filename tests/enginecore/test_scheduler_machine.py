@@ -150,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_chunked=st.booleans(),
         is_caching=st.booleans(),
         max_samples_per_row=st.sampled_from([1, 1, 2, 3, 7]),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -159,13 +160,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_chunked: bool,
         is_caching: bool,
         max_samples_per_row: int,
+        num_stages: int,
     ) -> None:
         if not is_chunked:
             config |= {"max_num_batched_tokens": MAX_MODEL_LEN + 5, "long_prefill_token_threshold": 0}
         if not config["long_prefill_token_threshold"]:
             config |= {"max_long_partial_prefills": 0}
         self.config = config
-        self.max_samples_per_row = max_samples_per_row
+        self.max_samples_per_row, self.num_stages = max_samples_per_row, num_stages
+        self.budget = -(-config["max_num_batched_tokens"] // (num_stages if is_chunked else 1))
         self.clock = Clock()
         self.block_size, self.is_caching, self.is_chunked = block_size, is_caching, is_chunked
         self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
@@ -186,6 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=self.is_chunked,
             clock=self.clock,
             max_samples_per_row=self.max_samples_per_row,
+            num_stages=self.num_stages,
             **self.config,
         )
 
@@ -270,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan: StepPlan, num_running: int, *, has_preempted: bool) -> None:
         config, scheduler = self.config, self.engine.scheduler
-        assert 0 < plan.num_tokens <= config["max_num_batched_tokens"]
+        assert 0 < plan.num_tokens <= self.budget
         assert len(scheduler.snapshot().running) <= config["max_num_seqs"]
         if threshold := config["long_prefill_token_threshold"]:
             assert all(length <= threshold for length in plan.chunk_lengths.tolist())
@@ -281,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_nothing_fits(self, plan: StepPlan, candidates: list[Request]) -> None:
         """The first of those that are not admitted does not fit beside those that run."""
         scheduler, snapshot = self.engine.scheduler, self.engine.scheduler.snapshot()
-        has_budget = plan.num_tokens < self.config["max_num_batched_tokens"]
+        has_budget = plan.num_tokens < self.budget
         has_row = len(snapshot.running) < self.config["max_num_seqs"]
         new_slots = {row.slot for row in plan.new_rows}
         has_chunks = not new_slots.issuperset(plan.chunk_slots.tolist())  # they may have grown last of all

@@ -75,3 +75,11 @@ def test_another_session_starts_over() -> None:
     assert steps_in_flight.size == 2
     steps_in_flight.start(1)
     assert steps_in_flight.size == 1
+
+
+def test_every_stage_has_a_step_and_one_waits() -> None:
+    steps_in_flight = PipelineDepth(0)
+    steps_in_flight.start(7, num_stages=4)
+    assert steps_in_flight.size == 5
+    steps_in_flight.start(4)
+    assert steps_in_flight.size == 2

@@ -44,6 +44,7 @@ class InProcessEngine:
             enable_prefix_caching=enable_prefix_caching,
             clock=time.monotonic,
             max_samples_per_row=facts.max_samples_per_row,
+            num_stages=facts.num_stages,
         )
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""

@@ -56,6 +56,7 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     clock: Clock | None = None,
     max_samples_per_row: int = 1,
+    num_stages: int = 1,
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
@@ -68,6 +69,7 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         clock=clock or Clock(),
         max_samples_per_row=max_samples_per_row,
+        num_stages=num_stages,
     )
 
 

@@ -279,6 +279,7 @@ worker_facts = build(
     max_num_batched_tokens=u32,
     max_steps_in_flight=u32,
     max_samples_per_row=u32,
+    num_stages=st.integers(1, 2**32 - 1),
     device_name=words,
     kernels=words,
     weight_bytes=u64,

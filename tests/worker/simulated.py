@@ -10,6 +10,7 @@ import numpy as np
 
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.runner import SimulatedRunner
+from services.worker.simulation.stages import SimulatedStages
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 
@@ -54,7 +55,10 @@ def simulated_runner(
     word_ids: np.ndarray = WORD_IDS,
     device: SimulatedDevice | None = None,
     tokens_per_step: int = 1,
+    stages: SimulatedStages | None = None,
+    num_stages: int = 1,
 ) -> SimulatedRunner:
+    """`num_stages`: what the facts say."""
     facts = WorkerFacts(
         boot_id="boot",
         model=ModelFacts(
@@ -65,12 +69,14 @@ def simulated_runner(
         max_num_batched_tokens=budget,
         max_steps_in_flight=4,
         max_samples_per_row=tokens_per_step,
+        num_stages=num_stages,
     )
     return SimulatedRunner(
         facts=facts,
         device=device or simulated_device(),
         word_ids=word_ids,
         eos_probability=eos_probability,
+        stages=stages,
     )
 
 

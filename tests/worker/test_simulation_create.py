@@ -18,11 +18,10 @@ from triptych.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
     SimulationConfig,
 )
-from triptych.errors import ConfigError, FeatureDisabled, ModelError
+from triptych.errors import ConfigError, ModelError
 
 WORDS = {
     "Ġred": 5,
@@ -120,11 +119,6 @@ def test_the_operators_number_of_blocks_needs_no_memory(model):
 @pytest.mark.parametrize(
     ("leaves", "error", "match"),
     [
-        (
-            {"parallel": ParallelConfig(pipeline_parallel_size=2)},
-            FeatureDisabled,
-            "pipeline_parallel_size = 2",
-        ),
         ({"model": ModelConfig(max_model_len=65)}, ConfigError, "model.max_model_len: 65"),
         ({"simulation": SimulationConfig(profile="/nowhere.json")}, ConfigError, r"profile: /nowhere\.json"),
         ({"simulation": SimulationConfig(free_memory_gib=1e-9)}, ConfigError, "cache.memory_fraction"),

@@ -187,10 +187,10 @@ class SchedulerConfig:
     steps_in_flight: int = value(
         0,
         "Steps in flight towards the worker; 1 turns overlap off; 0: as many as the measured round trip and step "
-        "time need, 2 to 4.",
+        "time need, 2 to 4, and one more for each further stage of a pipeline.",
         ENGINE,
         ge=0,
-        le=4,
+        le=64,
     )
 
 

@@ -259,6 +259,14 @@ class SimulationConfig:
         ge=1,
         le=16,
     )
+    num_stages: int = value(
+        1,
+        "Stages of a simulated pipeline, each of which takes its part of a step's time; in one process, whatever "
+        "`parallel` says.",
+        WORKER,
+        ge=1,
+        le=64,
+    )
     free_memory_gib: float = value(
         32.0,
         "GiB free after loading on the simulated device; `cache.memory_fraction` of it holds KV blocks, unless "

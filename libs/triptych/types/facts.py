@@ -85,6 +85,9 @@ class WorkerFacts:
     max_steps_in_flight: int
     max_samples_per_row: int = 1
     """Tokens that one row can get in a step. More than 1 where the worker guesses tokens ahead and verifies them."""
+    num_stages: int = 1
+    """Stages that compute different steps at the same time. A step goes through all of them, and the next one of its
+    rows begins when their tokens have left the last stage."""
     device_name: str = ""
     kernels: str = ""
     """Description of the kernels: the instruction set of the native ones and how they are called, or torch."""

@@ -65,8 +65,8 @@ def limits_of(config: SchedulerConfig) -> EngineLimits:
 class Admission:
     """Checks new requests and makes room in the queue. The scheduler owns it."""
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int) -> None:
-        self.forecast = FirstTokenForecast(config)
+    def __init__(self, config: SchedulerConfig, max_model_len: int, *, num_stages: int = 1) -> None:
+        self.forecast = FirstTokenForecast(config, num_stages=num_stages)
         self.limits = limits_of(config)
         self._config = config
         self._max_model_len = max_model_len

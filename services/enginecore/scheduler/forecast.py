@@ -119,7 +119,12 @@ class FirstTokenForecast:
     budget overlap. How long requests will run is taken from those that ended lately.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, num_stages: int = 1) -> None:
+        """
+        Args:
+            num_stages: Steps among which the rows that decode are divided.
+        """
+        self._num_stages = num_stages
         self.steps = StepPace()
         self.endings = EndingPace()
         self._budget = config.max_num_batched_tokens
@@ -147,17 +152,18 @@ class FirstTokenForecast:
             return None
         num_ahead, num_tokens_ahead = self._ahead_of(request, states)
         num_running = len(states.rows.slot_to_request)
+        num_beside = -(-num_running // self._num_stages)  # rows of each step
         num_short, num_long = self._prefilling(request, states)
         num_hits = len(states.cached_blocks(request)) * states.blocks.block_size
         num_own = max(len(request.token_ids) - num_hits, 1)
-        for_budget = self._prefill_s(num_short + num_long + num_tokens_ahead + num_own, num_running)
+        for_budget = self._prefill_s(num_short + num_long + num_tokens_ahead + num_own, num_beside)
         if num_long and num_own <= self._max_short:
             for_budget = min(
-                for_budget, self._beside_long_s(num_tokens_ahead + num_own, num_running + num_short)
+                for_budget, self._beside_long_s(num_tokens_ahead + num_own, num_beside + num_short)
             )
         num_endings = max(num_running + num_ahead + 1 - states.num_usable_rows, 0)
         for_row = num_endings * (self.endings.interval_s(states.num_usable_rows) or 0.0)
-        return max(for_budget, for_row + self._chunks_s(num_own, num_running))
+        return max(for_budget, for_row + self._chunks_s(num_own, num_beside))
 
     def measure_load(self, states: RequestStates) -> EngineLoad:
         """Return what any new request would wait for, in figures that a frontend can add its own to."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.enginecore.request import Request
+from services.enginecore.scheduler.microbatches import Microbatches
 from services.enginecore.scheduler.policy import SchedulingPolicy
 from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Ints, Slots
@@ -154,6 +155,7 @@ class StepPlanner:
         config: SchedulerConfig,
         policy: SchedulingPolicy,
         states: RequestStates,
+        microbatches: Microbatches,
         block_size: int,
         max_samples_per_row: int = 1,
     ) -> None:
@@ -161,6 +163,7 @@ class StepPlanner:
         self._max_guesses = max_samples_per_row - 1
         self._policy = policy
         self._states = states
+        self._microbatches = microbatches
         self._block_size = block_size
         # A request takes at most this much of a step; only the budget limits it where no threshold is set.
         self._max_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -201,6 +204,9 @@ class StepPlanner:
         while True:
             slots = rows.running_order()  # [r], like all that follows
             wanted = np.minimum(rows.wanted(slots), self._max_per_request)
+            wanted = self._microbatches.limit(
+                slots, wanted, may_run_ahead=not (self._states.waiting.num_ready and rows.num_free)
+            )
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends = rows.computed[slots] + counts
             lacking = ends - rows.capacity[slots]

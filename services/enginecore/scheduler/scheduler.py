@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.admission import Admission, check_facts
 from services.enginecore.scheduler.fairness import TenantShare
+from services.enginecore.scheduler.microbatches import Microbatches, split_budget
 from services.enginecore.scheduler.planner import StepBuilder, StepPlanner
 from services.enginecore.scheduler.policy import create_limits, create_policy
 from services.enginecore.scheduler.request_states import RequestStates
@@ -54,6 +54,7 @@ class Scheduler:
         clock: Callable[[], float],
         max_samples_per_row: int = 1,
         soft_num_blocks: int | None = None,
+        num_stages: int = 1,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -67,11 +68,13 @@ class Scheduler:
             clock: Monotonic time in seconds.
             max_samples_per_row: Tokens that one row can get in a step, as the worker says.
             soft_num_blocks: As in `KvShape`.
+            num_stages: As in `WorkerFacts`.
 
         Raises:
             ConfigError: The config cannot work with this worker; names both values.
         """
         check_facts(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        config = split_budget(config, num_stages)
         self._num_blocks = num_blocks
         self._clock = clock
         policy = create_policy(config)
@@ -86,9 +89,12 @@ class Scheduler:
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
         )
-        self._admission = Admission(config, max_model_len)
-        self._planner = StepPlanner(config, policy, self._states, block_size, max_samples_per_row)
+        self._admission = Admission(config, max_model_len, num_stages=num_stages)
         self._in_flight = StepsInFlight()
+        self._microbatches = Microbatches(self._rows, self._in_flight, num_stages)
+        self._planner = StepPlanner(
+            config, policy, self._states, self._microbatches, block_size, max_samples_per_row
+        )
         self._ends = RequestEnds(self._states, self._admission, clock)
         self._reader = ResultReader(
             states=self._states,
@@ -332,6 +338,7 @@ class Scheduler:
             slot_to_limit[slots] += build.guesses
             sample_limits = slot_to_limit[sampling_slots]
         self._note_admitted(build)
+        self._microbatches.note_planned(build.new_rows, sampling_slots)
         plan = build.to_plan(
             self._in_flight.next_step_id, self._in_flight.last_result_seen, self._states.removed_slots
         )
@@ -366,14 +373,7 @@ class Scheduler:
             AssertionError: Names what is wrong.
         """
         self._states.check_integrity()
-        num_in_flight: Counter[tuple[int, int]] = Counter()
-        for step in self._in_flight:
-            rows = zip(step.sampling_slots.tolist(), step.slot_versions.tolist(), strict=True)
-            limits = (
-                [1] * len(step.sampling_slots) if step.sample_limits is None else step.sample_limits.tolist()
-            )
-            for row, limit in zip(rows, limits, strict=True):
-                num_in_flight[row] += limit
+        num_in_flight = self._in_flight.count_tokens()
         for request in self._states:
             noted, planned = request.num_in_flight, 0
             if request.state is RequestState.RUNNING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -141,6 +141,16 @@ class StepsInFlight:
     @property
     def last_result_seen(self) -> int:
         return self._last_result_seen
+
+    def count_tokens(self) -> Counter[tuple[int, int]]:
+        """Count the tokens that the steps bring at most: slot and slot version to tokens."""
+        num_tokens: Counter[tuple[int, int]] = Counter()
+        for step in self._steps:
+            limits = np.ones_like(step.sampling_slots) if step.sample_limits is None else step.sample_limits
+            columns = step.sampling_slots.tolist(), step.slot_versions.tolist(), limits.tolist()
+            for slot, slot_version, limit in zip(*columns, strict=True):
+                num_tokens[slot, slot_version] += limit
+        return num_tokens
 
     def push(self, step: InFlightStep) -> None:
         assert step.step_id == self.next_step_id, "step ids are dense"

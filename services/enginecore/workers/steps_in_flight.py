@@ -6,10 +6,10 @@ import math
 
 from triptych.types.step import StepTimings
 
-MAX_STEPS_IN_FLIGHT = 4
-"""Steps in flight that are ever asked for: past that a stop comes back too late to save work."""
+MAX_STEPS_IN_FLIGHT = 64
+"""Steps in flight that are ever asked for. A worker grants as many as pay: more than it computes at a time, and so few
+that a stop comes back in time to save work."""
 
-_LEAST = 2  # below that every step waits for the result of the last one
 _WEIGHT = 0.1  # of the latest step in the moving averages
 _STEPS_PER_LOOK = 16
 _TOLERATED_IDLE = 0.01  # share of its time that the worker may spend waiting while work is queued
@@ -22,15 +22,20 @@ class PipelineDepth:
     def __init__(self, fixed: int) -> None:
         """`fixed`: what the operator wants; 0: measure."""
         self._fixed = fixed
-        self._cap = self.size = 1
+        self._cap = self.size = self._least = 1
         self._overhead_s = self._busy_s = 0.0
         self._num_looked_at = 0
         self._idle_ns = self._total_ns = 0
 
-    def start(self, granted: int) -> None:
-        """A session begins; the worker takes `granted` steps at most."""
-        self._cap = granted
-        self.size = min(self._fixed or _LEAST, granted)
+    def start(self, granted: int, num_stages: int = 1) -> None:
+        """Begin a session.
+
+        Args:
+            granted: Steps that the worker takes at most.
+            num_stages: Steps that it computes at the same time. One more waits for the first of them to end.
+        """
+        self._cap, self._least = granted, num_stages + 1
+        self.size = min(self._fixed or self._least, granted)
         self._overhead_s = self._busy_s = 0.0
         self._forget_gaps()
 
@@ -43,7 +48,7 @@ class PipelineDepth:
             return
         if was_alone:
             self._overhead_s = _average(self._overhead_s, max(turnaround_s - busy_s, 0.0))
-            self._grow_to(1 + math.ceil(self._overhead_s / self._busy_s) if self._busy_s else _LEAST)
+            self._grow_to(1 + math.ceil(self._overhead_s / self._busy_s) if self._busy_s else self._least)
             return
         self._num_looked_at += 1
         self._idle_ns += timings.idle_ns

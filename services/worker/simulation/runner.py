@@ -7,20 +7,21 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.base import CompletedStep, do_nothing
+from services.worker.runner.base import CompletedStep, PendingStep, do_nothing
 from services.worker.runner.prompt_targets import take_prompt_targets
-from services.worker.runner.request_rows import RequestRows, StepRows
+from services.worker.runner.request_rows import Flags, RequestRows, StepRows
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
 from services.worker.simulation.sampler import SimulatedSampler
+from services.worker.simulation.stages import SimulatedStages
 from services.worker.simulation.vocabulary import I64, hash_word_ids, read_word_ids
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
@@ -44,12 +45,15 @@ class SimulatedRunner:
         device: SimulatedDevice,
         word_ids: I64,
         eos_probability: float = 0.0,
+        stages: SimulatedStages | None = None,
     ) -> None:
         """Create a runner without rows.
 
         Args:
             word_ids: [n] ascending, n >= 1, the tokens to draw from.
+            stages: They compute the steps; None: the device does.
         """
+        self._stages = stages
         self._facts = facts
         self._device = device
         self._clock = device.clock
@@ -80,6 +84,8 @@ class SimulatedRunner:
     def reset(self) -> None:
         """Forget every row and expect step 1."""
         self._rows.clear()
+        if self._stages is not None:
+            self._stages.forget_rows()
         self._last_step_id = 0
 
     def sleep(self, level: SleepLevel) -> int:
@@ -90,13 +96,13 @@ class SimulatedRunner:
     def wake(self) -> None:
         """Do nothing: there is no memory to allocate."""
 
-    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
-        """Carry out one step at once; see `execute`."""
-        on_prepared()
-        return CompletedStep(self.execute(plan))
-
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step; see `Runner.execute`. `forward_ns` is the wait, so that the stages add up."""
+        """Launch one step and wait for it."""
+        return self.launch(plan).wait()
+
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
+        """Carry out one step; see `Runner.launch`. On one device it is done then, and `forward_ns` is the wait."""
+        on_prepared()
         if plan.step_id != self._last_step_id + 1:
             raise ProtocolViolation(
                 f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
@@ -108,7 +114,9 @@ class SimulatedRunner:
         prepared = self._clock()
         if not step.slots.size:
             timings = StepTimings(prepare_ns=prepared - arrived)
-            return StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
+            return CompletedStep(
+                StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
+            )
         targets = take_prompt_targets(self._rows, step)
         rows = () if targets is None else targets.rows
         scored = {row.key: self._sampler.score_prompt(row) for row in rows}
@@ -121,19 +129,25 @@ class SimulatedRunner:
         for row, error in drawn.failures:
             row_errors.setdefault(self._rows.key_of(int(slots[row])), error)
         sampled = self._clock()
-        done = self._device.wait(self._work_of(step), arrived)
-        timings = StepTimings(
-            prepare_ns=prepared - arrived, sample_ns=sampled - prepared, forward_ns=done - sampled
-        )
-        return StepResult(
+        result = StepResult(
             plan.step_id,
             drawn.token_ids.astype(np.uint32),
             token_counts.astype(np.uint32),
             drawn.logprobs,
             row_errors,
-            timings,
+            StepTimings(prepare_ns=prepared - arrived, sample_ns=sampled - prepared),
             scored,
         )
+        if self._stages is not None:
+            return self._stages.launch(
+                result,
+                self._work_of(step),
+                decoding_slots=step.slots[~self._is_prefill(step)],
+                sampling_slots=slots,
+                arrived_ns=arrived,
+            )
+        done = self._device.wait(self._work_of(step), arrived)
+        return CompletedStep(replace(result, timings=replace(result.timings, forward_ns=done - sampled)))
 
     def _enter(self, plan: StepPlan, refused: Collection[RowKey]) -> dict[RowKey, RowError]:
         """Take in the new rows' prefixes, and return the errors of those that cannot be simulated.
@@ -150,8 +164,12 @@ class SimulatedRunner:
                 errors[row.key] = error
         return errors
 
+    def _is_prefill(self, step: StepRows) -> Flags:
+        is_prefill: Flags = step.starts < self._num_entered_with[step.slots]  # [num_rows]
+        return is_prefill
+
     def _work_of(self, step: StepRows) -> StepWork:
-        is_prefill = step.starts < self._num_entered_with[step.slots]
+        is_prefill = self._is_prefill(step)
         return StepWork(
             num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
             num_decode_rows=int(np.count_nonzero(~is_prefill)),
@@ -202,13 +220,24 @@ def create_simulated_runner(
         max_samples_per_row=simulation.tokens_per_step,
         weight_bytes=0,
         load_s=time.perf_counter() - started,
+        num_stages=simulation.num_stages,
     )
     use_precise_sleep()
+    step_time = _step_time(simulation)
     return SimulatedRunner(
         facts=facts,
-        device=SimulatedDevice(_step_time(simulation)),
+        device=SimulatedDevice(step_time),
         word_ids=word_ids,
         eos_probability=simulation.eos_probability,
+        stages=SimulatedStages(
+            step_time,
+            num_stages=simulation.num_stages,
+            max_num_seqs=facts.max_num_seqs,
+            clock=time.perf_counter_ns,
+            sleep=time.sleep,
+        )
+        if simulation.num_stages > 1
+        else None,
     )
 
 

@@ -71,7 +71,7 @@ class Welcome(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., max_steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row")
+    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row", "num_stages")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class WorkerFacts(_message.Message):
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     MAX_SAMPLES_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
     kv: KvShape
@@ -94,7 +95,8 @@ class WorkerFacts(_message.Message):
     load_s: float
     kernels: str
     max_samples_per_row: int
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ...) -> None: ...
+    num_stages: int
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant")

@@ -22,6 +22,7 @@ def worker_facts(
     load_s: float,
     kernels: str = "",
     max_samples_per_row: int = 1,
+    num_stages: int = 0,
     processor: str = "",
     num_threads: int = 0,
     is_batch_invariant: bool | None = None,
@@ -29,6 +30,7 @@ def worker_facts(
     """Return a worker's facts; arguments as the fields of `WorkerFacts` and `ModelFacts`.
 
     Args:
+        num_stages: 0: as many as the ranks are divided into.
         processor, num_threads: As `numerics_of`.
         is_batch_invariant: None: as the config has it.
     """
@@ -52,7 +54,8 @@ def worker_facts(
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        max_steps_in_flight=max_steps_in_flight(config.rank.num_stages),
+        max_steps_in_flight=max_steps_in_flight(num_stages or config.rank.num_stages),
+        num_stages=num_stages or config.rank.num_stages,
         max_samples_per_row=max_samples_per_row,
         device_name=device_name,
         kernels=kernels,
