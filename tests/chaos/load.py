@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 from tests.chaos.recorder import Answer, Recorder, Request, answers_of
@@ -12,6 +13,8 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.types.events import Event
 
 RETRY_S = 0.1
+LONGEST_S = 240.0
+"""A load that takes longer hangs."""
 KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow", "deadline")
 Send = Callable[[Request, int], AsyncIterator[Event]]
 """A request and the number of the attempt -> its events, from one of the frontends."""
@@ -29,7 +32,8 @@ def make_load(
 
 
 def _make(name: str, kind: str, random: Random, vocabulary: range, max_tokens: int) -> Request:
-    prompt = tuple(random.choice(vocabulary) for _ in range(random.randint(3, 60)))
+    own = tuple(random.choice(vocabulary) for _ in range(random.randint(3, 60)))
+    prompt = own if random.random() < 0.5 else (*range(vocabulary.start, vocabulary.start + 40), *own)
     sampling: dict[str, object] = {
         "max_tokens": random.randint(max_tokens // 4, max_tokens),
         "temperature": 0.0 if kind == "greedy" else 0.9,
@@ -40,7 +44,7 @@ def _make(name: str, kind: str, random: Random, vocabulary: range, max_tokens: i
         case "choices":
             sampling["n"] = 3
         case "stop":
-            sampling["stop"] = ["#$", "+-", "e t"]
+            sampling["ignore_eos"] = True
         case "penalties":
             sampling |= {"presence_penalty": 0.5, "repetition_penalty": 1.2}
         case "logprobs":
@@ -75,7 +79,13 @@ async def run_clients(
         _run_client(request, recorder, send, patience_s, delay_s)
         for request, delay_s in zip(requests, delays, strict=True)
     )
-    await asyncio.gather(*clients)
+    tasks = [asyncio.create_task(client) for client in clients]
+    done, hanging = await asyncio.wait(tasks, timeout=LONGEST_S)
+    for task in hanging:  # the validators see that there is no end
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 async def _run_client(
@@ -102,6 +112,19 @@ def sender_to(clients: Sequence[GenerationClient]) -> Send:
     return send
 
 
+def with_stops_that_hit(requests: Sequence[Request], answers: Mapping[str, Answer]) -> list[Request]:
+    """Return the requests; those that are to have a stop string get one out of the middle of their answer."""
+    changed = []
+    for request in requests:
+        text = answers[request.name].choices[0].text if request.name in answers else ""
+        if request.name.startswith("stop"):
+            middle = len(text) // 2
+            stop = [text[middle : middle + 4], "never said"]
+            request = replace(request, sampling={**request.sampling, "stop": stop})
+        changed.append(request)
+    return changed
+
+
 async def answers_undisturbed(requests: Sequence[Request], send: Send) -> dict[str, Answer]:
     """Return what each request comes to when its client waits for all of it and nothing breaks."""
     recorder = Recorder(asyncio.get_running_loop().time)
@@ -109,4 +132,6 @@ async def answers_undisturbed(requests: Sequence[Request], send: Send) -> dict[s
     await run_clients(patient, recorder, send)
     failed = [seen for seen in recorder.history if seen.what == "failed"]
     assert not failed, failed
+    missing = {request.name for request in requests} - recorder.ended
+    assert not missing, f"{sorted(missing)} have not ended, though nothing has broken"
     return answers_of(recorder.history)

@@ -14,13 +14,16 @@ LATE_S = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step that a worker has computed."""
+    """A step that a worker has computed, or a session that it has granted."""
 
     worker: str
     """Its boot id."""
+    engine: str
+    """The engine's boot id."""
     epoch: int
     """The session that it belongs to."""
     step_id: int
+    """0: the session was granted."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,19 @@ def deadlines_hold(evidence: Evidence) -> list[str]:
 
 
 def nothing_from_the_fenced(evidence: Evidence) -> list[str]:
-    """A worker computes no step of a session after the first of a later one."""
+    """A worker computes no step of an earlier session, and none of an engine after another has had it."""
     found, latest = [], defaultdict[str, int](int)
+    engines = defaultdict[str, list[str]](list)
     for step in evidence.steps:
         if step.epoch < latest[step.worker]:
             found.append(
                 f"{step.worker}: step {step.step_id} of epoch {step.epoch} after {latest[step.worker]}"
             )
         latest[step.worker] = max(latest[step.worker], step.epoch)
+        if step.engine in engines[step.worker][:-1]:
+            found.append(f"{step.worker}: step {step.step_id} of {step.engine}, which was replaced")
+        elif step.engine not in engines[step.worker]:
+            engines[step.worker].append(step.engine)
     return found
 
 

@@ -77,7 +77,13 @@ async def test_a_plan_under_load(seed: int, tmp_path: Path, builds: dict[str, Pa
         num_rounds = 0
         while not rollout.done():
             recorder = Recorder(asyncio.get_running_loop().time)
-            await run_clients(requests, recorder, send, patience_s=DEADLINE_S)
+            clients_run = asyncio.create_task(
+                run_clients(requests, recorder, send, patience_s=DEADLINE_S), name="clients"
+            )
+            await asyncio.wait((clients_run, rollout), return_when=asyncio.FIRST_COMPLETED)
+            if rollout.done():
+                rollout.result()
+            await clients_run
             assert not violations_of(Evidence(requests, recorder.history, oracle)), plan
             num_rounds += 1
         await rollout

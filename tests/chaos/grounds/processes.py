@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,11 +103,23 @@ class ProcessGround:
 
     async def replace(self, name: str, build: Path) -> None:
         """Stop a process as an operator does, and start it again from another build."""
+        await self.wait_listening(name)  # before that SIGTERM ends it as it ends any process
         self.send(name, signal.SIGTERM)
         code = await self.wait_ended(name)
         assert code == 0, f"{name} ended with {code}:\n{self.log_of(name)}"
         self.members[name].build = build
         await self.start(name)
+
+    async def wait_listening(self, name: str) -> None:
+        """Return when a process has bound its port."""
+        member = self.members[name]
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", member.port)
+                    writer.close()
+                    return
+                await asyncio.sleep(0.05)
 
     async def wait_ready(self, name: str) -> None:
         """Return when a frontend takes requests."""

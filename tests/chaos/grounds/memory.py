@@ -1,0 +1,423 @@
+"""The ground in one process and fake time: all three tiers as they are, over a network without a network.
+
+What is not ours to test here is replaced: gRPC's transport, the worker's thread, and the model, which is the naive one
+that holds every rule of the step protocol and the KV cache against what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.enginecore.frontends.servicer import EngineCoreServicer
+from services.enginecore.loop import EngineLoop
+from services.enginecore.workers import grpc_executor
+from services.enginecore.workers.grpc_executor import GrpcExecutor
+from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
+from services.frontend.engines import client as engine_client
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.router import Router
+from services.frontend.generate import Generator
+from services.frontend.requests.raw import RawRequest
+from services.frontend.text_model import TextModel
+from services.worker.service.lease import WorkerLease
+from services.worker.service.servicer import WorkerServicer
+from services.worker.service.session import EngineHello, Grant
+from services.worker.service.sleep import SleepControl
+from services.worker.service.status import StatusPublisher
+from services.worker.service.watchdog import StepClock
+from tests.chaos.grounds.fake_time import Process, run_in_fake_time
+from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
+from tests.chaos.recorder import Request
+from tests.chaos.scenario import Scenario, play
+from tests.chaos.validators import Evidence, Home, Step, violations_of
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.scheduling import VOCAB_SIZE, NaiveWorker, WorkerRow, prefix_fingerprints, sample
+from tests.helpers.stack import NaiveRunner
+from triptych.config import EngineConfig
+from triptych.config.loader import shared_config
+from triptych.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    EngineUnavailable,
+    GenerationLost,
+    StaleEpoch,
+    TriptychError,
+)
+from triptych.internal.v1 import engine_core_pb2_grpc, worker_pb2_grpc
+from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetrics
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from triptych.types.facts import Phase
+from triptych.types.step import StepPlan, StepResult
+
+STEP_S = 0.02
+UNREAD_EVENTS = 16
+"""Events that a client has not read, after which the frontend waits for it."""
+
+
+class KeyedWorker(NaiveWorker):
+    """The naive worker, where a row with penalties looks at the length of its prompt, as real ones do."""
+
+    def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
+        if not row.new.sampling.presence_penalty:
+            return super()._draw(row, limit, is_misled=is_misled)
+        fingerprint = prefix_fingerprints(row.tokens)[-1]
+        token_id = sample(row.new.seed, len(row.tokens), fingerprint + row.new.num_prompt_tokens)
+        row.tokens.append(token_id)
+        return [token_id]
+
+
+class InlineRunner:
+    """The worker's runner thread without a thread: a step takes its time on the loop."""
+
+    def __init__(self, runner: NaiveRunner, on_step: Callable[[int, int], None]) -> None:
+        """`on_step`: called with the session and the id of each step that is computed."""
+        self.steps = StepClock()
+        self._runner = runner
+        self._on_step = on_step
+        self._current = 0
+        self._deliver: Callable[[StepResult | Exception], None] | None = None
+        self._plans: deque[tuple[int, StepPlan]] = deque()
+        self._news = asyncio.Event()
+
+    def open_session(self, deliver: Callable[[StepResult | Exception], None]) -> int:
+        self._current += 1
+        self._runner.worker = KeyedWorker()
+        self._deliver = deliver
+        return self._current
+
+    def close_session(self, session: int) -> None:
+        if session == self._current:
+            self._current += 1
+
+    def submit(self, session: int, plan: StepPlan, message: object) -> None:
+        self._plans.append((session, plan))
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            self._news.clear()
+            while self._plans:
+                await asyncio.sleep(STEP_S)
+                session, plan = self._plans.popleft()
+                if session == self._current and self._deliver is not None:
+                    self._compute(session, plan)
+            await self._news.wait()
+
+    def _compute(self, session: int, plan: StepPlan) -> None:
+        assert self._deliver is not None
+        self._on_step(session, plan.step_id)
+        try:
+            outcome: StepResult | Exception = self._runner.launch(plan).wait()
+        except AssertionError:
+            raise
+        except Exception as error:
+            outcome, self._deliver, deliver = EngineFailure(repr(error)), None, self._deliver
+            deliver(outcome)
+            return
+        self._deliver(outcome)
+
+
+class MemoryGround:
+    """Some workers, an engine core for each, and frontends that know all engine cores; a process each, by name."""
+
+    vocabulary = range(VOCAB_SIZE)
+    max_tokens = 60
+    load_s = 1.0
+    is_exact_time = True
+    rest_s = 3.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, num_engines: int, num_frontends: int) -> None:
+        self.network = Network()
+        self.steps: list[Step] = []
+        self.processes: dict[str, Process] = {}
+        self.num_engines, self.num_frontends = num_engines, num_frontends
+        self._lives: dict[str, int] = {}
+        self._engines: dict[str, EngineLoop] = {}
+        self._sessions: dict[str, EngineCoreServicer] = {}
+        self._generators: dict[str, Generator] = {}
+        self._clients: dict[str, list[EngineClient]] = {}
+        self.bugs: list[str] = []
+        for module in (engine_client, grpc_executor):
+            monkeypatch.setattr(module, "open_channel", self._open_channel)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes, in the order of starting."""
+        kinds = (
+            ("worker", self.num_engines),
+            ("enginecore", self.num_engines),
+            ("frontend", self.num_frontends),
+        )
+        return [f"{kind}-{index}" for kind, number in kinds for index in range(number)]
+
+    @property
+    def links(self) -> list[tuple[str, str]]:
+        """Pairs of a client and the server that it dials."""
+        own = [(f"enginecore-{index}", f"worker-{index}") for index in range(self.num_engines)]
+        return own + [
+            (f"frontend-{index}", f"enginecore-{engine}")
+            for index in range(self.num_frontends)
+            for engine in range(self.num_engines)
+        ]
+
+    async def start_all(self) -> None:
+        for name in self.names:
+            await self.start(name)
+        await self.wait_ready()
+
+    async def wait_ready(self) -> None:
+        """Return when every frontend has all engine cores."""
+        async with asyncio.timeout(60):
+            while not all(client.is_ready for clients in self._clients.values() for client in clients):
+                await asyncio.sleep(0.01)
+
+    async def start(self, name: str) -> None:
+        """Start a process, again if it has died. It takes no time."""
+        if name in self.processes and not self.processes[name].is_dead:
+            return
+        await self._begin(name)
+
+    async def _begin(self, name: str) -> None:
+        process = self.processes[name] = Process(name)
+        self._lives[name] = self._lives.get(name, 0) + 1
+        kind, _, index = name.partition("-")
+        with process.running():
+            match kind:
+                case "worker":
+                    self._start_worker(name)
+                case "enginecore":
+                    self._start_engine(name, int(index))
+                case "frontend":
+                    self._start_frontend(name)
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        if not process.is_dead:
+            process.kill()
+            self.network.drop_process(process)
+
+    def stop(self, name: str) -> None:
+        """Send SIGSTOP."""
+        self.processes[name].is_stopped = True
+        self.network.watch_stopped(self.processes[name])
+
+    async def usurp(self, name: str) -> Callable[[], None]:
+        """Stop a process and start another one in its place. Return what lets the first go on."""
+        first = self.processes[name]
+        self.stop(name)
+        self.network.forget(first)
+        await self._begin(name)
+        return first.go_on
+
+    def go_on(self, name: str) -> None:
+        """Send SIGCONT."""
+        self.processes[name].go_on()
+
+    async def send(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+        """Have a frontend answer a request: each attempt another one. A frontend that dies breaks the stream."""
+        names = list(self._generators)
+        name = names[(hash(request.prompt) + attempt) % len(names)]
+        process = self.processes[name]
+        if process.is_dead:
+            raise EngineUnavailable(f"{name} is not there")
+        sampling = dict(request.sampling)
+        raw = RawRequest(
+            api="chaos", prompt=list(request.prompt), sampling=sampling, deadline_s=request.timeout_s
+        )
+        events: asyncio.Queue[Event | Exception | None] = asyncio.Queue(UNREAD_EVENTS)
+
+        async def answer() -> None:
+            try:
+                async with aclosing(self._generators[name].generate(raw)) as stream:
+                    async for event in stream:
+                        await events.put(event)
+            except TriptychError as error:
+                await events.put(error)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                self.bugs.append(f"{name}: {type(error).__name__}: {error}")
+                await events.put(GenerationLost("internal error"))
+            else:
+                await events.put(None)
+
+        with process.running():
+            task = asyncio.create_task(answer())
+        has_output, loop = False, asyncio.get_running_loop()
+        until = None if request.timeout_s is None else loop.time() + request.timeout_s
+        try:
+            while True:
+                getter = asyncio.ensure_future(events.get())
+                left_s = None if until is None else max(0.0, until - loop.time())
+                done, _ = await asyncio.wait(
+                    (getter, task), return_when=asyncio.FIRST_COMPLETED, timeout=left_s
+                )
+                if not done:  # as gRPC does for its client
+                    getter.cancel()
+                    raise DeadlineExceeded(f"{name} has not answered within {request.timeout_s} s")
+                if not getter.done() and events.empty():
+                    getter.cancel()
+                    lost = GenerationLost if has_output else EngineUnavailable
+                    raise lost(f"{name} has died")
+                event = await getter
+                if event is None:
+                    return
+                if isinstance(event, Exception):
+                    raise event
+                has_output = has_output or isinstance(event, DeltaEvent | AdmittedEvent)
+                yield event
+        finally:
+            if not process.is_dead:
+                task.cancel()
+
+    def cut(self, client: str, server: str, *, is_server_told: bool) -> None:
+        self.network.cut(client, server, is_server_told=is_server_told)
+
+    def hold(self, client: str, server: str, *ways: str) -> None:
+        self.network.hold(client, server, *ways)
+
+    def heal(self, client: str, server: str) -> None:
+        self.network.heal(client, server)
+
+    async def homes(self) -> list[Home]:
+        """Return what each process holds."""
+        homes = []
+        for name, loop in self._engines.items():
+            if self.processes[name].is_dead:
+                continue
+            status = loop.status()
+            held = {key: getattr(status, key) for key in ("num_running", "num_waiting", "num_used_blocks")}
+            living = sum(not self.processes[other].is_dead for other in self._generators)
+            held["sessions of dead frontends"] = len(self._sessions[name].sessions) - living
+            homes.append(Home(name, held))
+        for name, generator in self._generators.items():
+            if not self.processes[name].is_dead:
+                in_flight = sum(client.num_in_flight for client in self._clients[name])
+                homes.append(Home(name, {"num_active": generator.num_active, "choices in flight": in_flight}))
+        return homes
+
+    def _open_channel(self, address: str, **_: Any) -> Channel:
+        return Channel(self.network, address)
+
+    def _config(self, index: int) -> EngineConfig:
+        config = EngineConfig()
+        return replace(
+            config,
+            scheduler=replace(config.scheduler, max_num_seqs=16, max_num_batched_tokens=256),
+            engine=replace(config.engine, worker_address=f"worker-{index}:1", engine_id=f"engine-{index}"),
+        )
+
+    def _start_worker(self, name: str) -> None:
+        config = self._config(0)
+        runner = NaiveRunner(config)
+        boot_id = f"{name}.{self._lives[name]}"
+        facts = replace(runner.facts, boot_id=boot_id)
+        publisher = StatusPublisher()
+
+        def note(epoch: int, step_id: int) -> None:
+            holder = lease._session.hello.boot_id if lease._session is not None else ""
+            self.steps.append(Step(boot_id, holder, epoch, step_id))
+
+        thread = InlineRunner(runner, note)
+        lease = WorkerLease(
+            publisher,
+            thread,  # type: ignore[arg-type]
+            shared_config(config),
+            resume_ttl_s=config.engine.resume_ttl_s,
+        )
+        right = lease.open
+
+        def open_noted(hello: EngineHello) -> Grant:
+            grant = right(hello)
+            note(grant.session.epoch, 0)
+            return grant
+
+        lease.open = open_noted  # type: ignore[method-assign]
+        sleep = SleepControl(lease, thread, publisher, set_ready=_do_nothing)  # type: ignore[arg-type]
+        servicer = WorkerServicer(lease, sleep, publisher, WorkerMetrics.create(CollectorRegistry()))
+        handlers = HandlerCollector()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, handlers)
+        self.network.serve(f"{name}:1", handlers.handlers)
+        publisher.change(phase=Phase.READY, progress=1.0, facts=facts)
+        self._watch(asyncio.create_task(thread.run()), name)
+
+    def _start_engine(self, name: str, index: int) -> None:
+        config = self._config(index)
+        loop = self._engines[name] = EngineLoop(
+            config=config,
+            executor=GrpcExecutor(
+                address=config.engine.worker_address,
+                engine_id=config.engine.engine_id,
+                boot_id=f"{name}.{self._lives[name]}",
+                shared_config=shared_config(config),
+                max_steps_in_flight=config.scheduler.steps_in_flight or MAX_STEPS_IN_FLIGHT,
+            ),
+            metrics=EngineMetrics.create(CollectorRegistry()),
+            on_ready_change=lambda ready: None,
+        )
+        servicer = EngineCoreServicer(loop, resume_ttl_s=config.engine.resume_ttl_s)
+        self._sessions[name] = servicer
+        handlers = HandlerCollector()
+        engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(servicer, handlers)
+        self.network.serve(f"{name}:1", handlers.handlers)
+        self._watch(asyncio.create_task(loop.run()), name)
+
+    def _start_frontend(self, name: str) -> None:
+        router = Router({})
+        router.engines = self._clients[name] = [
+            EngineClient(
+                f"enginecore-{index}:1",
+                frontend_id=name,
+                boot_id=f"{name}.{self._lives[name]}",
+                on_change=router.on_change,
+            )
+            for index in range(self.num_engines)
+        ]
+        generator = self._generators[name] = Generator(router, FrontendMetrics.create(CollectorRegistry()))
+        generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
+        for client in router.engines:
+            self._watch(asyncio.create_task(client.run()), name)
+
+    def _watch(self, task: asyncio.Task[Any], name: str) -> None:
+        """Note a task that should go on for ever and does not."""
+
+        def note(done: asyncio.Task[Any]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None and not isinstance(error, StaleEpoch):  # by which a fenced engine ends
+                self.bugs.append(f"{name} ended: {error!r}")
+
+        task.add_done_callback(note)
+
+
+async def _do_nothing(is_ready: bool) -> None:
+    return
+
+
+def play_in_memory(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch, *, on_begin: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Play a scenario in fake time and return what is wrong with what was seen; bugs that showed themselves as well."""
+    bugs: list[str] = []
+
+    async def work() -> Evidence:
+        ground = MemoryGround(
+            monkeypatch, num_engines=scenario.num_engines, num_frontends=scenario.num_frontends
+        )
+        try:
+            return await play(ground, scenario, on_begin=on_begin)
+        except Exception as error:
+            error.add_note("; ".join((*ground.bugs, *ground.network.bugs)))
+            raise
+        finally:
+            bugs.extend((*ground.bugs, *ground.network.bugs))
+
+    return violations_of(run_in_fake_time(monkeypatch, work)) + bugs

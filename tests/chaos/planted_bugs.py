@@ -1,0 +1,186 @@
+"""Bugs as they have been written elsewhere, to be planted into a running stack: each must be found by a validator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.enginecore.frontends.servicer import FrontendSessions
+from services.enginecore.kv.manager import BlockManager
+from services.enginecore.scheduler import request_states
+from services.enginecore.scheduler.scheduler import Scheduler
+from services.frontend import generate
+from services.frontend.choice import Choice
+from services.frontend.engines import client as engine_client
+from services.frontend.engines import session as engine_session
+from services.frontend.generate import Generator
+from services.worker.service.lease import WorkerLease
+from triptych.text.stop import StopChecker
+from triptych.types.events import FinishedEvent
+from triptych.types.step import U32, NewRow, RowContent, empty_u32
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """A bug, the scenario that brings it out, and who finds it."""
+
+    name: str
+    plant: Plant
+    scenario: str
+    found_by: str
+
+
+def _every(count: int) -> Callable[[], bool]:
+    """Return a function that says yes each `count` calls."""
+    calls = 0
+
+    def is_due() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls % count == 0
+
+    return is_due
+
+
+def _drop_a_token(patch: pytest.MonkeyPatch) -> None:
+    right, is_due = Choice.on_tokens, _every(50)
+
+    def wrong(self: Choice, token_ids: list[int], *rest: Any) -> None:
+        right(self, token_ids[1:] if is_due() else token_ids, *rest)
+
+    patch.setattr(Choice, "on_tokens", wrong)
+
+
+def _take_a_repeated_batch(patch: pytest.MonkeyPatch) -> None:
+    """The hello names a batch too early, and what comes again is taken for new."""
+    right = engine_client.session_hello
+    patch.setattr(
+        engine_client,
+        "session_hello",
+        lambda protocol, name, last: right(protocol, name, max(0, last - 3)),
+    )
+
+    def take(number: int, last_received: int, what: str) -> bool:
+        return False
+
+    patch.setattr(engine_session, "is_repeated", take)
+
+
+def _resume_too_far_on(patch: pytest.MonkeyPatch) -> None:
+    right = FrontendSessions._resume
+
+    def wrong(self: FrontendSessions, name: str, last_batch_seen: int) -> Any:
+        session = self._name_to_session.get(name)
+        ahead = 0 if session is None else min(2, session.outbox.last_number - last_batch_seen)
+        return right(self, name, last_batch_seen + ahead)
+
+    patch.setattr(FrontendSessions, "_resume", wrong)
+    patch.setattr(engine_session, "is_repeated", lambda number, last, what: number <= last)
+
+
+def _skip_the_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerLease, "_check_turn", lambda *_: None)
+
+
+def _count_usage_twice(patch: pytest.MonkeyPatch) -> None:
+    right = generate._usage
+
+    def wrong(request: Any, outputs: Any) -> Any:
+        usage = right(request, outputs)
+        return type(usage)(usage.num_prompt_tokens, 2 * usage.num_output_tokens)
+
+    patch.setattr(generate, "_usage", wrong)
+
+
+def _leak_a_block(patch: pytest.MonkeyPatch) -> None:
+    right, is_due = BlockManager.free, _every(5)
+
+    def wrong(self: BlockManager, table: Any) -> None:
+        if is_due() and len(table.block_ids) > 1:
+            table.block_ids.pop()
+        right(self, table)
+
+    patch.setattr(BlockManager, "free", wrong)
+
+
+def _forget_half_a_stop_string(patch: pytest.MonkeyPatch) -> None:
+    right = StopChecker.push
+
+    def wrong(self: StopChecker, pieces: Any, **options: int) -> Any:
+        for matcher in self._matchers:
+            matcher.num_matched = 0
+        return right(self, pieces, **options)
+
+    patch.setattr(StopChecker, "push", wrong)
+
+
+def _requeue_with_another_seed(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.requeue_all
+
+    def wrong(self: Scheduler) -> None:
+        for request in self._states.running:
+            if request.number % 3 == 1:
+                request.seed ^= 1
+        right(self)
+
+    patch.setattr(Scheduler, "requeue_all", wrong)
+
+
+def _take_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
+    """After a loss of the worker penalties count what was output as a part of the prompt."""
+    right = request_states.NewRow
+
+    def wrong(*, content: RowContent, emitted_token_ids: U32, **fields: Any) -> NewRow:
+        known = np.concatenate([content.prompt_token_ids, emitted_token_ids])
+        return right(content=RowContent(known, content.sampling), emitted_token_ids=empty_u32(), **fields)
+
+    patch.setattr(request_states, "NewRow", wrong)
+
+
+def _end_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Generator.generate
+
+    async def wrong(self: Generator, raw: Any) -> Any:
+        async for event in right(self, raw):
+            yield event
+            if isinstance(event, FinishedEvent):
+                yield event
+
+    patch.setattr(Generator, "generate", wrong)
+
+
+def _hold_a_share(patch: pytest.MonkeyPatch) -> None:
+    """A choice that its client has left stays in the session's books."""
+    right = engine_session.EngineSession.abort
+
+    def wrong(self: engine_session.EngineSession, number: int, sink: Any) -> None:
+        right(self, number, sink)
+        self._sinks[number] = sink
+
+    patch.setattr(engine_session.EngineSession, "abort", wrong)
+
+
+_QUIET = "seed=1 engines=1 frontends=1 requests=16:"
+_CUT = f"{_QUIET} 0.300 cut frontend-0>enginecore-0 0; 0.600 cut frontend-0>enginecore-0 0"
+_KILL = f"{_QUIET} 0.500 kill worker-0 0.2; 0.900 kill worker-0 0.2"
+_USURP = f"{_QUIET} 0.400 usurp enginecore-0 2.0"
+
+PLANTED_BUGS = (
+    PlantedBug("drop a token", _drop_a_token, _QUIET, "unchanged"),
+    PlantedBug("take a repeated batch", _take_a_repeated_batch, _CUT, "unchanged"),
+    PlantedBug("resume too far on", _resume_too_far_on, _CUT, "unchanged"),
+    PlantedBug("skip the fence", _skip_the_fence, _USURP, "nothing_from_the_fenced"),
+    PlantedBug("count usage twice", _count_usage_twice, _QUIET, "usage_counted_once"),
+    PlantedBug("leak a block", _leak_a_block, _QUIET, "all_home"),
+    PlantedBug("forget half a stop string", _forget_half_a_stop_string, _QUIET, "unchanged"),
+    PlantedBug("requeue with another seed", _requeue_with_another_seed, _KILL, "unchanged"),
+    PlantedBug("take output for prompt", _take_output_for_prompt, _KILL, "unchanged"),
+    PlantedBug("end twice", _end_twice, _QUIET, "one_end"),
+    PlantedBug("hold a share", _hold_a_share, _QUIET, "all_home"),
+)

@@ -1,0 +1,216 @@
+"""The language of scenarios: what breaks, when and for how long, under which load. One line of text, and back.
+
+seed=7 engines=2 frontends=2 requests=16: 0.350 kill worker-0 0.400; 0.900 hold frontend-0>enginecore-1 3.000
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from tests.chaos.load import Send, answers_undisturbed, make_load, run_clients, with_stops_that_hit
+from tests.chaos.recorder import Recorder, Request
+from tests.chaos.validators import Evidence, Home, Step
+from triptych.types.events import Event
+
+PROCESS_FAULTS = ("kill", "stop", "usurp")
+LINK_FAULTS = ("cut", "half-cut", "hold", "hold-up", "hold-down")
+_SETTLE_S = 90.0
+"""More than all times to live: what is not home by then never comes home."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that breaks, and is mended later.
+
+    | kill | a process, by SIGKILL; started again later |
+    | stop | a process, by SIGSTOP; goes on later |
+    | usurp | a process is stopped, another one takes its name and address, and later it goes on |
+    | cut | the streams of a link, at once; they may be dialed again |
+    | half-cut | the same, but the server is not told |
+    | hold, hold-up, hold-down | a partition, of both ways or one; heals later |
+    """
+
+    at_s: float
+    action: str
+    target: str
+    """A process, or a link as client>server."""
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.3f} {self.action} {self.target} {self.for_s:.3f}"
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        at_s, action, target, for_s = text.split()
+        assert action in (*PROCESS_FAULTS, *LINK_FAULTS), action
+        return Fault(float(at_s), action, target, float(for_s))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load, and what breaks under it. The seed determines the load."""
+
+    seed: int
+    num_engines: int
+    num_frontends: int
+    num_requests: int
+    faults: tuple[Fault, ...] = field(default=())
+
+    def __str__(self) -> str:
+        head = (
+            f"seed={self.seed} engines={self.num_engines} frontends={self.num_frontends} "
+            f"requests={self.num_requests}"
+        )
+        return f"{head}: {'; '.join(map(str, self.faults))}"
+
+    @staticmethod
+    def parse(text: str) -> Scenario:
+        head, _, tail = text.partition(":")
+        values = [int(word.partition("=")[2]) for word in head.split()]
+        faults = tuple(Fault.parse(part) for part in tail.split(";") if part.strip())
+        return Scenario(*values, faults)
+
+
+class Ground(Protocol):
+    """Tiers that serve, and the means to break them."""
+
+    steps: list[Step]
+    vocabulary: range
+    """Token ids that prompts are made of."""
+    max_tokens: int
+    load_s: float
+    """Seconds within which the clients begin."""
+    is_exact_time: bool
+    rest_s: float
+    """Seconds that whoever was away is given to come back and do harm."""
+
+    async def start_all(self) -> None: ...
+
+    async def start(self, name: str) -> None:
+        """Start a process that has died."""
+        ...
+
+    def kill(self, name: str) -> None: ...
+
+    def stop(self, name: str) -> None: ...
+
+    async def usurp(self, name: str) -> Callable[[], None]:
+        """Stop a process and start another one in its place. Return what lets the first go on."""
+        ...
+
+    def go_on(self, name: str) -> None: ...
+
+    def cut(self, client: str, server: str, *, is_server_told: bool) -> None: ...
+
+    def hold(self, client: str, server: str, *ways: str) -> None: ...
+
+    def heal(self, client: str, server: str) -> None: ...
+
+    def send(self, request: Request, attempt: int) -> AsyncIterator[Event]: ...
+
+    async def wait_ready(self) -> None: ...
+
+    async def homes(self) -> list[Home]: ...
+
+
+def make_scenario(seed: int, victims: Sequence[str], *, last_s: float, num_requests: int = 16) -> Scenario:
+    """Return a random scenario.
+
+    Args:
+        victims: Kinds of processes that may be killed. Everything else may happen to all.
+        last_s: When the last fault may begin.
+    """
+    random = Random(seed)
+    num_engines, num_frontends = random.randint(1, 2), random.randint(1, 2)
+    names = {
+        "worker": [f"worker-{index}" for index in range(num_engines)],
+        "enginecore": [f"enginecore-{index}" for index in range(num_engines)],
+        "frontend": [f"frontend-{index}" for index in range(num_frontends)],
+    }
+    inner = [f"enginecore-{index}>worker-{index}" for index in range(num_engines)]
+    outer = [f"{frontend}>{engine}" for frontend in names["frontend"] for engine in names["enginecore"]]
+    faults = []
+    for _ in range(random.randint(1, 4)):
+        action = random.choice(("stop", *LINK_FAULTS, "kill", "kill", "kill"))
+        for_s = random.choice((random.uniform(0.05, 1.0), random.uniform(1.0, 6.0)))
+        if action == "kill":
+            target = random.choice([name for kind in victims for name in names[kind]])
+        elif action == "stop":
+            target = random.choice([name for some in names.values() for name in some])
+        else:
+            target = random.choice(random.choice((inner, outer)))
+            if target in inner and random.random() < 0.2:
+                for_s = random.uniform(10.0, 40.0)
+        faults.append(Fault(random.uniform(0, last_s), action, target, for_s))
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return Scenario(seed, num_engines, num_frontends, num_requests, ordered)
+
+
+async def play(
+    ground: Ground, scenario: Scenario, *, on_begin: Callable[[], None] = lambda: None
+) -> Evidence:
+    """Start the ground, learn the answers, send the load again while things break, and see that all comes home.
+
+    Args:
+        on_begin: Called when the answers are known, before anything breaks.
+    """
+    clock = asyncio.get_running_loop().time
+    await ground.start_all()
+    requests = make_load(
+        scenario.seed, scenario.num_requests, vocabulary=ground.vocabulary, max_tokens=ground.max_tokens
+    )
+    send: Send = ground.send
+    requests = with_stops_that_hit(requests, await answers_undisturbed(requests, send))
+    oracle = await answers_undisturbed(requests, send)
+    ground.steps.clear()
+    on_begin()
+    recorder, random = Recorder(clock), Random(scenario.seed)
+    faults = [asyncio.create_task(_inflict(ground, fault)) for fault in scenario.faults]
+    await run_clients(requests, recorder, send, starts_within_s=ground.load_s, random=random)
+    await asyncio.gather(*faults)
+    await ground.wait_ready()
+    await asyncio.sleep(ground.rest_s)
+    until = clock() + _SETTLE_S
+    homes = await ground.homes()
+    while any(any(home.held.values()) for home in homes) and clock() < until:
+        await asyncio.sleep(_POLL_S)
+        homes = await ground.homes()
+    return Evidence(
+        requests,
+        recorder.history,
+        oracle,
+        steps=ground.steps,
+        homes=homes,
+        is_exact_time=ground.is_exact_time,
+    )
+
+
+async def _inflict(ground: Ground, fault: Fault) -> None:
+    """Break something and mend it again."""
+    await asyncio.sleep(fault.at_s)
+    client, _, server = fault.target.partition(">")
+    match fault.action:
+        case "kill":
+            ground.kill(fault.target)
+            await asyncio.sleep(fault.for_s)
+            await ground.start(fault.target)
+        case "stop":
+            ground.stop(fault.target)
+            await asyncio.sleep(fault.for_s)
+            ground.go_on(fault.target)
+        case "usurp":
+            go_on = await ground.usurp(fault.target)
+            await asyncio.sleep(fault.for_s)
+            go_on()
+        case "cut" | "half-cut":
+            ground.cut(client, server, is_server_told=fault.action == "cut")
+        case _:
+            _, _, way = fault.action.partition("-")
+            ground.hold(client, server, *((way,) if way else ("up", "down")))
+            await asyncio.sleep(fault.for_s)
+            ground.heal(client, server)
