@@ -11,18 +11,23 @@ import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from benchmarks.engine.requests import BLOCK_SIZE, create_scheduler, submit_of
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import cpu_s
 from services.enginecore.request import Request
-from services.frontend.engines.session import EngineSession
+from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.mover import Mover, MoveTerms
+from services.frontend.engines.router import Router
+from services.frontend.engines.session import EngineLoss, EngineSession
 from services.frontend.outputs import RequestOutputs
+from triptych.observe.metrics import FrontendMetrics
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 
 NUM_ROWS = 4096
@@ -76,11 +81,14 @@ def loss_s() -> float:
         for _ in range(NUM_ROWS):
             outputs.add_choice(sampling, None, [1, 2, 3], "")  # type: ignore[arg-type] # needs no tokenizer
         request = _group(NUM_ROWS, 3, sampling, first=1)
-        session.submit(request, outputs.choices)
+        mover = Mover(Router(), FrontendMetrics.create(CollectorRegistry()), MoveTerms())
+        submission = Submission("r", EngineWelcome("e", ready=True), request.prompt_token_ids, sampling)
+        journeys = [Journey(submission, choice, mover, seed=choice.index) for choice in outputs.choices]
+        session.submit(request, journeys)
         token_ids = np.full(NUM_ROWS, 5, np.uint32)
         batch = OutputBatch(1, admitted=request.numbers, numbers=request.numbers, token_ids=token_ids)
         session.take_in(batch, 0)
-        return cpu_s(lambda: session.end("engine-0 was lost"))
+        return cpu_s(lambda: session.end(EngineLoss("engine-0 was lost")))
 
     return asyncio.run(lose())
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -92,6 +93,7 @@ class EngineLoop:
             ready=False,
             why_not_ready=self._readiness[1],
             limits=replace(limits_of(config.scheduler), keeps_requests=config.engine.max_kept_bytes > 0),
+            boot_id=uuid.uuid4().hex,
         )
 
     @property
@@ -359,12 +361,11 @@ class EngineLoop:
         self._releases.note_draining(self._is_stopping or self._is_draining, now=time.monotonic())
         if self._is_stopping or self._is_draining:
             ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
-        welcome = EngineWelcome(
-            engine_id=self.welcome.engine_id,
+        welcome = replace(
+            self.welcome,
             ready=ready,
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
-            limits=self.welcome.limits,
             prefix_hash=self._describe_hash(),
         )
         if welcome == self.welcome:

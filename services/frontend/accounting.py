@@ -29,8 +29,9 @@ class RequestRecord:
         self._api = api
         self._request_id = request_id
         self._key_name = current_caller().name
-        self._arrived = time.monotonic()
-        self._submitted = self._arrived
+        self.arrived = time.monotonic()
+        """On the monotonic clock."""
+        self._submitted = self.arrived
         self._time_to_first_token_s: float | None = None
         self._last_output: dict[int, float] = {}
         """Index of a streamed choice -> time of its last output."""
@@ -43,7 +44,7 @@ class RequestRecord:
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._arrived
+        return time.monotonic() - self.arrived
 
     def note_model(self, name: str) -> None:
         """The model that the request is for was found."""
@@ -68,7 +69,7 @@ class RequestRecord:
         """New output of a streamed choice is about to go to the client."""
         now = time.monotonic()
         if self._time_to_first_token_s is None:
-            self._note_first_token(now - self._arrived)
+            self._note_first_token(now - self.arrived)
         last, self._last_output[index] = self._last_output.get(index), now
         if num_tokens and (metrics := self._of_model) is not None:
             self._num_counted += num_tokens
@@ -80,7 +81,7 @@ class RequestRecord:
 
     def note_first_token(self, ns_in_engine: int) -> None:
         """The engine had the first token of an answer that is not streamed so long after it took the request."""
-        self._note_first_token(self._submitted - self._arrived + ns_in_engine / 1e9)
+        self._note_first_token(self._submitted - self.arrived + ns_in_engine / 1e9)
 
     def note_choice(self, reason: str, num_tokens: int, timings: StageTimings) -> None:
         """A choice of a request that ended well has ended for this reason."""

@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 from services.frontend.access.keys import ApiKeys, create_api_keys
 from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.engines.status_watch import StatusWatch
 from services.frontend.generate import Generator
@@ -64,7 +65,8 @@ class FrontendApp(ServiceApp):
         self._router = Router(_read_aliases(config.frontend.model_aliases))
         self._router.engines = _create_engines(config, self._router)
         metrics = FrontendMetrics.create()
-        self._generator = Generator(self._router, metrics, config.frontend.max_messages_per_s)
+        self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
+        self._generator = Generator(self._router, metrics, self._mover, config.frontend.max_messages_per_s)
         self._status_watch = StatusWatch(self._router)
         gauges = EngineGauges(self._status_watch.latest)
         REGISTRY.register(gauges)
@@ -83,6 +85,7 @@ class FrontendApp(ServiceApp):
     async def start(self) -> Mapping[str, int]:
         for engine in self._router.engines:
             self.start_background(f"engine-{engine.address}", engine.run())
+        self.start_background("move-requests", self._mover.run())
         self.start_background("status-watch", self._status_watch.run())
 
         config = self.config.frontend

@@ -30,7 +30,7 @@ ACCOUNT_WAIT_S = 0.25
 
 
 class Choice:
-    """One choice's output; the sink of one submission (`engine_session.OutputSink`)."""
+    """One choice's output. A journey brings it, from one engine or several (`engines.journey`)."""
 
     def __init__(
         self,
@@ -54,6 +54,10 @@ class Choice:
         self.num_cached_tokens: int | None = None
         self.timings = StageTimings()
         self.finish_reason: FinishReason | None = None
+        self.num_moves = 0
+        """Times that it has moved to another engine."""
+        self.is_exact = True
+        """It goes on as if it had not moved: the engines that it has come to compute the same bits."""
         self.stop_upstream: Callable[[], None] = lambda: None
         """End it at the engine, which then reports its end. Set at submission, like the next."""
         self.abort_upstream: Callable[[], None] = lambda: None
@@ -99,6 +103,18 @@ class Choice:
         """Output tokens that the client has taken and the model thought before it answered."""
         return 0 if self._splitter is None else self._splitter.num_reasoning_tokens
 
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come."""
+        return self._report is not None and not self._report.is_complete
+
+    def note_moved(self, *, is_exact: bool) -> None:
+        """Note that another engine goes on with it. `is_exact`: With the same bits."""
+        self.num_moves += 1
+        self.is_exact &= is_exact
+        if self._report is not None:
+            self._report.may_repeat = True
+
     def go_on_from(self, emitted: Sequence[int]) -> None:
         """Take the state that these output tokens, which the client has seen, had left behind.
 
@@ -136,7 +152,7 @@ class Choice:
             self._add(token_ids, logprobs, first_row, finish)
         if finish is not None:
             self.num_cached_tokens, self.timings = finish.num_cached_tokens, finish.timings
-            self._settle()
+            self.settle()
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
         if self.finish_reason is not None:  # it was aborted before its prompt was computed
@@ -150,11 +166,11 @@ class Choice:
 
     def on_error(self, error: Exception) -> None:
         self._outputs.fail(error)
-        self._settle()
+        self.settle()
 
     def on_engine_lost(self, why: str) -> None:
         self._outputs.fail_by_loss(why)
-        self._settle()
+        self.settle()
 
     def end_by_abort(self) -> None:
         """End it with what it has; the engine is asked for its counts."""
@@ -254,9 +270,10 @@ class Choice:
     def _stop_early(self) -> None:
         """End it at the engine, and wait a moment for the engine's counts."""
         self.stop_upstream()
-        asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self._settle)
+        asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self.settle)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Note that no engine will account for it any more."""
         if not self._is_settled:
             self._is_settled = True
             self._outputs.note_settled()

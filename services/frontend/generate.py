@@ -13,6 +13,7 @@ from services.frontend.access.caller import current_caller
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
+from services.frontend.engines.mover import Mover
 from services.frontend.engines.router import Router
 from services.frontend.outputs import RequestOutputs
 from services.frontend.pacing import Pace
@@ -58,10 +59,13 @@ class ServedModel(NamedTuple):
 class Generator:
     """The operations that the gRPC and HTTP APIs call. Bound to one event loop."""
 
-    def __init__(self, router: Router, metrics: FrontendMetrics, max_messages_per_s: float = 0) -> None:
+    def __init__(
+        self, router: Router, metrics: FrontendMetrics, mover: Mover, max_messages_per_s: float = 0
+    ) -> None:
         """`max_messages_per_s`: See `Pace`."""
         self._router = router
         self._metrics = metrics
+        self._mover = mover
         self._text: TextModel | None = None
         self.alive = AliveRequests()
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
@@ -135,7 +139,7 @@ class Generator:
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
-                await place(request, outputs, record, self._router, self.text_model)
+                await place(request, outputs, record, self._router, self._mover, self.text_model)
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 record.note_admitted(len(request.prompt_token_ids), request.sampling)
                 yield AdmittedEvent(
@@ -158,7 +162,9 @@ class Generator:
                 for choice in outputs.choices:
                     reason = choice.finish_reason.word if choice.finish_reason is not None else ""
                     record.note_choice(reason, choice.num_tokens, choice.timings)
-                yield FinishedEvent(record.usage, outputs.timings, request.tokenize_ns)
+                yield FinishedEvent(
+                    record.usage, outputs.timings, request.tokenize_ns, outputs.num_moves, outputs.is_exact
+                )
             finally:
                 outputs.close()
                 record.usage = _usage(request, outputs)

@@ -30,6 +30,8 @@ class PromptReport:
         self._next_position = 1
         self._parts: deque[PromptLogprobs] = deque()
         self._is_closed = False
+        self.may_repeat = False
+        """Another engine has begun the prompt anew: what has come before is dropped."""
         if self.is_complete:  # a part says so all the same
             shape = 0, 1 + num_top
             nothing = np.zeros(shape, np.uint32), np.zeros(shape, np.float32), np.zeros(0, np.uint32)
@@ -46,6 +48,10 @@ class PromptReport:
         Raises:
             LookupError: It is another part than the next.
         """
+        if self.may_repeat and part.first_position < self._next_position:
+            part = _without(part, self._next_position - part.first_position)
+            if not len(part.ranks):
+                return
         if part.first_position != self._next_position or part.end > self._num_tokens:
             raise LookupError(
                 f"the engine sent log-probabilities of prompt positions {part.first_position} to {part.end - 1}; "
@@ -75,6 +81,16 @@ class PromptReport:
         token_bytes = list(map(self._token_bytes, part.token_ids.ravel().tolist()))
         first_token_bytes = self._first_token_bytes if part.first_position == 1 else b""
         return PromptLogprobsEvent(part, token_bytes, first_token_bytes)
+
+
+def _without(part: PromptLogprobs, num_positions: int) -> PromptLogprobs:
+    """Return a part without its first positions."""
+    return PromptLogprobs(
+        part.first_position + num_positions,
+        part.token_ids[num_positions:],
+        part.logprobs[num_positions:],
+        part.ranks[num_positions:],
+    )
 
 
 def _split(part: PromptLogprobs) -> Iterator[PromptLogprobs]:

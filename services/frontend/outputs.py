@@ -154,6 +154,16 @@ class RequestOutputs:
             choice.abort_upstream()
 
     @property
+    def num_moves(self) -> int:
+        """Return how many times the choice that moved most has moved to another engine."""
+        return max((choice.num_moves for choice in self.choices), default=0)
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether all choices went on as if they had not moved."""
+        return all(choice.is_exact for choice in self.choices)
+
+    @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 

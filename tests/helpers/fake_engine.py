@@ -40,6 +40,8 @@ MODEL = ModelFacts(
     dtype="float32",
     kv_dtype="float32",
     quantization="none",
+    numerics="fake",
+    is_batch_invariant=True,
 )
 TIMINGS = StageTimings(queued_ns=1, prefill_ns=2, decode_ns=3)
 NUM_CACHED = 4

@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.requests.raw import RawRequest
@@ -21,6 +22,8 @@ from triptych.observe.metrics import FrontendMetrics
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 
+NEVER = MoveTerms(policy="never")
+
 
 @dataclass(frozen=True)
 class FrontendCore:
@@ -29,6 +32,7 @@ class FrontendCore:
     generator: Generator
     router: Router
     registry: CollectorRegistry
+    mover: Mover
 
     def count(self, outcome: str) -> float:
         """Requests that ended so."""
@@ -52,21 +56,28 @@ async def frontend_core(
     waits: bool = True,
     aliases: Mapping[str, str] | None = None,
     directory: Path = Path("no-checkpoint"),
+    moves: MoveTerms = NEVER,
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
-    """Dial the engines; with `waits`, until all are ready. `parsers`: those of `TextModel`."""
+    """Dial the engines; with `waits`, until all are ready. Nothing moves unless asked for.
+
+    `parsers`: those of `TextModel`.
+    """
     router, registry = Router(aliases or {}), CollectorRegistry()
     router.engines = [
         EngineClient(engine.address, frontend_id="test", boot_id="boot", on_change=router.on_change)
         for engine in engines
     ]
-    generator = Generator(router, FrontendMetrics.create(registry))
+    metrics = FrontendMetrics.create(registry)
+    mover = Mover(router, metrics, moves)
+    generator = Generator(router, metrics, mover)
     generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, directory, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
+    tasks.append(asyncio.create_task(mover.run()))
     try:
         if waits:
             await eventually(lambda: all(client.is_ready for client in router.engines))
-        yield FrontendCore(generator, router, registry)
+        yield FrontendCore(generator, router, registry, mover)
     finally:
         for task in tasks:
             task.cancel()

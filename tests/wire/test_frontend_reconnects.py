@@ -14,6 +14,7 @@ import pytest
 
 from services.enginecore import loop as loop_module
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.session import EngineLoss
 from tests.helpers.cut_proxy import CutProxy
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
@@ -76,9 +77,12 @@ class Sink:
         assert self.end is None, "a second end"
         self.end = error
 
-    def on_engine_lost(self, why: str) -> None:
+    def on_released(self) -> None:
+        pass
+
+    def on_engine_lost(self, loss: EngineLoss) -> None:
         assert self.end is None, "a second end"
-        self.end = why
+        self.end = loss.why
 
 
 @dataclass

@@ -321,6 +321,7 @@ welcomes = build(
     model=st.none() | model_facts,
     limits=st.builds(EngineLimits, has_priorities=st.booleans(), max_choices=u32),
     prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
+    boot_id=words,
 )
 
 

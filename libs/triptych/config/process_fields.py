@@ -68,6 +68,34 @@ class FrontendConfig:
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", FRONTEND, ge=0
     )
+    moves: str = value(
+        "same_numerics",
+        "Engines that a request with output may move to when its own is lost or drains. same_numerics: those of equal "
+        "processor, kernels, libraries and precision; where these are batch invariant, it goes on as if nothing had "
+        "happened. any: those of the same model; the answer says so. never: none; the request fails.",
+        FRONTEND,
+        choices=("same_numerics", "any", "never"),
+    )
+    move_after_s: float = value(
+        0.25,
+        "Seconds after a broken stream in which its engine may come back, before requests move to another; none where "
+        "nobody listens any more.",
+        FRONTEND,
+        ge=0,
+    )
+    move_after_silence_s: float = value(
+        1.0,
+        "Seconds without a sign of life from an engine whose stream stands, before requests move to another that gives "
+        "one. It is asked for after 0.33 s.",
+        FRONTEND,
+        ge=0.5,
+    )
+    move_timeout_s: float = value(
+        30.0,
+        "Seconds that a request waits for an engine to move to, if its deadline does not come first.",
+        FRONTEND,
+        ge=0,
+    )
     tool_call_parser: str = value(
         "auto",
         "How the model writes calls of tools. auto: as its chat template shows; none: calls stay text.",

@@ -13,7 +13,7 @@ from triptych.errors import ConfigError
 from triptych.types.facts import EngineStatus
 
 _FRONTEND = "triptych_frontend_"
-_NOT_VLLM = ("requests", "active_requests", "engine_ready")
+_NOT_VLLM = ("requests", "moves", "active_requests", "engine_ready")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -34,6 +34,7 @@ class FrontendMetrics:
     prompt_tokens: Counter
     generation_tokens: Counter
     request_success: Counter
+    moves: Counter
     time_to_first_token: Histogram
     inter_token_latency: Histogram
     time_per_output_token: Histogram
@@ -67,6 +68,12 @@ class FrontendMetrics:
             prompt_tokens=counter("prompt_tokens", "Prompt tokens that an engine has taken."),
             generation_tokens=counter("generation_tokens", "Output tokens, counted as they come."),
             request_success=counter("request_success", "Choices that ended, by reason.", "finished_reason"),
+            moves=counter(
+                "moves",
+                "Choices whose engine was lost or gave them up: moved to one that computes the same bits, or others, "
+                "failed for want of an engine, or suspected of what the engines died of.",
+                "outcome",
+            ),
             time_to_first_token=histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
             inter_token_latency=histogram(
                 "inter_token_latency_seconds",

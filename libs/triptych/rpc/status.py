@@ -178,6 +178,13 @@ def internal_rich_status(request_id: str = "") -> status_pb2.Status:
     return _status(code_pb2.INTERNAL, text, [_error_info(TriptychError.code, {})], request_id)
 
 
+def is_connection_refused(error: BaseException | None) -> bool:
+    """Return whether a call failed because nobody listens at the address: its machine runs, its process does not."""
+    if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return "connection refused" in (error.details() or "").lower()
+
+
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     """Return the typed error that a status means; UNKNOWN and the like become plain TriptychError."""
     code = error.code()

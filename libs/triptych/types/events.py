@@ -60,6 +60,10 @@ class FinishedEvent:
     usage: Usage
     timings: StageTimings
     tokenize_ns: int = 0
+    num_moves: int = 0
+    """Times that the request moved to another engine; of several choices, the most."""
+    is_exact: bool = True
+    """It went on as if it had not moved: all its engines compute the same bits."""
 
 
 Event = AdmittedEvent | PromptLogprobsEvent | DeltaEvent | FinishedEvent

@@ -147,3 +147,5 @@ class EngineWelcome:
     limits: EngineLimits = EngineLimits()
     prefix_hash: PrefixHash | None = None
     """The names of its blocks. None: it caches no prefixes, or has not been ready yet."""
+    boot_id: str = ""
+    """Drawn at the engine's start. Empty: not known."""

@@ -134,6 +134,7 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
             keeps_requests=welcome.limits.keeps_requests,
         ),
         prefix_hash=None if welcome.prefix_hash is None else _prefix_hash_to_proto(welcome.prefix_hash),
+        boot_id=welcome.boot_id,
     )
 
 
@@ -147,6 +148,7 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
             message.limits.has_priorities, message.limits.max_choices, message.limits.keeps_requests
         ),
         prefix_hash=_prefix_hash_from_proto(message.prefix_hash) if message.HasField("prefix_hash") else None,
+        boot_id=message.boot_id,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
-from services.frontend.engines.session import EngineSession, OutputSink
+from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
 from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -23,13 +24,14 @@ from triptych.observe.logging import with_fields
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
 from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
 from triptych.rpc.session.handshake import (
+    BEATS,
     ENGINE_PROTOCOL,
     SessionTerms,
     check_resumed,
     greet,
     session_hello,
 )
-from triptych.rpc.status import from_rpc_error
+from triptych.rpc.status import from_rpc_error, is_connection_refused
 from triptych.rpc.tls import ClientTls
 from triptych.types.submit import EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _READER_END_S = 1.0
 _GOODBYE_S = 1.0
+BEAT_S = 0.33
+"""Seconds of silence after which an engine with requests is asked for a sign of life, and asked again."""
 # Errors that a status without our details is read as: gRPC itself, or the network, ended the stream.
 _UNTYPED = (EngineUnavailable, GenerationLost, DeadlineExceeded, TriptychError)
 
@@ -79,6 +83,19 @@ class EngineClient:
         self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
         """Knows whether there is a session, and for how long it can be resumed."""
         self._why_lost = "not connected yet"
+        self.heard_at = 0.0
+        """When the last message came, on the monotonic clock, as all times here."""
+        self._beat_at = 0.0
+        """When a sign of life was asked for last."""
+        self._lost_at = 0.0
+        """When the last stream broke."""
+        self._is_refused = False
+        """Nobody listens at the address: the process has ended."""
+        self._has_died = False
+        """The process that the session was with has ended, unless it has said that it would."""
+        self._has_beats = False
+        self._call: grpc.aio.StreamStreamCall | None = None
+        """The stream. None: there is none."""
 
     @property
     def name(self) -> str:
@@ -99,6 +116,44 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """Number of choices that were submitted and have not ended."""
         return self._session.num_in_flight if self._session is not None else 0
+
+    def silent_for(self, now: float) -> float:
+        """Return the seconds for which a stream on which choices are in flight has brought nothing; 0 without one."""
+        session = self._session
+        if session is None or not session.num_in_flight or not self._is_connected or not self._has_beats:
+            return 0.0
+        return now - self.heard_at
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether a sign of life should be asked for."""
+        return self.silent_for(now) >= BEAT_S
+
+    def beat(self, now: float) -> None:
+        """Ask for a sign of life, unless one has come or was asked for a moment ago."""
+        is_due = now - max(self.heard_at, self._beat_at) >= BEAT_S
+        if is_due and self._session is not None and self._is_connected and self._has_beats:
+            self._beat_at = now
+            self._session.outbox.beat()
+
+    def pardon_silence(self, now: float) -> None:
+        """Forget a silence: this process did not listen."""
+        self.heard_at = max(self.heard_at, now)
+
+    def is_lost(self, now: float, *, after_s: float) -> bool:
+        """Return whether choices are in flight on a stream that broke and is not resumed.
+
+        Args:
+            after_s: Time in seconds that it has for that, if somebody listens at the address.
+        """
+        if self._is_connected or not self.dialer.has_session or not self.num_in_flight:
+            return False
+        return self._is_refused or now - self._lost_at >= after_s
+
+    def give_up(self, why: str) -> None:
+        """End the session, which is never resumed, and its stream if there is one."""
+        self.dialer.give_up(why if self._is_connected else f"{self._why_lost}; {why}")
+        if self._call is not None:
+            self._call.cancel()
 
     def refuses(self, priority: int, tenant: str) -> float | None:
         """Return what `QueueView.refuses` says; None if there is no session."""
@@ -173,10 +228,15 @@ class EngineClient:
                 session.outbox.confirm(terms.last_received)
             else:
                 session = EngineSession(terms.name)
+            if terms.is_resumed and session is not self._session:
+                raise EngineUnavailable("the session was given up while it was resumed")
         except BaseException:
             call.cancel()
             raise
-        self.welcome = welcome_from_proto(welcome)
+        before, self.welcome = self.welcome, welcome_from_proto(welcome)
+        if before is not None and self.welcome.boot_id != before.boot_id:
+            self._has_died = before.ready
+        self._has_beats = terms.agreement.has(BEATS)
         return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
 
     def _open_channel(self) -> grpc.aio.Channel:
@@ -193,6 +253,8 @@ class EngineClient:
         """Take a stream that the engine has welcomed into use."""
         session = self._session = stream.session
         self._is_connected = True
+        self._has_died = self._is_refused = False
+        self._call, self.heard_at = stream.call, time.monotonic()
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
             self._abandoned = ""
         fields = with_fields(resumed=stream.is_resumed, in_flight=session.num_in_flight)
@@ -213,6 +275,7 @@ class EngineClient:
             ended = tasks[0] if tasks[0].done() else tasks[1]
             return asyncio.CancelledError() if ended.cancelled() else ended.exception()
         finally:
+            self._call = None
             call.cancel()
             for task in tasks:
                 task.cancel()
@@ -229,14 +292,16 @@ class EngineClient:
 
     async def _read(self, call: grpc.aio.StreamStreamCall, session: EngineSession) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
+            self.heard_at = time.monotonic()
             match message.WhichOneof("message"):
                 case "outputs":
                     batch = outputs_from_proto(message.outputs)
                     if session.take_in(batch, message.outputs.messages_received):
                         self.dialer.note_progress()
                 case "welcome":
-                    self.welcome = welcome_from_proto(message.welcome)
-                    self._on_change()
+                    before, self.welcome = self.welcome, welcome_from_proto(message.welcome)
+                    if self.welcome != before:  # else it answers a beat
+                        self._on_change()
                 case other:
                     raise ProtocolViolation(f"expected outputs or a welcome, got {other}")
 
@@ -247,7 +312,11 @@ class EngineClient:
             log.warning("engine %s at %s lost: %s", self.name, self.address, why)
         elif why != self._why_lost:  # a redial that fails as the one before is no news
             log.info("engine %s at %s not reached: %s", self.name, self.address, why)
+        if self._is_connected:
+            self._lost_at = time.monotonic()
         self._is_connected, self._why_lost = False, why
+        self._is_refused = is_connection_refused(error)
+        self._has_died = self._is_refused and self.welcome is not None and self.welcome.ready
         is_torn = self._session is not None and self._session.is_torn
         is_over = error is None or _is_refusal(error) or is_torn
         self.dialer.note_broken(why, is_futile=not _is_of_the_network(error), is_over=is_over)
@@ -258,7 +327,7 @@ class EngineClient:
         session, self._session = self._session, None
         if session is not None:
             self._abandoned = session.name
-            session.end(f"engine {self.name} was lost ({why})")
+            session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self._has_died))
 
     def _explain(self, error: BaseException | None) -> str:
         match error:

@@ -47,6 +47,7 @@ class Outbox:
         self._load = _Load()
         """Load of the messages that are unsent or not confirmed."""
         self._batch_to_acknowledge = 0
+        self._has_beat = False
         self._is_leaving = False
         self._changed = asyncio.Event()
         self._on_unsendable = on_unsendable
@@ -101,6 +102,11 @@ class Outbox:
         self._batch_to_acknowledge = batch_id
         self._changed.set()
 
+    def beat(self) -> None:
+        """Ask the engine for a sign of life."""
+        self._has_beat = True
+        self._changed.set()
+
     def leave(self) -> None:
         """Send a goodbye behind what waits. Nothing follows it."""
         self._is_leaving = True
@@ -132,6 +138,9 @@ class Outbox:
             elif next_number <= sent.last_number:
                 await call.write(sent.get(next_number).request)
                 next_number += 1
+            elif self._has_beat:
+                self._has_beat = False
+                await call.write(engine_core_pb2.ConnectRequest(beat=engine_core_pb2.Beat()))
             elif self._is_leaving:
                 await call.write(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
                 return

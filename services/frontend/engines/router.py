@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from services.frontend.engines.client import EngineClient
@@ -159,4 +160,10 @@ def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
     welcome = engine.welcome
     if welcome is None:
         return False
-    return (welcome.model, welcome.limits) == (wanted.model, wanted.limits)
+    return (_facts_of(welcome), welcome.limits) == (_facts_of(wanted), wanted.limits)
+
+
+def _facts_of(welcome: EngineWelcome) -> ModelFacts | None:
+    """Return what a request is checked against. Any numerics will do for it."""
+    model = welcome.model
+    return None if model is None else replace(model, numerics="", is_batch_invariant=False)

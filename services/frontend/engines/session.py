@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.frontend.engines.outbox import Outbox
@@ -19,6 +20,15 @@ from triptych.types.submit import SubmitRequest
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
 ACKNOWLEDGE_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoss:
+    """The end of a session in which requests were in flight."""
+
+    why: str
+    is_death: bool = False
+    """The engine's process has ended without a word, so that a request may have been the reason."""
 
 
 class OutputSink(Protocol):
@@ -42,7 +52,10 @@ class OutputSink(Protocol):
     def on_error(self, error: Exception) -> None:
         """Take the error that ends the choice. Nothing follows."""
 
-    def on_engine_lost(self, why: str) -> None:
+    def on_released(self) -> None:
+        """Note that the engine would give the choice to another one, since it cannot end it in time. It goes on."""
+
+    def on_engine_lost(self, loss: EngineLoss) -> None:
         """Note that the session with the engine was given up. Nothing follows."""
 
 
@@ -93,11 +106,11 @@ class EngineSession:
             self.queue.note_aborted(number)
             self.outbox.abort(number)
 
-    def end(self, why: str) -> None:
+    def end(self, loss: EngineLoss) -> None:
         """End every request: no output will come any more."""
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.on_engine_lost(why)
+            sink.on_engine_lost(loss)
 
     def take_in(self, batch: OutputBatch, messages_received: int) -> bool:
         """Hand out one batch, unless it has been here before.
@@ -145,6 +158,9 @@ class EngineSession:
         for failure in batch.failures:
             if (sink := sinks.pop(failure.number, None)) is not None:
                 sink.on_error(_to_error(failure))
+        for number in batch.released.tolist():
+            if (sink := sinks.get(number)) is not None:
+                sink.on_released()
 
     def _dispatch_tokens(self, batch: OutputBatch, finishes: dict[int, FinishedRequest]) -> None:
         """Give each choice its tokens, and take those that end with them out of `finishes`.

@@ -55,7 +55,7 @@ class ConnectHello(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash")
+    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class ConnectWelcome(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionWelcome
     engine_id: str
     ready: bool
@@ -70,7 +71,8 @@ class ConnectWelcome(_message.Message):
     model: _worker_pb2.ModelFacts
     limits: EngineLimits
     prefix_hash: PrefixHash
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ...) -> None: ...
+    boot_id: str
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class PrefixHash(_message.Message):
     __slots__ = ("name", "block_size", "test_vector")

@@ -91,7 +91,9 @@ class Protocol:
 
 
 UPGRADE_ORDER = "workers before engine cores before frontends; back in the reverse order"
-ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4)
+BEATS = 1 << 0
+"""Feature of an engine core: it answers beats."""
+ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4, features=BEATS)
 WORKER_PROTOCOL = Protocol("engine core", "worker", version=4)
 
 

@@ -1,0 +1,321 @@
+"""Moves choices whose engine is gone, or gives them up, to other engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.router import Router
+from services.frontend.engines.session import EngineLoss
+from triptych.config import FrontendConfig
+from triptych.errors import EngineFailure, EngineUnavailable, QueueFull, TriptychError
+from triptych.observe.logging import with_fields
+from triptych.observe.metrics import FrontendMetrics
+from triptych.types.facts import ModelFacts
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""A choice that was in flight when so many engines died in a row is not moved again: it may be the reason."""
+MAX_LOSSES = 5
+"""The same for engines that were lost in any way."""
+CHOICES_PER_TURN = 64
+MAX_UNANSWERED = 128
+"""Choices moved to one engine that it has not answered yet."""
+_FIRST_PAUSE_S = 0.02  # at most: the frontends of an engine that died do not come to the next one all at once
+_PAUSE_S = 0.005  # at most, between two turns
+_TICK_S = 0.05  # how late a silent engine, or a new one, may be noticed
+_IDLE_TICK_S = 0.25  # while nothing is in flight
+_STALL_S = 0.2  # this process was late itself by more: no engine's silence counts
+_REFUSED_S = 0.2  # before engines are asked again that have all refused
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTerms:
+    """When choices move, and where to."""
+
+    policy: str = "same_numerics"
+    """As `frontend.moves`."""
+    after_s: float = 0.25
+    after_silence_s: float = 1.0
+    timeout_s: float = 30.0
+    """This and the two before: as `frontend.move_…` in seconds."""
+
+    @classmethod
+    def of(cls, config: FrontendConfig) -> MoveTerms:
+        """Return the terms that an operator has set."""
+        return cls(config.moves, config.move_after_s, config.move_after_silence_s, config.move_timeout_s)
+
+
+class Mover:
+    """The choices of this frontend that wait for an engine to go on with. Owned by the app, which runs `run`.
+
+    It watches the engines, too: it gives up the session with one that is lost or silent while another could go on.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        metrics: FrontendMetrics,
+        terms: MoveTerms,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._terms = terms
+        self._clock = clock
+        self._waiting: dict[Journey, None] = {}
+        """In the order in which they lost their engines."""
+        self._unanswered: Counter[EngineClient] = Counter()
+        """Engine -> choices moved to it that it has not answered."""
+        self._news = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of choices that wait for an engine."""
+        return len(self._waiting)
+
+    def on_lost(self, journey: Journey, loss: EngineLoss) -> None:
+        """Take a choice whose engine is gone."""
+        if self._terms.policy == "never":
+            journey.choice.on_engine_lost(loss.why)
+            return
+        journey.note_lost(loss)
+        if journey.num_deaths >= MAX_DEATHS:
+            self._count(journey, "suspected")
+            journey.choice.on_error(
+                EngineFailure(
+                    f"{loss.why}; it is the second engine in a row to die while this request was in flight, "
+                    "which is not moved again"
+                )
+            )
+        elif journey.num_losses >= MAX_LOSSES:
+            self._fail(journey, f"{loss.why}, the last of {journey.num_losses} in a row")
+        else:
+            self._wait(journey)
+
+    def on_offered(self, journey: Journey) -> None:
+        """Move a choice away from its engine, which cannot end it in time, if there is another."""
+        engine = journey.engine
+        if engine is None or self._terms.policy == "never":
+            return
+        journey.refused_by.add(engine)
+        if self._choose(journey) is None:
+            journey.refused_by.discard(engine)
+            return
+        journey.loss = EngineLoss(f"engine {engine.name} has given the request up")
+        journey.leave_engine()
+        self._wait(journey)
+
+    def on_answered(self, journey: Journey) -> None:
+        """Note that the engine has answered the submission of a choice that was moved to it."""
+        assert journey.engine is not None, "it was moved to one"
+        self._unanswered[journey.engine] -= 1
+        if self._waiting:
+            self._news.set()
+
+    def on_refused(self, journey: Journey, error: Exception) -> None:
+        """Take a choice back that the engine refuses to which it was moved."""
+        if isinstance(error, QueueFull | EngineUnavailable):
+            self._waiting[journey] = None
+            self._news.set()
+        else:
+            journey.choice.on_error(error)
+
+    def forget(self, journey: Journey) -> None:
+        """Note that a choice is not waited for any more."""
+        self._waiting.pop(journey, None)
+
+    async def run(self) -> None:
+        """Watch the engines, and move what waits, until cancelled."""
+        watched_at = self._clock()
+        while True:
+            is_busy = self._waiting or any(engine.num_in_flight for engine in self._router.engines)
+            tick_s = _TICK_S if is_busy else _IDLE_TICK_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(tick_s):
+                    await self._news.wait()
+            self._news.clear()
+            now = self._clock()
+            self._watch_engines(now, is_late=now - watched_at > tick_s + _STALL_S)
+            watched_at = now
+            if self._waiting:
+                self._give_up_late(now)
+                await self._move()
+
+    def _watch_engines(self, now: float, *, is_late: bool) -> None:
+        terms, engines = self._terms, self._router.engines
+        if terms.policy == "never":
+            return
+        if is_late:
+            for engine in engines:
+                engine.pardon_silence(now)
+            return
+        silent = [engine for engine in engines if engine.is_silent(now)]
+        if silent:
+            for engine in engines:
+                engine.beat(now)
+        for engine in engines:
+            if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine):
+                engine.give_up("others can go on with its requests")
+            elif engine in silent and engine.silent_for(now) >= terms.after_silence_s:
+                living = [e for e in engines if e is not engine and e.heard_at > engine.heard_at]
+                if self._has_peer(engine, among=living):
+                    engine.give_up(f"no sign of life for {engine.silent_for(now):.1f} s")
+
+    def _has_peer(self, engine: EngineClient, among: Collection[EngineClient] | None = None) -> bool:
+        """Return whether another engine could go on with the requests of this one."""
+        if engine.welcome is None or engine.welcome.model is None:
+            return False
+        facts, engines = engine.welcome.model, self._router.engines
+        others = [e for e in engines if e is engine or (among is not None and e not in among)]
+        tried = [*others, *(e for e in engines if not self._may_follow(facts, e))]
+        return self._router.has_others(engine.welcome, tried)
+
+    async def _move(self) -> None:
+        """Submit what may be submitted now, in turns."""
+        await asyncio.sleep(random.uniform(0, _FIRST_PAUSE_S))
+        while groups := self._next_groups():
+            for submission, journeys, engine in groups:
+                self._submit(submission, journeys, engine)
+            await asyncio.sleep(random.uniform(0, _PAUSE_S))
+
+    def _next_groups(self) -> list[tuple[Submission, list[Journey], EngineClient]]:
+        """Return choices to submit now, with the engine for them. Those with output come first.
+
+        The choices of one request that go to one engine are together.
+        """
+        now = self._clock()
+        ready = [journey for journey in self._waiting if journey.not_before <= now]
+        ready.sort(key=lambda journey: not journey.emitted)
+        groups: dict[tuple[object, ...], list[Journey]] = {}
+        chosen: dict[tuple[object, ...], EngineClient] = {}
+        num_chosen: Counter[EngineClient] = Counter()
+        for journey in ready:
+            if num_chosen.total() >= CHOICES_PER_TURN:
+                break
+            key = _group_key(journey)
+            if key not in groups:
+                engine = self._choose(journey, num_chosen)
+                if engine is None:
+                    self._note_no_engine(journey)
+                    continue
+                groups[key], chosen[key] = [], engine
+            groups[key].append(journey)
+            num_chosen[chosen[key]] += 1
+        return [
+            (group[0].submission, sorted(group, key=lambda journey: journey.choice.index), chosen[key])
+            for key, group in groups.items()
+        ]
+
+    def _choose(
+        self, journey: Journey, num_chosen: Counter[EngineClient] | None = None
+    ) -> EngineClient | None:
+        """Return the engine that a choice moves to; None if there is none now."""
+        coming = self._unanswered if num_chosen is None else self._unanswered + num_chosen
+        tried = [
+            engine
+            for engine in self._router.engines
+            if engine in journey.refused_by
+            or coming[engine] >= MAX_UNANSWERED
+            or (journey.emitted and not self._may_follow(journey.facts, engine))
+        ]
+        try:
+            return self._router.choose(journey.submission.wanted, tried=tried)
+        except EngineUnavailable:
+            return None
+
+    def _may_follow(self, facts: ModelFacts | None, engine: EngineClient) -> bool:
+        """Return whether the policy lets a choice with output move to an engine from one with these facts."""
+        if self._terms.policy == "any":
+            return True
+        model = None if engine.welcome is None else engine.welcome.model
+        return facts is not None and model is not None and facts.has_numerics_of(model)
+
+    def _submit(self, submission: Submission, journeys: list[Journey], engine: EngineClient) -> None:
+        try:
+            numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys)
+        except (EngineUnavailable, QueueFull):
+            for journey in journeys:
+                journey.refused_by.add(engine)
+            return
+        except TriptychError as error:
+            for journey in journeys:
+                self.forget(journey)
+                journey.choice.on_error(error)
+            return
+        for number, journey in zip(numbers, journeys, strict=True):
+            self.forget(journey)
+            journey.begin(engine, number, is_moved=True)
+            self._count(journey, "exact" if journey.choice.is_exact else "inexact")
+        self._unanswered[engine] += len(journeys)
+        fields = with_fields(
+            request_id=submission.request_id,
+            choices=len(journeys),
+            tokens=sum(len(journey.emitted) for journey in journeys),
+        )
+        log.info("request moved to engine %s: %s", engine.name, journeys[0].loss.why, extra=fields)
+
+    def _wait(self, journey: Journey) -> None:
+        now = self._clock()
+        journey.lost_at = journey.not_before = now
+        self._waiting[journey] = None
+        self._news.set()
+
+    def _put_off(self, journey: Journey) -> None:
+        """Let a choice wait until engines may be asked again that have refused it."""
+        journey.refused_by.clear()
+        journey.not_before = self._clock() + _REFUSED_S * random.uniform(0.5, 1.5)
+        self._waiting[journey] = None
+
+    def _note_no_engine(self, journey: Journey) -> None:
+        """Let a choice wait for an engine, if its client was told that it runs; else it may ask elsewhere."""
+        if not journey.is_admitted:
+            if not self._router.has_others(journey.submission.wanted, tuple(journey.refused_by)):
+                self._fail(journey, journey.loss.why)
+        elif journey.refused_by:
+            self._put_off(journey)
+        else:
+            journey.not_before = self._clock() + _TICK_S
+
+    def _give_up_late(self, now: float) -> None:
+        """Fail the choices that have waited for too long."""
+        timeout_s = self._terms.timeout_s
+        for journey in [j for j in self._waiting if now - j.lost_at >= timeout_s]:
+            self._fail(journey, f"{journey.loss.why}; no engine{self._wish} was there within {timeout_s:g} s")
+
+    @property
+    def _wish(self) -> str:
+        return " of the same numerics" if self._terms.policy == "same_numerics" else ""
+
+    def _fail(self, journey: Journey, why: str) -> None:
+        self.forget(journey)
+        self._count(journey, "failed")
+        journey.choice.on_engine_lost(why)
+
+    def _count(self, journey: Journey, outcome: str) -> None:
+        model = journey.submission.wanted.model
+        self._metrics.moves.labels("" if model is None else model.name, outcome).inc()
+
+
+def _group_key(journey: Journey) -> tuple[object, ...]:
+    """Return what the choices have in common that are submitted together."""
+    facts, refused_by = journey.facts, frozenset(journey.refused_by)
+    if not journey.is_admitted:  # all choices of a new request are admitted together
+        return id(journey.submission), facts, refused_by
+    return (
+        id(journey.submission),
+        facts,
+        refused_by,
+        journey.num_deaths,
+        journey.awaits_prompt,
+        bool(journey.emitted),
+    )
