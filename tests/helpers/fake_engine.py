@@ -310,6 +310,9 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
     async def _read(self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], stream: _Stream) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
+            if kind == "beat":
+                _put(stream, welcome=welcome_to_proto(self._welcome))
+                continue
             if kind == "goodbye":
                 stream.outgoing.put_nowait(None)
             elif kind == "last_batch_seen":

@@ -113,7 +113,7 @@ class NaiveRunner:
 class WorkerStack:
     """One worker process's inside, without the process."""
 
-    def __init__(self, config: EngineConfig, runner: NaiveRunner) -> None:
+    def __init__(self, config: EngineConfig, runner: Any) -> None:
         self.runner = runner
         self.status_publisher = StatusPublisher()
         self._server = RpcServer(services=(WORKER_SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
@@ -157,14 +157,16 @@ class WorkerStack:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         await self._server.stop(grace_s)
-        self.runner.may_step.set()
+        if isinstance(self.runner, NaiveRunner):
+            self.runner.may_step.set()
         await self._thread.stop(DEADLINE_S)
 
 
 class EngineStack:
     """One engine core process's inside, without the process."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, port: int = 0) -> None:
+        """`port`: of the engine; 0: any free one."""
         self._server = RpcServer(services=(ENGINE_SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES)
         self.loop = EngineLoop(
             config=config,
@@ -181,7 +183,7 @@ class EngineStack:
         self.servicer = EngineCoreServicer(self.loop, resume_ttl_s=config.engine.resume_ttl_s)
         engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self.servicer, self._server.grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.loop), self._server.grpc)
-        self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0, option='engine.port')}"
+        self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', port, option='engine.port')}"
 
     async def start(self) -> None:
         await self._server.start()
@@ -191,6 +193,12 @@ class EngineStack:
         await self._server.stop(0)
         self.servicer.close()
         self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def kill(self) -> None:
+        """End as a process does that is killed: streams break without a word, and nobody listens any more."""
+        self.task.cancel()
+        await self._server.stop(None)
         await asyncio.wait([self.task])
 
 

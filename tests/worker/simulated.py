@@ -57,12 +57,22 @@ def simulated_runner(
     tokens_per_step: int = 1,
     stages: SimulatedStages | None = None,
     num_stages: int = 1,
+    numerics: str = "simulated",
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
         boot_id="boot",
         model=ModelFacts(
-            "m", "simulated-f", VOCAB_SIZE, max_model_len, (EOS,), "bfloat16", "bfloat16", "none"
+            name="m",
+            fingerprint="simulated-f",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            quantization="none",
+            numerics=numerics,
+            is_batch_invariant=True,
         ),
         kv=KvShape(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,

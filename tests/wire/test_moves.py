@@ -1,0 +1,278 @@
+"""An engine dies, drains, falls silent or is full: its requests go on elsewhere, and nobody can tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from services.frontend.engines.mover import MoveTerms
+from tests.helpers.fake_engine import eventually
+from tests.helpers.frontend import FrontendCore, raw_request
+from tests.helpers.units import Unit, running_units, wait_until_idle
+from triptych.errors import EngineFailure, GenerationLost
+from triptych.types.events import DeltaEvent, FinishedEvent, PromptLogprobsEvent
+from triptych.types.sampling import OutputKind
+
+NUM_TOKENS = 24
+PROMPT = [17, 40, 33, 21, 99, 18, 64, 77, 12]
+DEADLINE_S = 30.0
+SHAPES: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": {"temperature": 0.0, "ignore_eos": True}},
+    "sampled, ends by itself": {"sampling": {"temperature": 1.0, "seed": 3}},
+    "three choices": {"sampling": {"temperature": 1.0, "seed": 5, "n": 3, "ignore_eos": True}},
+    "log-probabilities": {"sampling": {"temperature": 1.0, "seed": 6, "logprobs": 2, "ignore_eos": True}},
+    "of the prompt, too": {
+        "sampling": {"temperature": 1.0, "seed": 7, "prompt_logprobs": 1, "n": 2, "ignore_eos": True}
+    },
+    "a stop string": {"sampling": {"temperature": 1.0, "seed": 8, "stop": ["k", "z"], "min_tokens": 9}},
+    "not streamed": {"sampling": {"seed": 9, "ignore_eos": True}, "output_kind": OutputKind.FINAL_ONLY},
+    "a deadline": {"sampling": {"seed": 10, "ignore_eos": True}, "deadline_s": DEADLINE_S},
+}
+
+
+@dataclass
+class Seen:
+    """What a client has of one request."""
+
+    text: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    prompt_positions: list[int] = field(default_factory=list)
+    ends: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    finished: FinishedEvent | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids.values()))
+
+    @property
+    def output(self) -> tuple[Any, ...]:
+        assert self.finished is not None
+        usage = self.finished.usage
+        counts = usage.num_prompt_tokens, usage.num_output_tokens
+        return self.text, self.token_ids, self.logprobs, self.prompt_positions, self.ends, counts
+
+
+def make_request(shape: dict[str, Any]) -> Any:
+    fields = dict(shape)
+    sampling = {"max_tokens": NUM_TOKENS, **fields.pop("sampling", {})}
+    return raw_request(PROMPT, sampling=sampling, **fields)
+
+
+async def follow(
+    core: FrontendCore,
+    shape: dict[str, Any],
+    *,
+    at: int = -1,
+    then: Callable[[], Awaitable[None]] | None = None,
+) -> Seen:
+    """Read one request to its end; after `at` tokens let something happen."""
+    seen = Seen()
+    async with asyncio.timeout(DEADLINE_S), aclosing(core.generator.generate(make_request(shape))) as events:
+        async for event in events:
+            if isinstance(event, DeltaEvent):
+                index = event.index
+                assert index not in seen.ends, "output after the end"
+                seen.text[index] = seen.text.get(index, "") + event.text
+                seen.token_ids.setdefault(index, []).extend(event.token_ids)
+                seen.logprobs.setdefault(index, []).extend(event.logprobs)
+                if event.finish_reason is not None:
+                    seen.ends[index] = event.finish_reason, event.stop_reason
+            elif isinstance(event, PromptLogprobsEvent):
+                first = event.logprobs.first_position
+                seen.prompt_positions += range(first, event.logprobs.end)
+            elif isinstance(event, FinishedEvent):
+                seen.finished = event
+            if then is not None and seen.num_tokens >= at:
+                await then()
+                then = None
+    return seen
+
+
+def busy(units: list[Unit]) -> Unit:
+    """Return the engine that has requests."""
+    return next(unit for unit in units if unit.num_requests)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+async def test_an_engine_that_dies_at_any_token_changes_nothing(shape: dict[str, Any]) -> None:
+    async with running_units() as (units, core):
+        expected = await follow(core, shape)
+        for at in (0, 1, 2, 7, NUM_TOKENS - 2):
+            await wait_until_idle(units)
+
+            async def kill() -> None:
+                await eventually(lambda: any(unit.num_requests for unit in units) or core.mover.num_waiting)
+                for unit in units:
+                    if unit.num_requests:
+                        await unit.die()
+                        await unit.start_again()
+
+            dying = None
+            if shape.get("output_kind"):  # it shows nothing before its end
+                dying = asyncio.create_task(kill())
+            seen = await follow(core, shape, at=at, then=None if dying else kill)
+            if dying is not None:
+                await dying
+            assert seen.output == expected.output
+            assert seen.finished is not None
+            assert seen.finished.is_exact
+            await eventually(lambda: all(engine.is_ready for engine in core.router.engines))
+        await wait_until_idle(units)
+        assert core.metric("moves_total", outcome="exact") >= 1
+        assert core.metric("moves_total", outcome="failed") == 0
+        num_output = core.metric("generation_tokens_total")
+        assert num_output == 6 * expected.num_tokens, "each token is counted once"
+
+
+async def test_many_requests_of_a_dead_engine_go_on() -> None:
+    shape: dict[str, Any] = {"sampling": {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}}
+
+    def numbered(number: int) -> dict[str, Any]:
+        return {"sampling": shape["sampling"] | {"seed": number}}
+
+    async with running_units(2, max_num_seqs=32) as (units, core):
+        expected = [await follow(core, numbered(number)) for number in range(4)]
+
+        async def kill() -> None:
+            await units[0].die()
+
+        seen = await asyncio.gather(
+            *(follow(core, numbered(n % 4), at=10, then=kill if n == 0 else None) for n in range(24))
+        )
+        assert [each.output for each in seen] == [expected[n % 4].output for n in range(24)]
+        num_moved = sum(each.finished.num_moves for each in seen if each.finished is not None)
+        assert num_moved == core.metric("moves_total", outcome="exact") > 0
+
+
+async def test_a_lone_engine_that_is_started_again_goes_on() -> None:
+    shape = SHAPES["sampled, ends by itself"]
+    async with running_units(1) as ((unit,), core):
+        expected = await follow(core, shape)
+
+        async def restart() -> None:
+            await unit.die()
+            await unit.start_again()
+
+        seen = await follow(core, shape, at=5, then=restart)
+        assert seen.output == expected.output
+        assert seen.finished is not None
+        assert (seen.finished.num_moves, seen.finished.is_exact) == (1, True)
+
+
+async def test_without_an_engine_a_request_fails_in_time() -> None:
+    async with running_units(1, moves=MoveTerms(timeout_s=0.2), resume_ttl_s=0.3) as ((unit,), core):
+        with pytest.raises(GenerationLost, match=r"no engine of the same numerics was there within 0\.2 s"):
+            await follow(core, SHAPES["greedy"], at=3, then=unit.die)
+        assert core.metric("moves_total", outcome="failed") == 1
+
+
+async def test_nothing_moves_where_the_operator_forbids_it() -> None:
+    async with running_units(2, moves=MoveTerms(policy="never"), resume_ttl_s=0.3) as (units, core):
+
+        async def kill() -> None:
+            await busy(units).die()
+
+        with pytest.raises(GenerationLost):
+            await follow(core, SHAPES["greedy"], at=3, then=kill)
+
+
+@pytest.mark.parametrize("policy", ["same_numerics", "any"])
+async def test_other_numerics_are_asked_only_if_allowed(policy: str) -> None:
+    terms = MoveTerms(policy=policy, timeout_s=0.5)
+    async with running_units(2, moves=terms, numerics=("avx512", "cuda"), resume_ttl_s=0.3) as (units, core):
+
+        async def kill() -> None:
+            await busy(units).die()
+
+        if policy == "any":
+            seen = await follow(core, SHAPES["greedy"], at=3, then=kill)
+            assert seen.finished is not None
+            assert (seen.finished.num_moves, seen.finished.is_exact) == (1, False)
+            assert core.metric("moves_total", outcome="inexact") == 1
+        else:
+            with pytest.raises(GenerationLost, match="of the same numerics"):
+                await follow(core, SHAPES["greedy"], at=3, then=kill)
+
+
+async def test_a_request_that_sees_two_engines_die_ends() -> None:
+    async with running_units(3, step_ms=5) as (units, core):
+
+        async def kill_each() -> None:
+            asyncio.create_task(keep_killing())  # noqa: RUF006 # it ends with the request
+
+        num_killed = 0
+
+        async def keep_killing() -> None:
+            nonlocal num_killed
+            for _ in range(2):
+                unit = await eventually(lambda: next((unit for unit in units if unit.num_requests), None))
+                await unit.die()
+                num_killed += 1
+
+        with pytest.raises(EngineFailure, match="the second engine in a row to die"):
+            await follow(core, SHAPES["greedy"], at=3, then=kill_each)
+        assert num_killed == 2
+        assert core.metric("moves_total", outcome="suspected") == 1
+        assert sum(engine.is_ready for engine in core.router.engines) == 1
+        await follow(core, SHAPES["greedy"])
+
+
+async def test_an_engine_that_drains_hands_its_requests_over() -> None:
+    shape = {"sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 200}}
+    async with running_units(2, drain_s=0.1) as (units, core):
+        expected = await follow(core, shape)
+        draining: list[asyncio.Task[None]] = []
+
+        async def drain() -> None:
+            draining.append(asyncio.create_task(busy(units).engine.loop.drain()))
+
+        seen = await follow(core, shape, at=10, then=drain)
+        assert seen.output == expected.output
+        assert seen.finished is not None
+        assert seen.finished.num_moves == 1
+        await asyncio.wait_for(draining[0], DEADLINE_S)
+        await wait_until_idle(units)
+
+
+async def test_a_lone_engine_that_drains_ends_what_it_has() -> None:
+    async with running_units(1, drain_s=0.01) as ((unit,), core):
+        expected = await follow(core, SHAPES["greedy"])
+        draining: list[asyncio.Task[None]] = []
+
+        async def drain() -> None:
+            draining.append(asyncio.create_task(unit.engine.loop.drain()))
+
+        seen = await follow(core, SHAPES["greedy"], at=5, then=drain)
+        assert seen.output == expected.output
+        await asyncio.wait_for(draining[0], DEADLINE_S)
+
+
+async def test_an_engine_without_its_worker_hands_its_requests_over() -> None:
+    shape = {"sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 100}}
+    async with running_units(2) as (units, core):
+        expected = await follow(core, shape)
+
+        async def lose_worker() -> None:
+            await busy(units).worker.stop()
+
+        seen = await follow(core, shape, at=10, then=lose_worker)
+        assert seen.output == expected.output
+        assert seen.finished is not None
+        assert seen.finished.num_moves == 1
+
+
+async def test_a_full_engine_takes_what_moves() -> None:
+    shape = {"sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}}
+    async with running_units(2, step_ms=4, max_num_seqs=2, max_num_waiting=1) as (units, core):
+        expected = await follow(core, shape)
+        running = [asyncio.create_task(follow(core, shape)) for _ in range(6)]
+        await eventually(lambda: all(unit.num_requests == 3 for unit in units))
+        await units[0].die()
+        seen = await asyncio.gather(*running)
+        assert [each.output for each in seen] == [expected.output] * 6
