@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Seen:
-    """What a client has of one request."""
+    """The output of one request, as its client has it."""
 
     text: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -272,7 +272,7 @@ async def test_a_full_engine_takes_what_moves() -> None:
     async with running_units(2, step_ms=4, max_num_seqs=2, max_num_waiting=1) as (units, core):
         expected = await follow(core, shape)
         running = [asyncio.create_task(follow(core, shape)) for _ in range(6)]
-        await eventually(lambda: all(unit.num_requests == 3 for unit in units))
+        await eventually(lambda: core.metric("request_prompt_tokens_count") == 7)
         await units[0].die()
         seen = await asyncio.gather(*running)
         assert [each.output for each in seen] == [expected.output] * 6

@@ -90,7 +90,7 @@ class EngineClient:
         self._lost_at = 0.0
         """When the last stream broke."""
         self._is_refused = False
-        """Nobody listens at the address: the process has ended."""
+        """The address refuses connections: the process has ended."""
         self._has_died = False
         """The process that the session was with has ended, unless it has said that it would."""
         self._has_beats = False

@@ -28,7 +28,7 @@ _PROBATION = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """What all choices of one client's request are submitted with, to whichever engine."""
+    """One client's request, with all that an engine must know to compute its choices."""
 
     request_id: str
     wanted: EngineWelcome
@@ -123,7 +123,7 @@ class Journey:
         self.engine: EngineClient | None = None
         """The engine that computes it; None while it waits for one."""
         self.facts: ModelFacts | None = None
-        """Of the engine that computes it, or did last."""
+        """Facts of the engine that computes it, or did last."""
         self.is_admitted = False
         """An engine has taken it, as its client was told."""
         self.num_losses = 0
