@@ -166,7 +166,22 @@ events = st.one_of(
         fingerprint=st.just(""),  # GetModel tells it
     ),
     delta_events(),
-    build(FinishedEvent, usage=usage, timings=timings, tokenize_ns=u64),
+    build(
+        FinishedEvent,
+        usage=usage,
+        timings=timings,
+        tokenize_ns=u64,
+        num_moves=st.just(0),
+        is_exact=st.just(True),
+    ),
+    build(
+        FinishedEvent,
+        usage=usage,
+        timings=timings,
+        tokenize_ns=u64,
+        num_moves=st.integers(1, 9),
+        is_exact=st.booleans(),
+    ),
 )
 
 

@@ -111,12 +111,22 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., first_token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("usage", "timings")
+    __slots__ = ("usage", "timings", "moves")
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     usage: _common_pb2.Usage
     timings: StageTimings
-    def __init__(self, usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ...) -> None: ...
+    moves: Moves
+    def __init__(self, usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., moves: _Optional[_Union[Moves, _Mapping]] = ...) -> None: ...
+
+class Moves(_message.Message):
+    __slots__ = ("num_moves", "is_exact")
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    IS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    num_moves: int
+    is_exact: bool
+    def __init__(self, num_moves: _Optional[int] = ..., is_exact: bool = ...) -> None: ...
 
 class StageTimings(_message.Message):
     __slots__ = ("tokenize_ns", "queued_ns", "prefill_ns", "decode_ns")

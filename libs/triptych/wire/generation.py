@@ -147,15 +147,18 @@ class EventEncoder:
             num_cached_tokens=event.usage.num_cached_tokens,
             num_reasoning_tokens=event.usage.num_reasoning_tokens,
         )
+        moves = None
+        if event.num_moves:
+            moves = output_pb2.Moves(num_moves=event.num_moves, is_exact=event.is_exact)
         if not self._sends_timings:
-            return output_pb2.Finished(usage=usage)
+            return output_pb2.Finished(usage=usage, moves=moves)
         timings = output_pb2.StageTimings(
             tokenize_ns=event.tokenize_ns,
             queued_ns=event.timings.queued_ns,
             prefill_ns=event.timings.prefill_ns,
             decode_ns=event.timings.decode_ns,
         )
-        return output_pb2.Finished(usage=usage, timings=timings)
+        return output_pb2.Finished(usage=usage, timings=timings, moves=moves)
 
 
 class WholeAnswer:
@@ -206,7 +209,7 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
                 admitted.request_id, admitted.model, admitted.seed, list(admitted.prompt_token_ids)
             )
         case "finished":
-            usage, timings = message.finished.usage, message.finished.timings
+            usage, timings, moves = message.finished.usage, message.finished.timings, message.finished.moves
             return FinishedEvent(
                 Usage(
                     usage.num_prompt_tokens,
@@ -216,6 +219,8 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
                 ),
                 StageTimings(timings.queued_ns, timings.prefill_ns, timings.decode_ns),
                 timings.tokenize_ns,
+                moves.num_moves,
+                moves.is_exact or not moves.num_moves,
             )
         case _:
             return None

@@ -23,6 +23,15 @@ class CompletionTokensDetails(Answer):
     """Thought before the answer, where the model's reasoning is known apart."""
 
 
+class MovesAnswer(Answer):
+    """A note that the request has moved from one engine to another, since the first was lost or stopped."""
+
+    moves: int
+    """Times that it moved; of several choices, the most."""
+    exact: bool
+    """All its engines compute the same bits: the output is the one that it would have been."""
+
+
 class UsageAnswer(Answer):
     """Counts in tokens, over all choices."""
 
@@ -32,6 +41,7 @@ class UsageAnswer(Answer):
     prompt_tokens_details: PromptTokensDetails | None = None
     """Not in the counts of a chunk with a choice, like the other details."""
     completion_tokens_details: CompletionTokensDetails | None = None
+    triptych: MovesAnswer | None = None
 
 
 class CompletionLogprobs(Answer):

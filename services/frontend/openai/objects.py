@@ -20,9 +20,10 @@ from services.frontend.openai.logprobs import (
     name_by_id,
     name_by_text,
 )
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, PromptLogprobsEvent
+from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import (
     FinishReason,
+    StageTimings,
     TokenLogprobs,
     ToolCall,
     ToolCallDelta,
@@ -275,7 +276,8 @@ async def whole_answer(
     events: AsyncGenerator[Event], format: AnswerFormat, *, answer_id: str, created_unix_s: int
 ) -> dict[str, Any]:
     """The answer to a request that does not stream."""
-    model, fingerprint, usage = "", "", Usage()
+    model, fingerprint = "", ""
+    end = FinishedEvent(Usage(), StageTimings())
     choices: dict[int, Choice] = {}
     async with aclosing(events):
         async for event in events:
@@ -290,7 +292,7 @@ async def whole_answer(
                     model, fingerprint = event.model, event.fingerprint
                     format.admit(event)
                 case _:
-                    usage = event.usage
+                    end = event
     return {
         "id": answer_id,
         "object": format.object_name,
@@ -298,18 +300,22 @@ async def whole_answer(
         "model": model,
         "system_fingerprint": system_fingerprint(fingerprint),
         "choices": [format.whole(choice) for _, choice in sorted(choices.items())],
-        "usage": usage_object(usage),
+        "usage": usage_object(end),
         **format.prompt_fields(),
     }
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(end: FinishedEvent) -> dict[str, Any]:
+    """Return the counts at the end, with a note if the request has moved from one engine to another."""
+    usage = end.usage
+    moves = {"triptych": {"moves": end.num_moves, "exact": end.is_exact}} if end.num_moves else {}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        **moves,
     }
 
 

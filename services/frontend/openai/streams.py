@@ -112,6 +112,8 @@ def _sum(ends: Sequence[FinishedEvent]) -> FinishedEvent:
         ),
         timings=slowest.timings,
         tokenize_ns=sum(end.tokenize_ns for end in ends),
+        num_moves=max(end.num_moves for end in ends),
+        is_exact=all(end.is_exact for end in ends),
     )
 
 
@@ -176,11 +178,7 @@ async def chunks(
                         if opening is not None
                     )
                 case _:
-                    yield (
-                        head + _usage_tail(usage_object(event.usage)) + DONE
-                        if options.includes_usage
-                        else DONE
-                    )
+                    yield (head + _usage_tail(usage_object(event)) + DONE if options.includes_usage else DONE)
 
 
 def _usage_tail(usage: Mapping[str, Any] | None) -> str:
