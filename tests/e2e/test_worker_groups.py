@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,8 +55,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def tokens_of(client: GenerationClient, tokens: list[int]) -> list[int]:
-    async for event in client.generate(PROMPT, SAMPLING):
+async def tokens_of(
+    client: GenerationClient,
+    tokens: list[int],
+    prompt: str = PROMPT,
+    sampling: Mapping[str, object] = SAMPLING,
+) -> list[int]:
+    async for event in client.generate(prompt, sampling):
         if isinstance(event, DeltaEvent):
             tokens += event.token_ids
     return tokens

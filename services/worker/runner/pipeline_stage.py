@@ -83,26 +83,35 @@ class EarlyStageSteps:
         self._received = received
         self._rows = rows
         self._in_flight: deque[_StepElsewhere] = deque()
+        self._waited_ns = 0
 
     def await_inputs(self, step: StepRows) -> None:
+        started = time.perf_counter_ns()
         if self._received is not None:
             self._link.receive_states(self._received[: int(step.query_lens.sum())])
-            return
-        while self._in_flight and self._rows.awaits_id(step.slots).any():
-            self._settle_oldest()
+        else:
+            while self._in_flight and self._rows.awaits_id(step.slots).any():
+                self._settle_oldest()
+        self._waited_ns = time.perf_counter_ns() - started
 
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
         """Compute this stage's part of a step, and let the other stages go on with it.
 
-        Only the first stage hears of the tokens; the result that another one returns has none.
+        Only the first stage hears of the tokens; the result that another one returns has none. Its times are those of
+        this stage: `gap_ns` is the wait for its inputs.
         """
+        prepared = time.perf_counter_ns()
         self._link.send_states(self._compute(sizes))
         self._rows.advance(step)
+        timings = StepTimings(
+            prepare_ns=prepared - started_ns,
+            forward_ns=time.perf_counter_ns() - prepared,
+            gap_ns=self._waited_ns,
+        )
         if self._received is not None:
-            timings = StepTimings(forward_ns=time.perf_counter_ns() - started_ns)
             return CompletedStep(StepResult(step_id, empty_u32(), timings=timings))
         self._rows.await_ids(step, step_id)
-        launched = _StepElsewhere(self._settle_oldest, step_id, step, self._link.expect_result())
+        launched = _StepElsewhere(self._settle_oldest, step_id, step, timings, self._link.expect_result())
         self._in_flight.append(launched)
         return launched
 
@@ -112,7 +121,8 @@ class EarlyStageSteps:
 
     def _settle_oldest(self) -> None:
         launched = self._in_flight.popleft()
-        launched.result = result = launched.expected.wait()
+        result = launched.expected.wait()
+        launched.result = replace(result, timings=launched.timings)
         token_ids = np.zeros(launched.step.sampling_slots.size, np.int64)  # 0 for rows that failed
         has_token = result.token_counts > 0 if result.token_counts.size else slice(None)
         token_ids[has_token] = result.token_ids
@@ -155,6 +165,7 @@ class _StepElsewhere:
     settle_oldest: Callable[[], None]
     step_id: int
     step: StepRows
+    timings: StepTimings
     expected: ExpectedResult
     result: StepResult | None = field(default=None)
 
