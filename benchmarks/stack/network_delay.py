@@ -87,6 +87,9 @@ class ThreadExecutor:
             results.append(outcome)
         return results
 
+    def take_kv_progress(self) -> None:
+        return None
+
     async def close(self) -> None:
         await self._thread.stop(1.0)
 

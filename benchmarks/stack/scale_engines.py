@@ -71,6 +71,9 @@ class SlowedWorker:
         arrived, self._arrived = self._arrived, []
         return arrived
 
+    def take_kv_progress(self) -> None:
+        """See `Executor`."""
+
     async def call(self, method: str, *, timeout_s: float, **fields: object) -> Any:
         """See `Executor`."""
         raise EngineUnavailable(f"{method}: nobody calls the worker here")

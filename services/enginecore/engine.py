@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 
 from services.enginecore.frontends.handover import Handover
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
 from services.enginecore.frontends.news import NewsDesk
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.journal.listener import CallClock, EngineListener
+from services.enginecore.kv.remote import without_useless_transfers
 from services.enginecore.request import Request, check_vocabulary, largest_token
 from services.enginecore.restrictions import Pause, Restrictions
 from services.enginecore.scheduler.admission import check_config
 from services.enginecore.scheduler.forecast import StepInterval
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished
+from services.enginecore.status import with_scheduler
 from triptych.config import EngineConfig
 from triptych.errors import (
     EngineFailure,
@@ -38,6 +39,7 @@ from triptych.types.journal import (
     CacheReset,
     Expired,
     JournalEvent,
+    KvProgressed,
     Paused,
     Planned,
     ResultTaken,
@@ -49,6 +51,7 @@ from triptych.types.journal import (
     WorkerGone,
     WorkerReady,
 )
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import AttachRequest, SubmitRequest
@@ -128,6 +131,7 @@ class EngineCore:
             max_samples_per_row=facts.max_samples_per_row,
             soft_num_blocks=facts.kv.soft_num_blocks,
             num_stages=facts.num_stages,
+            kv_lease_s=self._config.engine.kv_lease_s,
         )
         self._facts = facts
         if previous is not None:
@@ -186,6 +190,7 @@ class EngineCore:
             if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
             check_vocabulary(submit, self._facts.model.vocab_size)
+            submit = without_useless_transfers(submit, self._facts.kv_endpoint)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._clock() + remaining_ms / 1000
             choices = Request.choices_of(submit, session=session, deadline=deadline)
@@ -228,6 +233,12 @@ class EngineCore:
         if self._scheduler is not None:
             for request in self._scheduler.requests_beyond(within_s, self._interval.seconds):
                 self._outputs.release(request.session, request.number)
+
+    def note_kv_progress(self, progress: KvProgress) -> None:
+        """Take in how far the worker's transfers of KV blocks have come."""
+        self._start_call(KvProgressed, progress)
+        if self._scheduler is not None:
+            self._scheduler.transfers.note_progress(progress, self._clock())
 
     def expire(self) -> None:
         """End all requests with a deadline that has passed, and those that nobody has come back for."""
@@ -274,9 +285,10 @@ class EngineCore:
         return self._outputs.take(self._scheduler.num_free_places, news)
 
     @property
-    def has_news(self) -> bool:
-        """Whether `take_outputs` would tell all frontends something, now or soon."""
-        return self._scheduler is not None and self._news.has_news(self._scheduler)
+    def has_work(self) -> bool:
+        """Whether anything becomes due without a further call, or `take_outputs` would tell all frontends something."""
+        scheduler = self._scheduler
+        return scheduler is not None and (scheduler.has_work or self._news.has_news(scheduler))
 
     def pause(self, mode: PauseMode) -> None:
         """Compute no more than `mode` says, until `resume`. New requests queue. A second pause replaces the first."""
@@ -340,20 +352,7 @@ class EngineCore:
         )
         if self._scheduler is None or self._facts is None:
             return status
-        snapshot = self._scheduler.snapshot()
-        return replace(
-            status,
-            num_running=len(snapshot.running),
-            num_waiting=len(snapshot.waiting),
-            num_blocks=snapshot.num_blocks,
-            num_used_blocks=snapshot.num_used_blocks,
-            num_cached_blocks=snapshot.num_cached_blocks,
-            num_touched_blocks=snapshot.num_touched_blocks,
-            soft_num_blocks=self._facts.kv.soft_num_blocks,
-            block_bytes=self._facts.kv.block_bytes,
-            block_size=self._facts.kv.block_size,
-            **asdict(snapshot.counters),
-        )
+        return with_scheduler(status, self._scheduler, self._facts.kv)
 
     def close(self) -> None:
         """Report the end of the run to the listener. The last call."""

@@ -14,10 +14,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from services.enginecore.inbox import Inbox
 from services.enginecore.journal.recorder import create_engine
+from services.enginecore.kv.remote import check_role
 from services.enginecore.releases import Releases
 from services.enginecore.scheduler.admission import limits_of
 from services.enginecore.worker_sleep import WorkerSleep
@@ -31,6 +32,7 @@ from triptych.observe.metrics import EngineMetrics
 from triptych.prefix_hash import describe_hash
 from triptych.rpc.session.outbox import Outbox
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.kv_transfer import EngineRole
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
 from triptych.types.submit import AttachRequest, EngineWelcome, PrefixHash, SubmitRequest
@@ -49,6 +51,16 @@ FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
 """Output batches by their ids, and the latest welcome."""
 
 
+class _Sent(NamedTuple):
+    """A step in flight."""
+
+    at: float
+    """When it was sent, on the monotonic clock."""
+    was_alone: bool
+    """Whether the worker had nothing else to do."""
+    num_tokens: int
+
+
 class EngineLoop:
     """Runs the engine core. Servicers call its public methods, which post calls to it; everything else is in `run`."""
 
@@ -60,6 +72,7 @@ class EngineLoop:
         metrics: EngineMetrics,
         on_ready_change: Callable[[bool], None],
     ) -> None:
+        check_role(config)
         self._config = config
         self._executor = executor
         self._engine = create_engine(config, started_at_ms=time.time_ns() // 1_000_000)
@@ -69,8 +82,8 @@ class EngineLoop:
         self._inbox = Inbox(self._wake)
         self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
-        self._sent: deque[tuple[float, bool]] = deque()
-        """For each step in flight, when it was sent, and whether the worker had nothing else to do."""
+        self._sent: deque[_Sent] = deque()
+        """The steps in flight."""
         self._pipeline_depth = PipelineDepth(config.scheduler.steps_in_flight)
         self._connection = WorkerConnection(
             executor,
@@ -94,6 +107,7 @@ class EngineLoop:
             why_not_ready=self._readiness[1],
             limits=replace(limits_of(config.scheduler), keeps_requests=config.engine.max_kept_bytes > 0),
             boot_id=uuid.uuid4().hex,
+            role=EngineRole[config.engine.role.upper()],
         )
 
     @property
@@ -304,11 +318,13 @@ class EngineLoop:
             for result in results:
                 engine.apply(result)
                 self._note_step(result, received_at)
+        if (progress := self._executor.take_kv_progress()) is not None:
+            engine.note_kv_progress(progress)
         if self._sent:
-            self._connection.check_silence(self._sent[0][0])
+            self._connection.check_silence(self._sent[0].at)
         engine.expire()
         while engine.num_in_flight < self._pipeline_depth.size and (plan := engine.plan()) is not None:
-            self._sent.append((time.monotonic(), not self._sent))
+            self._sent.append(_Sent(time.monotonic(), not self._sent, plan.num_tokens))
             await self._executor.send(plan)
         self._send_outputs()
         if self._inbox:
@@ -317,8 +333,10 @@ class EngineLoop:
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
-        sent_at, was_alone = self._sent.popleft()
+        sent_at, was_alone, num_tokens = self._sent.popleft()
         self._connection.note_result(received_at)
+        if not num_tokens:  # it held orders only: its time says nothing of others
+            return
         self._pipeline_depth.note(result.timings, received_at - sent_at, was_alone=was_alone)
         self._metrics.step_seconds.observe(received_at - sent_at)
 
@@ -335,7 +353,7 @@ class EngineLoop:
             rest_s = self._turned_at + _TICK_S - time.monotonic()
             if rest_s <= 0:
                 rest_s = _TICK_S
-                if self._engine.num_requests or self._engine.has_news:
+                if self._engine.has_work:
                     self._wake.set()
 
     def _send_outputs(self) -> None:
@@ -367,6 +385,8 @@ class EngineLoop:
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
             prefix_hash=self._describe_hash(),
+            role=self.welcome.role,
+            kv_endpoint=self.facts.kv_endpoint if self.facts else None,
         )
         if welcome == self.welcome:
             return

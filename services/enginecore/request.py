@@ -9,6 +9,7 @@ from enum import Enum, auto
 from services.enginecore.kv.block_table import BlockTable
 from triptych.errors import InvalidRequest
 from triptych.prefix_hash import root_of_request
+from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, RowContent
@@ -53,6 +54,10 @@ class Request:
     """Another engine has admitted it, and its tenant was charged there."""
     num_engine_deaths: int = 0
     """Engines that died in a row while it was in flight there."""
+    kv_lease: bytes = b""
+    """The name under which other workers may pull the prompt's blocks. Empty: they may not."""
+    kv_source: KvSource | None = None
+    """The place at which the prompt's blocks can be pulled. None: there is none."""
 
     blocks: BlockTable = field(default_factory=BlockTable)
     state: RequestState = RequestState.WAITING
@@ -110,6 +115,7 @@ class Request:
             )
             for number, seed in zip(submit.numbers.tolist(), submit.seeds.tolist(), strict=True)
         ]
+        requests[0].kv_lease, requests[0].kv_source = submit.kv_lease, submit.kv_source
         for request in requests[1:]:  # the first one reports the log-probabilities of the prompt
             request.prompt_logprobs_start = len(prompt)
         for request, emitted in zip(requests, submit.emitted, strict=False):

@@ -12,10 +12,12 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.worker.follower_app import FollowerApp
 from services.worker.group.leader import GroupLeader
 from services.worker.group.leader_thread import LeaderThread
+from services.worker.kv_transfer.service import KvTransferService, check_kv_transfer
 from services.worker.service.lease import WorkerLease
 from services.worker.service.runner_app import RunnerApp
 from services.worker.service.runner_thread import RunnerThread
@@ -39,6 +41,7 @@ class WorkerApp(RunnerApp):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        check_kv_transfer(config)
         self._leader: GroupLeader | None = None
         if config.parallel.num_ranks > 1:
             self._leader = GroupLeader(
@@ -103,5 +106,11 @@ class WorkerApp(RunnerApp):
         facts = await self.ready
         if self._leader is not None:
             await self._leader.wait_ready(facts.kv.num_blocks)
+        if self.config.worker.kv_transfer:
+            assert self.runner is not None, "it has loaded"
+            transfers = KvTransferService(self.config, facts, self.runner.block_store)
+            self._lease.kv_transfers = transfers
+            facts = replace(facts, kv_endpoint=transfers.endpoint)
+            log.info("KV blocks are served at %s", transfers.endpoint.address)
         await self.turn_ready(facts)
         await asyncio.Event().wait()

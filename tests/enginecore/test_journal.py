@@ -29,6 +29,7 @@ from tools.replay import __main__ as replay_command
 from triptych.errors import ConfigError, TriptychError, WrongState
 from triptych.types.facts import PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import AttachRequest, single_choice
@@ -178,6 +179,7 @@ CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
     "close_session": lambda run, engine: engine.close_session(SESSION),
     "detach_session": lambda run, engine: engine.detach_session(SESSION),
     "expire": lambda run, engine: engine.expire(),
+    "note_kv_progress": lambda run, engine: engine.note_kv_progress(KvProgress()),
     "open_session": lambda run, engine: engine.open_session(SESSION),
     "pause": lambda run, engine: engine.pause(PauseMode.KEEP),
     "plan": lambda run, engine: engine.plan(),

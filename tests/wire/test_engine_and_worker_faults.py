@@ -155,6 +155,9 @@ class ScriptedExecutor:
             raise WorkerLost("told to")
         return results
 
+    def take_kv_progress(self) -> None:
+        return None
+
     async def close(self) -> None:
         self.is_closed = True
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.wire_codecs import kv_strategies
 from triptych.rpc.session.handshake import Agreement, Protocol, SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
@@ -232,6 +233,7 @@ def plans(draw: Any) -> StepPlan:
             sample_slots=u32_column(num_samples),
             sample_limits=u32_column(num_samples),
             num_tokens=u32,
+            kv_orders=st.none() | kv_strategies.orders,
         )
     )
 
@@ -299,6 +301,7 @@ worker_facts = build(
     kernels=words,
     weight_bytes=u64,
     load_s=st.floats(allow_nan=False),
+    kv_endpoint=st.none() | kv_strategies.endpoints,
 )
 
 
@@ -324,6 +327,8 @@ def submits(draw: Any) -> SubmitRequest:
             whole_output=st.booleans(),
             num_engine_deaths=u32,
             is_moved=st.booleans(),
+            kv_lease=st.just(b"") | kv_strategies.leases,
+            kv_source=st.none() | kv_strategies.sources,
         )
     )
 
@@ -337,6 +342,8 @@ welcomes = build(
     limits=st.builds(EngineLimits, has_priorities=st.booleans(), max_choices=u32),
     prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
     boot_id=words,
+    role=kv_strategies.roles,
+    kv_endpoint=st.none() | kv_strategies.endpoints,
 )
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.journals import RecordedRun
 from tests.helpers.scheduling import make_prompt
+from tests.wire_codecs.kv_strategies import progress
 from tests.wire_codecs.strategies import build, plans, results, submits, u32, u64, words, worker_facts
 from tests.wire_codecs.test_round_trips import assert_same
 from triptych.config.step_times import StepWork
@@ -27,6 +28,7 @@ from triptych.types.journal import (
     Closed,
     Expired,
     JournalEvent,
+    KvProgressed,
     Paused,
     Planned,
     ResultTaken,
@@ -55,6 +57,7 @@ WHATS: dict[type[What], st.SearchStrategy] = {
     CacheReset: build(CacheReset),
     Paused: build(Paused, mode=st.sampled_from(list(PauseMode))),
     Resumed: build(Resumed),
+    KvProgressed: build(KvProgressed, progress=progress),
     Closed: build(Closed, reason=words),
 }
 

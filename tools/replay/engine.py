@@ -15,6 +15,7 @@ from triptych.types.journal import (
     Closed,
     Expired,
     JournalEvent,
+    KvProgressed,
     Paused,
     Planned,
     ResultTaken,
@@ -169,6 +170,8 @@ class _Replayer:
                 engine.worker_lost()
             case CacheReset():
                 engine.reset_prefix_cache()
+            case KvProgressed(progress):
+                engine.note_kv_progress(progress)
             case Paused(mode):
                 engine.pause(mode)
             case Resumed():

@@ -181,6 +181,19 @@ class EngineCoreConfig:
     drain_s: float = value(
         30.0, "Seconds that running requests may take to finish after SIGTERM.", ENGINE, ge=0
     )
+    role: str = value(
+        "both",
+        "The part of requests that this engine computes. prefill: prompts, for engines that decode; decode: outputs, "
+        "and those prompts that it has sooner than they could be pulled. Both need `worker.kv_transfer`.",
+        ENGINE,
+        choices=("both", "prefill", "decode"),
+    )
+    kv_lease_s: float = value(
+        10.0,
+        "Seconds for which the KV blocks of a prompt are held for another worker that does not pull them.",
+        ENGINE,
+        gt=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +258,23 @@ class WorkerConfig:
         "exits with code 70, to be started again.",
         WORKER,
         gt=0,
+        per_rank=True,
+    )
+
+    kv_transfer: bool = value(
+        False,
+        "Serve KV blocks to other workers and pull theirs, for engines with a role (`engine.role`). Connections are "
+        "plain TCP, for a network that is trusted.",
+        WORKER,
+    )
+    kv_transfer_port: int = value(
+        50054, "Port that KV blocks are served on; 0: any free one.", WORKER, ge=0, le=65535, per_rank=True
+    )
+    kv_transfer_address: str = value(
+        "",
+        "host:port under which other workers reach that port. Empty: `worker.host`, or this machine's name where that "
+        "is 0.0.0.0, and the port.",
+        WORKER,
         per_rank=True,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from triptych.types.kv_transfer import KvEndpoint
+
 _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
 
@@ -93,6 +95,8 @@ class WorkerFacts:
     """Description of the kernels: the instruction set of the native ones and how they are called, or torch."""
     weight_bytes: int = 0
     load_s: float = 0.0
+    kv_endpoint: KvEndpoint | None = None
+    """The place at which other workers pull its KV blocks. None: the worker takes no part in that."""
 
 
 class Phase:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triptych.types.facts import PauseMode, WorkerFacts
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import SubmitRequest
 
@@ -105,6 +106,13 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class KvProgressed:
+    """The worker has told how far transfers of KV blocks have come."""
+
+    progress: KvProgress
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The recording ended in order."""
 
@@ -124,6 +132,7 @@ What = (
     | CacheReset
     | Paused
     | Resumed
+    | KvProgressed
     | Closed
 )
 

@@ -25,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.types.kv_transfer import KvOrders
+from triptych.types.row_key import RowKey as RowKey
 from triptych.types.sampling import SamplingParams
 
 U32 = NDArray[np.uint32]
@@ -46,13 +47,6 @@ _EMPTY_U32.flags.writeable = False
 _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
 _ROW_BYTES = 64  # of a new row's scalar fields, with their tags
-
-
-class RowKey(NamedTuple):
-    """The name of a row in a session: never two rows of one session have the same."""
-
-    slot: int
-    slot_version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +149,8 @@ class StepPlan:
     """[m] the most tokens that each may get, >= 2."""
     num_tokens: int = 0
     """Tokens computed in this step at most, for logs and metrics."""
+    kv_orders: KvOrders | None = None
+    """The changes of transfers of KV blocks; None: there are none. A step may hold nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

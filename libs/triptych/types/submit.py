@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from triptych.types.facts import ModelFacts
+from triptych.types.kv_transfer import EngineRole, KvEndpoint, KvSource
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
@@ -16,7 +17,7 @@ MAX_SUBMIT_BYTES = 32 << 20
 """Limit of one request in bytes: half of the largest message between the tiers."""
 MAX_FRONTEND_STATE_BYTES = 16 << 10
 """Limit of `SubmitRequest.frontend_state`."""
-_SCALAR_BYTES = 128  # of all fields of one number each, with their tags
+_SCALAR_BYTES = 512  # of all fields of one number each, with their tags
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,6 +53,10 @@ class SubmitRequest:
     """If it is kept: by which an `AttachRequest` finds it."""
     frontend_state: bytes = b""
     """If it is kept: what a frontend needs to know to go on with it. The engine does not read it."""
+    kv_lease: bytes = b""
+    """The name under which other workers may pull the prompt's blocks. Empty: they may not."""
+    kv_source: KvSource | None = None
+    """The place at which the prompt's blocks can be pulled. None: there is none."""
 
     @property
     def num_choices(self) -> int:
@@ -149,3 +154,6 @@ class EngineWelcome:
     """The names of its blocks. None: it caches no prefixes, or has not been ready yet."""
     boot_id: str = ""
     """Drawn at the engine's start. Empty: not known."""
+    role: EngineRole = EngineRole.BOTH
+    kv_endpoint: KvEndpoint | None = None
+    """The place at which other workers pull its worker's KV blocks. None: there is none."""

@@ -29,6 +29,15 @@ from triptych.wire.columns import (
     u64_from_bytes,
     u64_to_bytes,
 )
+from triptych.wire.kv_transfer import (
+    endpoint_from_proto,
+    endpoint_to_proto,
+    lease_from_proto,
+    role_from_proto,
+    role_to_proto,
+    source_from_proto,
+    source_to_proto,
+)
 from triptych.wire.result import (
     logprobs_from_proto,
     logprobs_to_proto,
@@ -61,6 +70,8 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         keep_ms=request.keep_ms,
         resume_secret=request.resume_secret,
         frontend_state=request.frontend_state,
+        kv_lease=request.kv_lease,
+        kv_source=source_to_proto(request.kv_source),
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -101,6 +112,8 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         keep_ms=message.keep_ms,
         resume_secret=message.resume_secret,
         frontend_state=message.frontend_state,
+        kv_lease=lease_from_proto(message.kv_lease),
+        kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
     )
 
 
@@ -135,6 +148,8 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
         ),
         prefix_hash=None if welcome.prefix_hash is None else _prefix_hash_to_proto(welcome.prefix_hash),
         boot_id=welcome.boot_id,
+        role=role_to_proto(welcome.role),
+        kv_endpoint=endpoint_to_proto(welcome.kv_endpoint),
     )
 
 
@@ -149,6 +164,8 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         ),
         prefix_hash=_prefix_hash_from_proto(message.prefix_hash) if message.HasField("prefix_hash") else None,
         boot_id=message.boot_id,
+        role=role_from_proto(message.role),
+        kv_endpoint=endpoint_from_proto(message.kv_endpoint) if message.HasField("kv_endpoint") else None,
     )
 
 

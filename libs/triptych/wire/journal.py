@@ -21,6 +21,7 @@ from triptych.types.journal import (
     Expired,
     JournalEvent,
     JournalHeader,
+    KvProgressed,
     Paused,
     Planned,
     ResultTaken,
@@ -34,6 +35,7 @@ from triptych.types.journal import (
 )
 from triptych.wire.admin import pause_mode_from_proto, pause_mode_to_proto
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
+from triptych.wire.kv_transfer import progress_from_proto, progress_to_proto
 from triptych.wire.result import result_from_proto, result_to_proto
 from triptych.wire.step import plan_from_proto, plan_to_proto
 from triptych.wire.worker import worker_facts_from_proto, worker_facts_to_proto
@@ -222,6 +224,9 @@ _ENCODERS: dict[type[What], Callable[[float, Any], journal_pb2.JournalEvent]] = 
     CacheReset: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, cache_reset=_CACHE_RESET),
     Paused: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, paused=pause_mode_to_proto(what.mode)),
     Resumed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, resumed=_RESUME),
+    KvProgressed: lambda at_s, what: journal_pb2.JournalEvent(
+        at_s=at_s, kv_progress=progress_to_proto(what.progress)
+    ),
     Closed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, closed=what.reason),
 }
 _DECODERS: dict[str, Callable[[Any], What]] = {
@@ -238,6 +243,7 @@ _DECODERS: dict[str, Callable[[Any], What]] = {
     "cache_reset": lambda _: CacheReset(),
     "paused": lambda mode: Paused(pause_mode_from_proto(mode)),
     "resumed": lambda _: Resumed(),
+    "kv_progress": lambda progress: KvProgressed(progress_from_proto(progress)),
     "closed": Closed,
 }
 

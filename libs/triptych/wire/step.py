@@ -6,6 +6,7 @@ from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
 from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
+from triptych.wire.kv_transfer import orders_from_proto, orders_to_proto
 from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 
 Step = step_pb2.Step
@@ -59,6 +60,7 @@ class StepEncoder:
             sample_slots=u32_to_bytes(plan.sample_slots),
             sample_limits=u32_to_bytes(plan.sample_limits),
             num_tokens=plan.num_tokens,
+            kv_orders=orders_to_proto(plan.kv_orders),
         )
 
 
@@ -94,6 +96,7 @@ class StepDecoder:
             sample_slots=u32_from_bytes(message.sample_slots),
             sample_limits=u32_from_bytes(message.sample_limits),
             num_tokens=message.num_tokens,
+            kv_orders=orders_from_proto(message.kv_orders) if message.HasField("kv_orders") else None,
         )
         check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
         check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triptych.internal.v1 import worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.wire.kv_transfer import endpoint_from_proto, endpoint_to_proto
 
 
 def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
@@ -59,6 +60,7 @@ def worker_facts_to_proto(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         kernels=facts.kernels,
         weight_bytes=facts.weight_bytes,
         load_s=facts.load_s,
+        kv_endpoint=endpoint_to_proto(facts.kv_endpoint),
     )
 
 
@@ -85,4 +87,5 @@ def worker_facts_from_proto(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         kernels=message.kernels,
         weight_bytes=message.weight_bytes,
         load_s=message.load_s,
+        kv_endpoint=endpoint_from_proto(message.kv_endpoint) if message.HasField("kv_endpoint") else None,
     )

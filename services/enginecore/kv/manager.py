@@ -163,6 +163,17 @@ class BlockManager:
         """The hashes that came into the prefix cache and left it."""
         return self._pool.cache_changes
 
+    def cache_arrived(self, table: BlockTable, num_blocks: int) -> None:
+        """Let others find the first `num_blocks` blocks of a table, which another worker has computed."""
+        new = slice(table.num_cached, num_blocks)
+        self._pool.cache(table.block_ids[new], table.hashes[new])
+        table.num_cached = max(table.num_cached, num_blocks)
+
+    def hold(self, table: BlockTable, block_ids: Sequence[int]) -> None:
+        """Hold blocks that others hold already in one more table."""
+        self._pool.share(block_ids)
+        table.block_ids += block_ids
+
     def take_newly_cached(self) -> list[int]:
         """Return the blocks cached since the last call. The step being planned is the last that writes to them."""
         newly_cached, self._newly_cached = self._newly_cached, []
@@ -210,7 +221,7 @@ class BlockManager:
         """Check every block.
 
         Args:
-            tables: Tables of all running requests.
+            tables: Tables of all running requests, leases and pulls.
 
         Raises:
             AssertionError: Names what is wrong.

@@ -184,6 +184,12 @@ class FirstTokenForecast:
             row_interval_s=self.endings.interval_s(states.num_usable_rows) or 0.0,
         )
 
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Return the seconds to compute so many tokens of one prompt; None: too few steps are measured."""
+        if self.steps.num_steps < _MIN_STEPS:
+            return None
+        return self._chunks_s(max(num_tokens, 1), 0)
+
     def _ahead_of(self, request: Request, states: RequestStates) -> tuple[int, int]:
         """Return the requests that are admitted before this one, and how many of their tokens must be computed."""
         states.settle()

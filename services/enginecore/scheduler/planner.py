@@ -24,6 +24,7 @@ from services.enginecore.scheduler.policy import SchedulingPolicy
 from services.enginecore.scheduler.request_states import RequestStates
 from services.enginecore.scheduler.running_rows import Ints, Slots
 from triptych.config import SchedulerConfig
+from triptych.types.kv_transfer import KvOrders
 from triptych.types.step import U32, NewRow, StepPlan, empty_u32
 
 LONG_SHARE = 4
@@ -115,7 +116,13 @@ class StepBuilder:
             if self.guesses is not None:
                 self.guesses = np.concatenate([self.guesses, np.zeros_like(counts)])
 
-    def to_plan(self, step_id: int, last_result_seen: int, removed_slots: Sequence[int]) -> StepPlan:
+    def to_plan(
+        self,
+        step_id: int,
+        last_result_seen: int,
+        removed_slots: Sequence[int],
+        kv_orders: KvOrders | None = None,
+    ) -> StepPlan:
         """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
         chunk_slots = chunk_lengths = skipped_slots = empty_u32()
         if (self.counts != 1).any():
@@ -141,6 +148,7 @@ class StepBuilder:
             sample_slots=sample_slots,
             sample_limits=sample_limits,
             num_tokens=self.num_tokens,
+            kv_orders=kv_orders,
         )
 
 
@@ -180,6 +188,8 @@ class StepPlanner:
         self._states.is_short_of_blocks = build.num_preempted > 0
         if not build.num_preempted:
             self._plan_waiting(build)
+            if not self._states.is_short_of_blocks:
+                self._states.transfers.pulls.begin(self._states.rows.num_promised_blocks())
             if build.num_reserved and build.budget:
                 self._extend_chunks(build)
         return build
@@ -215,6 +225,8 @@ class StepPlanner:
             num_lacking = int(num_new_blocks.sum()) - blocks.num_free
             if num_lacking <= 0:
                 break
+            if self._states.transfers.pulls.give_way():
+                continue
             if candidates is None:
                 candidates = self._policy.running_order(self._states.running)
             slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))

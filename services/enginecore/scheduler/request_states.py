@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from services.enginecore.kv.manager import BlockManager
+from services.enginecore.kv.remote import LEASE_S, KvTransfers
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.fairness import FairShares
 from services.enginecore.scheduler.heap import Key, LazyHeap
@@ -36,12 +37,16 @@ class RequestStates:
         blocks: BlockManager,
         policy: SchedulingPolicy,
         limits: Sequence[AdmissionLimit] = (),
+        kv_lease_s: float = LEASE_S,
     ) -> None:
         self.rows = rows
         self.blocks = blocks
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares, policy, limits)
         self.shared_prompts = SharedPrompts(self.waiting)
+        self.transfers = KvTransfers(
+            blocks, lambda request: self.waiting.release(request, WaitsFor.REMOTE_KV), kv_lease_s
+        )
         self.draining: dict[tuple[int, int], Request] = {}
         """Slot and slot version -> waiting request that results for this row are still to come for."""
         self.removed_slots: list[int] = []
@@ -133,6 +138,19 @@ class RequestStates:
         self.waiting.add(request)
         if request.deadline is not None:
             self._deadlines.push(request)
+
+    def begin_transfers(self, request: Request, now: float) -> None:
+        """Begin to lease or to pull the prompt of a new request, if it asks for that.
+
+        It waits for what it pulls, and others pass it.
+        """
+        if request.kv_lease and self.blocks.enable_prefix_caching:
+            self.transfers.leases.add(request)
+        source = request.kv_source
+        if source is None or request.has_emitted or not self.reads_cache(request):
+            return
+        if self.transfers.pulls.add(request, source, now):
+            self.waiting.hold(request, WaitsFor.REMOTE_KV)
 
     def adopt(self, previous: RequestStates) -> None:
         """Take over all requests of an engine's previous worker, which all wait, with their tenants' shares."""
@@ -258,17 +276,20 @@ class RequestStates:
 
         Tokens in flight are lost. They will be the same again, because sampling is keyed.
         """
+        self.transfers.leases.drop(request)
         self._take_off(request, is_trusted=False)
         request.num_in_flight = 0
         self._wait(request)
 
-    def end(self, request: Request, *, is_trusted: bool = True) -> None:
+    def end(self, request: Request, now: float, *, is_trusted: bool = True) -> None:
         """Remove a request, whatever its state.
 
         Args:
             request: The request.
+            now: Seconds on the scheduler's clock.
             is_trusted: Whether its blocks hold what was planned, so that others may find them.
         """
+        self.transfers.end(request, now, is_trusted=is_trusted)
         if request.state is RequestState.RUNNING:
             self._take_off(request, is_trusted=is_trusted)
         else:
@@ -295,7 +316,8 @@ class RequestStates:
         """
         self.rows.check_integrity()
         running = self.running
-        self.blocks.check_integrity(request.blocks for request in running)
+        tables = [request.blocks for request in running]
+        self.blocks.check_integrity([*tables, *self.transfers.tables])
         self.shares.check_integrity(list(self))
         self.waiting.check_integrity()
         self.shared_prompts.check_integrity()

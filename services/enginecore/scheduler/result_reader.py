@@ -46,8 +46,8 @@ class RequestEnds:
         return Failed(request, error)
 
     def _end(self, request: Request, outcome: str, *, is_trusted: bool = True) -> None:
-        self._states.end(request, is_trusted=is_trusted)
         request.ended_at = self._clock()
+        self._states.end(request, request.ended_at, is_trusted=is_trusted)
         ran_s = None if request.planned_at is None else request.ended_at - request.planned_at
         self._admission.forecast.endings.note_ending(ran_s)
         self.counters.num_finished[outcome] += 1
@@ -159,7 +159,9 @@ class ResultReader:
     def _measure(self, step: InFlightStep) -> None:
         """Measure a step, which starts when it is sent or when the one before it is done."""
         now = self._clock()
-        self._admission.forecast.steps.note(step.num_tokens, now - max(step.planned_at, self._last_result_at))
+        if step.num_tokens:  # else it held orders only
+            since = max(step.planned_at, self._last_result_at)
+            self._admission.forecast.steps.note(step.num_tokens, now - since)
         self._last_result_at = now
 
     def _note_first_tokens(self, slots: Slots) -> None:

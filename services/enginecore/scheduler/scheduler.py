@@ -11,6 +11,7 @@ from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
 from services.enginecore.scheduler.admission import Admission, check_facts
 from services.enginecore.scheduler.fairness import TenantShare
+from services.enginecore.scheduler.integrity import check_in_flight
 from services.enginecore.scheduler.microbatches import Microbatches, split_budget
 from services.enginecore.scheduler.planner import StepBuilder, StepPlanner
 from services.enginecore.scheduler.policy import create_limits, create_policy
@@ -55,6 +56,7 @@ class Scheduler:
         max_samples_per_row: int = 1,
         soft_num_blocks: int | None = None,
         num_stages: int = 1,
+        kv_lease_s: float = 10.0,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -69,6 +71,7 @@ class Scheduler:
             max_samples_per_row: Tokens that one row can get in a step, as the worker says.
             soft_num_blocks: As in `KvShape`.
             num_stages: As in `WorkerFacts`.
+            kv_lease_s: Seconds for which blocks are held for other workers that do not pull.
 
         Raises:
             ConfigError: The config cannot work with this worker; names both values.
@@ -86,9 +89,11 @@ class Scheduler:
             soft_num_blocks=soft_num_blocks,
         )
         self.cache_changes = self._blocks.cache_changes
+        limits = create_limits(config)
         self._states = RequestStates(
-            rows=self._rows, blocks=self._blocks, policy=policy, limits=create_limits(config)
+            rows=self._rows, blocks=self._blocks, policy=policy, limits=limits, kv_lease_s=kv_lease_s
         )
+        self.transfers = self._states.transfers
         self._admission = Admission(config, max_model_len, num_stages=num_stages)
         self._in_flight = StepsInFlight()
         self._microbatches = Microbatches(self._rows, self._in_flight, num_stages)
@@ -112,7 +117,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return len(self._states) > 0
+        return len(self._states) > 0 or len(self.transfers) > 0
 
     @property
     def num_in_flight(self) -> int:
@@ -187,6 +192,7 @@ class Scheduler:
             request.queued_at = now
             self._states.add(request)
         self._states.shared_prompts.add(choices)
+        self._states.begin_transfers(choices[0], now)
         return displaced
 
     def abort(self, session: int, number: int) -> Finished | None:
@@ -229,6 +235,7 @@ class Scheduler:
 
         Called before `schedule`, so that a request that expired while it waited is never computed.
         """
+        self.transfers.expire(now, self._admission.forecast.prefill_s)
         failed = []
         while (request := self._states.next_expired(now)) is not None:
             stage = "waited to be scheduled" if request.planned_at is None else "ran"
@@ -247,6 +254,7 @@ class Scheduler:
         Requests keep their emitted tokens. Results in flight never come. Step ids start at 1 again.
         """
         self._in_flight.forget()
+        self.transfers.forget()
         for request in list(self._states.draining.values()):
             self._states.finish_draining(request)
         for request in self._states.running:
@@ -322,7 +330,7 @@ class Scheduler:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
         build = self._planner.build()
         self.counters.num_preemptions += build.num_preempted
-        return self._commit(build) if build.num_tokens else None
+        return self._commit(build) if build.num_tokens or self.transfers.has_orders else None
 
     def _commit(self, build: StepBuilder) -> StepPlan:
         """Count a step as computed from here on."""
@@ -340,7 +348,10 @@ class Scheduler:
         self._note_admitted(build)
         self._microbatches.note_planned(build.new_rows, sampling_slots)
         plan = build.to_plan(
-            self._in_flight.next_step_id, self._in_flight.last_result_seen, self._states.removed_slots
+            self._in_flight.next_step_id,
+            self._in_flight.last_result_seen,
+            self._states.removed_slots,
+            self.transfers.take_orders(rows.computed),
         )
         self._states.removed_slots.clear()
         self._in_flight.push(
@@ -373,16 +384,7 @@ class Scheduler:
             AssertionError: Names what is wrong.
         """
         self._states.check_integrity()
-        num_in_flight = self._in_flight.count_tokens()
-        for request in self._states:
-            noted, planned = request.num_in_flight, 0
-            if request.state is RequestState.RUNNING:
-                noted = int(self._rows.num_expected[request.slot] - self._rows.known[request.slot])
-            if request.state is RequestState.RUNNING or request.is_draining:
-                planned = num_in_flight[request.slot, request.slot_version]
-            assert noted == planned, (
-                f"request {request.request_id} expects {noted} tokens, steps in flight bring {planned}"
-            )
+        check_in_flight(self._states, self._in_flight)
         if not self.has_work:
             assert not self._blocks.num_used, f"{self._blocks.num_used} blocks were not given back"
 

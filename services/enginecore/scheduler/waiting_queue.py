@@ -22,6 +22,8 @@ class WaitsFor(Flag):
     """The steps in which another choice of the same request computes the prompt."""
     RESTRICTION = auto()
     """The end of a pause or of a crash investigation."""
+    REMOTE_KV = auto()
+    """Blocks of the prompt, which another worker computes."""
 
 
 class WaitingQueue:

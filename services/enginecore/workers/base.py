@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from triptych.types.facts import WorkerFacts
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepPlan, StepResult
 
 
@@ -66,6 +67,10 @@ class Executor(Protocol):
         Raises:
             WorkerLost: The stream has ended and all its results have been returned.
         """
+        ...
+
+    def take_kv_progress(self) -> KvProgress | None:
+        """Return how far the worker's transfers of KV blocks have come, if it has told since the last call."""
         ...
 
     @property

@@ -26,7 +26,9 @@ from triptych.rpc.session.handshake import (
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
 from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepPlan, StepResult
+from triptych.wire.kv_transfer import progress_from_proto
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
 from triptych.wire.worker import worker_facts_from_proto
@@ -75,6 +77,7 @@ class GrpcExecutor:
         self._steps: ReplayBuffer[step_pb2.Step] = ReplayBuffer()
         """By step id; a step is confirmed by its result."""
         self._arrived: deque[StepResult] = deque()
+        self._kv_progress: KvProgress | None = None
         self._loss: WorkerLost | None = None
         self._is_draining = False
         """The worker has said that it takes no more steps."""
@@ -121,6 +124,10 @@ class GrpcExecutor:
             raise self._loss
         return results
 
+    def take_kv_progress(self) -> KvProgress | None:
+        progress, self._kv_progress = self._kv_progress, None
+        return progress
+
     @property
     def session_name(self) -> str:
         return self._session_name
@@ -158,6 +165,7 @@ class GrpcExecutor:
         self._session_name = name
         self._encoder, self._steps = StepEncoder(), ReplayBuffer()
         self._arrived.clear()
+        self._kv_progress = None
 
     async def _greet(self, call: grpc.aio.StreamStreamCall) -> worker_pb2.Welcome:
         try:
@@ -193,6 +201,8 @@ class GrpcExecutor:
                         self._take(response.result)
                     case "draining":
                         self._is_draining = True
+                    case "kv_progress":
+                        self._kv_progress = progress_from_proto(response.kv_progress)
                     case other:
                         raise ProtocolViolation(f"expected a result, got {other}")
                 on_event()

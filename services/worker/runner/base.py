@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.kv_transfer.base import BlockStore
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 
@@ -90,6 +91,14 @@ class StepRunner(Protocol):
 
 class Runner(StepRunner, Protocol):
     """A runner that can give its memory back for a while."""
+
+    def block_store(self) -> BlockStore:
+        """Return the KV blocks as bytes, for transfers between workers; others after each `wake`.
+
+        Raises:
+            FeatureDisabled: Its device's blocks cannot be transferred.
+        """
+        ...
 
     def sleep(self, level: SleepLevel) -> int:
         """Forget every row, and free the memory of keys and values, and of weights as `level` says.

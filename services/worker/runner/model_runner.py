@@ -17,6 +17,8 @@ from services.worker.attention.base import AttentionBackend, KvCache
 from services.worker.attention.create import describe_kernels
 from services.worker.attention.paged import PagedAttention
 from services.worker.context.rank_group import OneRank, RankGroup
+from services.worker.kv_transfer.base import BlockStore
+from services.worker.kv_transfer.cpu_store import CpuBlockStore
 from services.worker.models.base import CausalLM
 from services.worker.runner.backend import ForwardBackend, StepLauncher
 from services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
@@ -33,7 +35,7 @@ from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.create import create_logits_processors
 from services.worker.sampling.sampler import Sampler
-from triptych.errors import ProtocolViolation
+from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
 
@@ -73,6 +75,7 @@ class ModelRunner(StepRunner):
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
         """
         self._group = group or OneRank()
+        self._kv_caches = kv_caches
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,
@@ -151,6 +154,15 @@ class ModelRunner(StepRunner):
     def computes_with_torch(self) -> bool:
         """See `ForwardBackend`."""
         return self._backend.computes_with_torch
+
+    def block_store(self) -> BlockStore:
+        """Return the KV blocks as bytes; see `Runner.block_store`."""
+        device = self._kv_caches[0].device
+        if device.type != "cpu":
+            raise FeatureDisabled(
+                "worker.kv_transfer", f"blocks in the memory of {device} are not transferred yet"
+            )
+        return CpuBlockStore(self._kv_caches)
 
     def reset(self) -> None:
         """Forget every row and expect step 1; see `Runner.reset`."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from services.worker.context import host
 from services.worker.context.device import free_memory, held_memory
 from services.worker.context.rank_group import OneRank, RankGroup
+from services.worker.kv_transfer.base import BlockStore
 from services.worker.models.base import CausalLM
 from services.worker.runner.base import PendingStep, Runner, do_nothing
 from services.worker.runner.model_runner import ModelRunner
@@ -88,6 +89,10 @@ class SleepableRunner(Runner):
     def model(self) -> CausalLM:
         assert self._model is not None, "asleep at level 2"
         return self._model
+
+    def block_store(self) -> BlockStore:
+        assert self._runner is not None, "a sleeping worker grants no session"
+        return self._runner.block_store()
 
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         assert self._runner is not None, "a sleeping worker grants no session"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from services.worker.kv_transfer.service import KvTransferService
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.session import EngineHello, Grant, Session
 from services.worker.service.status import StatusPublisher, WorkerState
@@ -53,6 +54,8 @@ class WorkerLease:
         """Session of the engine that holds the worker, or None."""
         self._last_holder: EngineHello | None = None
         """The engine that was granted the last session, alive or not. Those of earlier ones are stale."""
+        self.kv_transfers: KvTransferService | None = None
+        """Set once by the app, when the runner is ready; None: the worker takes no part in them."""
 
     @property
     def num_in_flight(self) -> int:
@@ -143,7 +146,12 @@ class WorkerLease:
             self._session.end(ProtocolViolation(f"{hello} has started a new session"))
         self._last_holder = hello
         self._session = session = Session(
-            hello, facts, self._thread, keep_s=self._keep_s, on_expired=self._expire
+            hello,
+            facts,
+            self._thread,
+            keep_s=self._keep_s,
+            on_expired=self._expire,
+            kv_transfers=self.kv_transfers,
         )
         self._status_publisher.change(held_by=str(hello))
         return session.attach(self._resume_ttl_s)

@@ -53,6 +53,8 @@ class RunnerApp(ServiceApp):
         self.status_publisher = StatusPublisher()
         self.ready: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
         """The runner's facts, once it has loaded."""
+        self.runner: Runner | None = None
+        """The runner, once it has loaded."""
         self._started_at = time.monotonic()
 
     @classmethod
@@ -83,6 +85,7 @@ class RunnerApp(ServiceApp):
     def on_loaded(self, runner: Runner) -> None:
         """Note that the runner has loaded."""
         gc.freeze()  # a full collection over torch's modules takes 0.1 s, in which no step is computed
+        self.runner = runner
         self.ready.set_result(runner.facts)
 
     async def turn_ready(self, facts: WorkerFacts) -> None:

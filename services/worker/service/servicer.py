@@ -17,7 +17,9 @@ from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement, read_hello
+from triptych.types.kv_transfer import KvProgress
 from triptych.wire.admin import sleep_level_from_proto
+from triptych.wire.kv_transfer import progress_to_proto
 from triptych.wire.result import result_to_proto
 from triptych.wire.worker import worker_facts_to_proto
 
@@ -58,6 +60,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for outcome in grant.outcomes:
                 if isinstance(outcome, DrainNotice):
                     yield worker_pb2.ExecuteResponse(draining=worker_pb2.Draining())
+                    continue
+                if isinstance(outcome, KvProgress):
+                    yield worker_pb2.ExecuteResponse(kv_progress=progress_to_proto(outcome))
                     continue
                 self._counter.count(outcome)
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))

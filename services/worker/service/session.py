@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
+from services.worker.kv_transfer.service import KvTransferService
 from services.worker.service.runner_thread import RunnerThread
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
 from triptych.rpc.session.handshake import Agreement, SessionTerms
@@ -17,6 +18,7 @@ from triptych.rpc.session.lease import SessionLease
 from triptych.rpc.session.outbox import Outbox
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.types.facts import WorkerFacts
+from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepResult
 from triptych.wire.step import Step, StepDecoder
 
@@ -54,7 +56,8 @@ class DrainNotice:
     """Says that the worker takes no more steps."""
 
 
-Outcome = StepResult | DrainNotice
+Notice = DrainNotice | KvProgress
+Outcome = StepResult | Notice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,16 +98,18 @@ class Session:
         *,
         keep_s: float,
         on_expired: Callable[[Session], None],
+        kv_transfers: KvTransferService | None = None,
     ) -> None:
         """
         Args:
+            kv_transfers: None: the worker takes no part in transfers of KV blocks.
             keep_s: For how long the session outlives a stream, in seconds.
             on_expired: Called with the session when it has been without a stream for so long.
         """
         self.hello = hello
         self.facts = facts
         self.max_steps_in_flight = min(hello.max_steps_in_flight, facts.max_steps_in_flight)
-        self.outbox: Outbox[StepResult, DrainNotice] = Outbox()
+        self.outbox: Outbox[StepResult, Notice] = Outbox()
         """Results by step id. At most twice `max_steps_in_flight` are kept."""
         self.lease = SessionLease(keep_s=keep_s, on_expired=lambda: on_expired(self))
         self.last_step_received = 0
@@ -114,6 +119,7 @@ class Session:
         """Counts this worker's sessions: of two engines that were granted one, the higher has the worker."""
         self.name = f"{facts.boot_id}/{self.epoch}"
         self._is_draining = False
+        self._transfers = None if kv_transfers is None else kv_transfers.open_session(self._on_kv_progress)
 
     @property
     def num_in_flight(self) -> int:
@@ -132,6 +138,8 @@ class Session:
     def attach(self, resume_ttl_s: float, *, last_result_seen: int = 0, is_resumed: bool = False) -> Grant:
         """Give the session to a new stream, which begins with the results that the engine has not seen."""
         self.outbox.confirm(last_result_seen)
+        if is_resumed and self._transfers is not None:
+            self._transfers.report()
         terms = SessionTerms(
             self.name, is_resumed, self.last_step_received, resume_ttl_s, self.hello.agreement
         )
@@ -160,6 +168,8 @@ class Session:
                 f"last_result_seen: {step.last_result_seen} is above {num_completed}, the last step completed"
             )
         plan = self._decoder.decode(step)
+        if self._transfers is not None:
+            self._transfers.begin_step(plan)
         self.outbox.confirm(plan.last_result_seen)
         self.last_step_received = plan.step_id
         self._thread.submit(self.epoch, plan, step)
@@ -174,6 +184,7 @@ class Session:
         """End the session and its stream, with `error` if that is given. Steps that have not begun are dropped."""
         self.outbox.close(error)
         self.lease.end()
+        self._end_transfers()
         self._thread.close_session(self.epoch)
 
     def _on_outcome(self, outcome: StepResult | Exception) -> None:
@@ -183,10 +194,21 @@ class Session:
             outcome = EngineFailure(f"the runner answered step {outcome.step_id}, but step {due} is due")
         if isinstance(outcome, Exception):
             self._thread.close_session(self.epoch)
+            self._end_transfers()
             self.outbox.close(outcome)
             return
+        if self._transfers is not None:
+            self._transfers.end_step(outcome)
         self.outbox.put(outcome)
         self._end_if_drained()
+
+    def _on_kv_progress(self, progress: KvProgress) -> None:
+        if not self._is_draining:  # else it would take the place of the notice that says so
+            self.outbox.notify(progress)
+
+    def _end_transfers(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
 
     def _end_if_drained(self) -> None:
         if self._is_draining and not self.num_in_flight:

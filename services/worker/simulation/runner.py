@@ -14,11 +14,13 @@ import numpy as np
 
 from services.worker.context.resolve import resolve_for_device
 from services.worker.context.resolved_config import ResolvedConfig
+from services.worker.kv_transfer.base import BlockStore
 from services.worker.runner.base import CompletedStep, PendingStep, do_nothing
 from services.worker.runner.prompt_targets import take_prompt_targets
 from services.worker.runner.request_rows import Flags, RequestRows, StepRows
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_plan import plan_kv_cache
+from services.worker.simulation.blocks import SimulatedBlocks
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
 from services.worker.simulation.sampler import SimulatedSampler
 from services.worker.simulation.stages import SimulatedStages
@@ -46,12 +48,14 @@ class SimulatedRunner:
         word_ids: I64,
         eos_probability: float = 0.0,
         stages: SimulatedStages | None = None,
+        has_blocks: bool = False,
     ) -> None:
         """Create a runner without rows.
 
         Args:
             word_ids: [n] ascending, n >= 1, the tokens to draw from.
             stages: They compute the steps; None: the device does.
+            has_blocks: Whether blocks have content, which can be transferred; it costs time in each step.
         """
         self._stages = stages
         self._facts = facts
@@ -76,6 +80,11 @@ class SimulatedRunner:
         self._num_entered_with: I64 = np.zeros(facts.max_num_seqs, np.int64)
         """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
         self._last_step_id = 0
+        self._blocks = (
+            SimulatedBlocks(facts.kv.num_blocks, facts.kv.block_size, facts.model.max_model_len)
+            if has_blocks
+            else None
+        )
 
     @property
     def facts(self) -> WorkerFacts:
@@ -87,6 +96,10 @@ class SimulatedRunner:
         if self._stages is not None:
             self._stages.forget_rows()
         self._last_step_id = 0
+
+    def block_store(self) -> BlockStore:
+        assert self._blocks is not None, "a worker without transfers asks for no blocks"
+        return self._blocks
 
     def sleep(self, level: SleepLevel) -> int:
         """Forget every row; there is no memory to give back."""
@@ -110,6 +123,9 @@ class SimulatedRunner:
         arrived = self._clock()
         step = self._rows.apply(plan)
         row_errors = {**step.row_errors, **self._enter(plan, step.row_errors)}
+        if self._blocks is not None:
+            self._blocks.write_step(self._rows, step, self._num_entered_with)
+            row_errors.update(self._blocks.check(plan.new_rows))
         self._last_step_id = plan.step_id
         prepared = self._clock()
         if not step.slots.size:
@@ -238,6 +254,7 @@ def create_simulated_runner(
         )
         if simulation.num_stages > 1
         else None,
+        has_blocks=engine.worker.kv_transfer,
     )
 
 

@@ -22,49 +22,52 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from triptych.internal.v1 import kv_transfer_pb2 as triptych_dot_internal_dot_v1_dot_kv__transfer__pb2
 from triptych.internal.v1 import sampling_pb2 as triptych_dot_internal_dot_v1_dot_sampling__pb2
 from triptych.internal.v1 import session_pb2 as triptych_dot_internal_dot_v1_dot_session__pb2
 from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_step__pb2
 from triptych.internal.v1 import worker_pb2 as triptych_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&triptych/internal/v1/engine_core.proto\x12\x14triptych.internal.v1\x1a#triptych/internal/v1/sampling.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\x1a!triptych/internal/v1/worker.proto\"\xcf\x02\n\x0e\x43onnectRequest\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.ConnectHelloH\x00\x12\x33\n\x06submit\x18\x02 \x01(\x0b\x32!.triptych.internal.v1.SubmitBatchH\x00\x12\x0f\n\x05\x61\x62ort\x18\x03 \x01(\x0cH\x00\x12\x30\n\x07goodbye\x18\x04 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x12\x19\n\x0flast_batch_seen\x18\x05 \x01(\x04H\x00\x12*\n\x04\x62\x65\x61t\x18\x08 \x01(\x0b\x32\x1a.triptych.internal.v1.BeatH\x00\x12.\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\x1c.triptych.internal.v1.AttachH\x00\x12\x0e\n\x04stop\x18\x07 \x01(\x0cH\x00\x42\t\n\x07message\"\x8b\x01\n\x0f\x43onnectResponse\x12\x37\n\x07welcome\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.ConnectWelcomeH\x00\x12\x34\n\x07outputs\x18\x02 \x01(\x0b\x32!.triptych.internal.v1.OutputBatchH\x00\x42\t\n\x07message\"\x06\n\x04\x42\x65\x61t\"\x84\x01\n\x0c\x43onnectHello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x19\n\x11\x61\x62\x61ndoned_session\x18\x04 \x01(\t\"\xba\x02\n\x0e\x43onnectWelcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x05 \x01(\t\x12/\n\x05model\x18\x06 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12\x32\n\x06limits\x18\x07 \x01(\x0b\x32\".triptych.internal.v1.EngineLimits\x12\x35\n\x0bprefix_hash\x18\x08 \x01(\x0b\x32 .triptych.internal.v1.PrefixHash\x12\x0f\n\x07\x62oot_id\x18\t \x01(\tJ\x04\x08\x03\x10\x04R\x05\x65poch\"C\n\nPrefixHash\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0btest_vector\x18\x03 \x01(\x0c\"S\n\x0c\x45ngineLimits\x12\x16\n\x0ehas_priorities\x18\x01 \x01(\x08\x12\x13\n\x0bmax_choices\x18\x02 \x01(\r\x12\x16\n\x0ekeeps_requests\x18\x04 \x01(\x08\"b\n\x06\x41ttach\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x0f\n\x07numbers\x18\x02 \x01(\x0c\x12\x17\n\x0fnum_tokens_seen\x18\x03 \x01(\x0c\x12\x13\n\x06tenant\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"=\n\x0bSubmitBatch\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.triptych.internal.v1.Submit\"\xdb\x03\n\x06Submit\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\x0c\x12\x36\n\x08sampling\x18\x05 \x01(\x0b\x32$.triptych.internal.v1.SamplingParams\x12\r\n\x05seeds\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\"\n\x15\x64\x65\x61\x64line_remaining_ms\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x14\n\x0cwhole_output\x18\x0c \x01(\x08\x12(\n\x04task\x18\r \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x19\n\x11num_engine_deaths\x18\x0e \x01(\r\x12\x10\n\x08is_moved\x18\x0f \x01(\x08\x12\x0f\n\x07keep_ms\x18\x11 \x01(\r\x12\x15\n\rresume_secret\x18\x12 \x01(\x0c\x12\x16\n\x0e\x66rontend_state\x18\x13 \x01(\x0c\x42\x18\n\x16_deadline_remaining_ms\"\xe2\x04\n\x0bOutputBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x02 \x01(\x0c\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x36\n\x08logprobs\x18\x06 \x01(\x0b\x32$.triptych.internal.v1.LogprobColumns\x12\x37\n\x08\x66inished\x18\x07 \x01(\x0b\x32%.triptych.internal.v1.FinishedColumns\x12\x36\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32$.triptych.internal.v1.RequestFailure\x12\x19\n\x11messages_received\x18\t \x01(\x04\x12\x44\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32+.triptych.internal.v1.RequestPromptLogprobs\x12\x1c\n\x0fnum_free_places\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08released\x18\x0c \x01(\x0c\x12.\n\x08\x61ttached\x18\x11 \x03(\x0b\x32\x1c.triptych.internal.v1.Submit\x12\x15\n\rstored_hashes\x18\r \x01(\x0c\x12\x16\n\x0e\x65victed_hashes\x18\x0e \x01(\x0c\x12.\n\x04load\x18\x0f \x01(\x0b\x32 .triptych.internal.v1.EngineLoad\x12\x18\n\x10is_cache_cleared\x18\x10 \x01(\x08\x42\x12\n\x10_num_free_places\"\xca\x01\n\nEngineLoad\x12\x1a\n\x12num_prefill_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rnum_free_rows\x18\x05 \x01(\x11\x12\x17\n\x0fprefill_token_s\x18\x06 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x07 \x01(\x01\x12\x16\n\x0erow_interval_s\x18\x08 \x01(\x01\"_\n\x15RequestPromptLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x36\n\x08logprobs\x18\x02 \x01(\x0b\x32$.triptych.internal.v1.PromptLogprobs\"\xa9\x01\n\x0f\x46inishedColumns\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x0f\n\x07reasons\x18\x02 \x01(\x0c\x12\x1f\n\x17stop_token_ids_plus_one\x18\x03 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x0c\x12\x11\n\tqueued_ns\x18\x05 \x01(\x0c\x12\x12\n\nprefill_ns\x18\x06 \x01(\x0c\x12\x11\n\tdecode_ns\x18\x07 \x01(\x0c\"f\n\x0eRequestFailure\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r2o\n\x11\x45ngineCoreService\x12Z\n\x07\x43onnect\x12$.triptych.internal.v1.ConnectRequest\x1a%.triptych.internal.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&triptych/internal/v1/engine_core.proto\x12\x14triptych.internal.v1\x1a&triptych/internal/v1/kv_transfer.proto\x1a#triptych/internal/v1/sampling.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\x1a!triptych/internal/v1/worker.proto\"\xcf\x02\n\x0e\x43onnectRequest\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.ConnectHelloH\x00\x12\x33\n\x06submit\x18\x02 \x01(\x0b\x32!.triptych.internal.v1.SubmitBatchH\x00\x12\x0f\n\x05\x61\x62ort\x18\x03 \x01(\x0cH\x00\x12\x30\n\x07goodbye\x18\x04 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x12\x19\n\x0flast_batch_seen\x18\x05 \x01(\x04H\x00\x12*\n\x04\x62\x65\x61t\x18\x08 \x01(\x0b\x32\x1a.triptych.internal.v1.BeatH\x00\x12.\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\x1c.triptych.internal.v1.AttachH\x00\x12\x0e\n\x04stop\x18\x07 \x01(\x0cH\x00\x42\t\n\x07message\"\x8b\x01\n\x0f\x43onnectResponse\x12\x37\n\x07welcome\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.ConnectWelcomeH\x00\x12\x34\n\x07outputs\x18\x02 \x01(\x0b\x32!.triptych.internal.v1.OutputBatchH\x00\x42\t\n\x07message\"\x06\n\x04\x42\x65\x61t\"\x84\x01\n\x0c\x43onnectHello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x19\n\x11\x61\x62\x61ndoned_session\x18\x04 \x01(\t\"\xa1\x03\n\x0e\x43onnectWelcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x05 \x01(\t\x12/\n\x05model\x18\x06 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12\x32\n\x06limits\x18\x07 \x01(\x0b\x32\".triptych.internal.v1.EngineLimits\x12\x35\n\x0bprefix_hash\x18\x08 \x01(\x0b\x32 .triptych.internal.v1.PrefixHash\x12\x0f\n\x07\x62oot_id\x18\t \x01(\t\x12.\n\x04role\x18\n \x01(\x0e\x32 .triptych.internal.v1.EngineRole\x12\x35\n\x0bkv_endpoint\x18\x0b \x01(\x0b\x32 .triptych.internal.v1.KvEndpointJ\x04\x08\x03\x10\x04R\x05\x65poch\"C\n\nPrefixHash\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0btest_vector\x18\x03 \x01(\x0c\"S\n\x0c\x45ngineLimits\x12\x16\n\x0ehas_priorities\x18\x01 \x01(\x08\x12\x13\n\x0bmax_choices\x18\x02 \x01(\r\x12\x16\n\x0ekeeps_requests\x18\x04 \x01(\x08\"b\n\x06\x41ttach\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x0f\n\x07numbers\x18\x02 \x01(\x0c\x12\x17\n\x0fnum_tokens_seen\x18\x03 \x01(\x0c\x12\x13\n\x06tenant\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"=\n\x0bSubmitBatch\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.triptych.internal.v1.Submit\"\xa0\x04\n\x06Submit\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\x0c\x12\x36\n\x08sampling\x18\x05 \x01(\x0b\x32$.triptych.internal.v1.SamplingParams\x12\r\n\x05seeds\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\"\n\x15\x64\x65\x61\x64line_remaining_ms\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x14\n\x0cwhole_output\x18\x0c \x01(\x08\x12(\n\x04task\x18\r \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x19\n\x11num_engine_deaths\x18\x0e \x01(\r\x12\x10\n\x08is_moved\x18\x0f \x01(\x08\x12\x0f\n\x07keep_ms\x18\x11 \x01(\r\x12\x15\n\rresume_secret\x18\x12 \x01(\x0c\x12\x16\n\x0e\x66rontend_state\x18\x13 \x01(\x0c\x12\x10\n\x08kv_lease\x18\x15 \x01(\x0c\x12\x31\n\tkv_source\x18\x16 \x01(\x0b\x32\x1e.triptych.internal.v1.KvSourceB\x18\n\x16_deadline_remaining_ms\"\xe2\x04\n\x0bOutputBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x02 \x01(\x0c\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x36\n\x08logprobs\x18\x06 \x01(\x0b\x32$.triptych.internal.v1.LogprobColumns\x12\x37\n\x08\x66inished\x18\x07 \x01(\x0b\x32%.triptych.internal.v1.FinishedColumns\x12\x36\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32$.triptych.internal.v1.RequestFailure\x12\x19\n\x11messages_received\x18\t \x01(\x04\x12\x44\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32+.triptych.internal.v1.RequestPromptLogprobs\x12\x1c\n\x0fnum_free_places\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08released\x18\x0c \x01(\x0c\x12.\n\x08\x61ttached\x18\x11 \x03(\x0b\x32\x1c.triptych.internal.v1.Submit\x12\x15\n\rstored_hashes\x18\r \x01(\x0c\x12\x16\n\x0e\x65victed_hashes\x18\x0e \x01(\x0c\x12.\n\x04load\x18\x0f \x01(\x0b\x32 .triptych.internal.v1.EngineLoad\x12\x18\n\x10is_cache_cleared\x18\x10 \x01(\x08\x42\x12\n\x10_num_free_places\"\xca\x01\n\nEngineLoad\x12\x1a\n\x12num_prefill_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rnum_free_rows\x18\x05 \x01(\x11\x12\x17\n\x0fprefill_token_s\x18\x06 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x07 \x01(\x01\x12\x16\n\x0erow_interval_s\x18\x08 \x01(\x01\"_\n\x15RequestPromptLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x36\n\x08logprobs\x18\x02 \x01(\x0b\x32$.triptych.internal.v1.PromptLogprobs\"\xa9\x01\n\x0f\x46inishedColumns\x12\x0f\n\x07numbers\x18\x01 \x01(\x0c\x12\x0f\n\x07reasons\x18\x02 \x01(\x0c\x12\x1f\n\x17stop_token_ids_plus_one\x18\x03 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x0c\x12\x11\n\tqueued_ns\x18\x05 \x01(\x0c\x12\x12\n\nprefill_ns\x18\x06 \x01(\x0c\x12\x11\n\tdecode_ns\x18\x07 \x01(\x0c\"f\n\x0eRequestFailure\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r*Z\n\nEngineRole\x12\x1b\n\x17\x45NGINE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_ROLE_PREFILL\x10\x01\x12\x16\n\x12\x45NGINE_ROLE_DECODE\x10\x02\x32o\n\x11\x45ngineCoreService\x12Z\n\x07\x43onnect\x12$.triptych.internal.v1.ConnectRequest\x1a%.triptych.internal.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.internal.v1.engine_core_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONNECTREQUEST']._serialized_start=206
-  _globals['_CONNECTREQUEST']._serialized_end=541
-  _globals['_CONNECTRESPONSE']._serialized_start=544
-  _globals['_CONNECTRESPONSE']._serialized_end=683
-  _globals['_BEAT']._serialized_start=685
-  _globals['_BEAT']._serialized_end=691
-  _globals['_CONNECTHELLO']._serialized_start=694
-  _globals['_CONNECTHELLO']._serialized_end=826
-  _globals['_CONNECTWELCOME']._serialized_start=829
-  _globals['_CONNECTWELCOME']._serialized_end=1143
-  _globals['_PREFIXHASH']._serialized_start=1145
-  _globals['_PREFIXHASH']._serialized_end=1212
-  _globals['_ENGINELIMITS']._serialized_start=1214
-  _globals['_ENGINELIMITS']._serialized_end=1297
-  _globals['_ATTACH']._serialized_start=1299
-  _globals['_ATTACH']._serialized_end=1397
-  _globals['_SUBMITBATCH']._serialized_start=1399
-  _globals['_SUBMITBATCH']._serialized_end=1460
-  _globals['_SUBMIT']._serialized_start=1463
-  _globals['_SUBMIT']._serialized_end=1938
-  _globals['_OUTPUTBATCH']._serialized_start=1941
-  _globals['_OUTPUTBATCH']._serialized_end=2551
-  _globals['_ENGINELOAD']._serialized_start=2554
-  _globals['_ENGINELOAD']._serialized_end=2756
-  _globals['_REQUESTPROMPTLOGPROBS']._serialized_start=2758
-  _globals['_REQUESTPROMPTLOGPROBS']._serialized_end=2853
-  _globals['_FINISHEDCOLUMNS']._serialized_start=2856
-  _globals['_FINISHEDCOLUMNS']._serialized_end=3025
-  _globals['_REQUESTFAILURE']._serialized_start=3027
-  _globals['_REQUESTFAILURE']._serialized_end=3129
-  _globals['_ENGINECORESERVICE']._serialized_start=3131
-  _globals['_ENGINECORESERVICE']._serialized_end=3242
+  _globals['_ENGINEROLE']._serialized_start=3343
+  _globals['_ENGINEROLE']._serialized_end=3433
+  _globals['_CONNECTREQUEST']._serialized_start=246
+  _globals['_CONNECTREQUEST']._serialized_end=581
+  _globals['_CONNECTRESPONSE']._serialized_start=584
+  _globals['_CONNECTRESPONSE']._serialized_end=723
+  _globals['_BEAT']._serialized_start=725
+  _globals['_BEAT']._serialized_end=731
+  _globals['_CONNECTHELLO']._serialized_start=734
+  _globals['_CONNECTHELLO']._serialized_end=866
+  _globals['_CONNECTWELCOME']._serialized_start=869
+  _globals['_CONNECTWELCOME']._serialized_end=1286
+  _globals['_PREFIXHASH']._serialized_start=1288
+  _globals['_PREFIXHASH']._serialized_end=1355
+  _globals['_ENGINELIMITS']._serialized_start=1357
+  _globals['_ENGINELIMITS']._serialized_end=1440
+  _globals['_ATTACH']._serialized_start=1442
+  _globals['_ATTACH']._serialized_end=1540
+  _globals['_SUBMITBATCH']._serialized_start=1542
+  _globals['_SUBMITBATCH']._serialized_end=1603
+  _globals['_SUBMIT']._serialized_start=1606
+  _globals['_SUBMIT']._serialized_end=2150
+  _globals['_OUTPUTBATCH']._serialized_start=2153
+  _globals['_OUTPUTBATCH']._serialized_end=2763
+  _globals['_ENGINELOAD']._serialized_start=2766
+  _globals['_ENGINELOAD']._serialized_end=2968
+  _globals['_REQUESTPROMPTLOGPROBS']._serialized_start=2970
+  _globals['_REQUESTPROMPTLOGPROBS']._serialized_end=3065
+  _globals['_FINISHEDCOLUMNS']._serialized_start=3068
+  _globals['_FINISHEDCOLUMNS']._serialized_end=3237
+  _globals['_REQUESTFAILURE']._serialized_start=3239
+  _globals['_REQUESTFAILURE']._serialized_end=3341
+  _globals['_ENGINECORESERVICE']._serialized_start=3435
+  _globals['_ENGINECORESERVICE']._serialized_end=3546
 # @@protoc_insertion_point(module_scope)

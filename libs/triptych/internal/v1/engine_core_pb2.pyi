@@ -1,14 +1,25 @@
+from triptych.internal.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from triptych.internal.v1 import sampling_pb2 as _sampling_pb2
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
+    ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
+    ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
+ENGINE_ROLE_UNSPECIFIED: EngineRole
+ENGINE_ROLE_PREFILL: EngineRole
+ENGINE_ROLE_DECODE: EngineRole
 
 class ConnectRequest(_message.Message):
     __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen", "beat", "attach", "stop")
@@ -55,7 +66,7 @@ class ConnectHello(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id")
+    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id", "role", "kv_endpoint")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +75,8 @@ class ConnectWelcome(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionWelcome
     engine_id: str
     ready: bool
@@ -72,7 +85,9 @@ class ConnectWelcome(_message.Message):
     limits: EngineLimits
     prefix_hash: PrefixHash
     boot_id: str
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    role: EngineRole
+    kv_endpoint: _kv_transfer_pb2.KvEndpoint
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class PrefixHash(_message.Message):
     __slots__ = ("name", "block_size", "test_vector")
@@ -113,7 +128,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state")
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +147,8 @@ class Submit(_message.Message):
     KEEP_MS_FIELD_NUMBER: _ClassVar[int]
     RESUME_SECRET_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_STATE_FIELD_NUMBER: _ClassVar[int]
+    KV_LEASE_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     request_id: str
     prompt_token_ids: bytes
@@ -150,7 +167,9 @@ class Submit(_message.Message):
     keep_ms: int
     resume_secret: bytes
     frontend_state: bytes
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ...) -> None: ...
+    kv_lease: bytes
+    kv_source: _kv_transfer_pb2.KvSource
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
     __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared")

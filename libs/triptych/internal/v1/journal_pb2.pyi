@@ -1,5 +1,6 @@
 from triptych.admin.v1 import admin_pb2 as _admin_pb2
 from triptych.internal.v1 import engine_core_pb2 as _engine_core_pb2
+from triptych.internal.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
@@ -34,7 +35,7 @@ class JournalHeader(_message.Message):
     def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., engine_id: _Optional[str] = ..., engine_version: _Optional[str] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JournalEvent(_message.Message):
-    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed")
+    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed", "kv_progress")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NO_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +51,7 @@ class JournalEvent(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     step: _step_pb2.Step
     no_step: JournalNoStep
@@ -65,7 +67,8 @@ class JournalEvent(_message.Message):
     paused: _admin_pb2.PauseMode
     resumed: JournalResume
     closed: str
-    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ...) -> None: ...
+    kv_progress: _kv_transfer_pb2.KvProgress
+    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ...) -> None: ...
 
 class JournalNoStep(_message.Message):
     __slots__ = ()

@@ -1,3 +1,4 @@
+from triptych.internal.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from triptych.internal.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -25,7 +26,7 @@ ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
 ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "kv_orders")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +40,7 @@ class Step(_message.Message):
     NEW_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    KV_ORDERS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
     removed_slots: bytes
@@ -52,7 +54,8 @@ class Step(_message.Message):
     new_contents: _containers.RepeatedCompositeFieldContainer[RowContent]
     sample_slots: bytes
     sample_limits: bytes
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ...) -> None: ...
+    kv_orders: _kv_transfer_pb2.KvOrders
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
 
 class RowContent(_message.Message):
     __slots__ = ("id", "prompt_token_ids", "sampling", "task")

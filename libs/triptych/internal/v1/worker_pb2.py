@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from triptych.admin.v1 import admin_pb2 as triptych_dot_admin_dot_v1_dot_admin__pb2
+from triptych.internal.v1 import kv_transfer_pb2 as triptych_dot_internal_dot_v1_dot_kv__transfer__pb2
 from triptych.internal.v1 import session_pb2 as triptych_dot_internal_dot_v1_dot_session__pb2
 from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xb2\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\xb2\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x07 \x01(\t\x12\x14\n\x0clast_session\x18\x08 \x01(\t\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\xca\x02\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\x12\x1b\n\x13max_samples_per_row\x18\x0b \x01(\r\x12\x12\n\nnum_stages\x18\r \x01(\r\"\xd6\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\x10\n\x08numerics\x18\t \x01(\t\x12\x1a\n\x12is_batch_invariant\x18\n \x01(\x08\"\xae\x01\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x0fsoft_num_blocks\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_soft_num_blocks\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"R\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevel\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xe4\x02\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a&triptych/internal/v1/kv_transfer.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xeb\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x12\x37\n\x0bkv_progress\x18- \x01(\x0b\x32 .triptych.internal.v1.KvProgressH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\xb2\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x07 \x01(\t\x12\x14\n\x0clast_session\x18\x08 \x01(\t\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\x81\x03\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\x12\x1b\n\x13max_samples_per_row\x18\x0b \x01(\r\x12\x12\n\nnum_stages\x18\r \x01(\r\x12\x35\n\x0bkv_endpoint\x18\x0e \x01(\x0b\x32 .triptych.internal.v1.KvEndpoint\"\xd6\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\x10\n\x08numerics\x18\t \x01(\t\x12\x1a\n\x12is_batch_invariant\x18\n \x01(\x08\"\xae\x01\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x0fsoft_num_blocks\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_soft_num_blocks\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"R\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevel\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xe4\x02\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,38 +37,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_options = b'8\001'
-  _globals['_EXECUTEREQUEST']._serialized_start=160
-  _globals['_EXECUTEREQUEST']._serialized_end=327
-  _globals['_EXECUTERESPONSE']._serialized_start=330
-  _globals['_EXECUTERESPONSE']._serialized_end=508
-  _globals['_DRAINING']._serialized_start=510
-  _globals['_DRAINING']._serialized_end=520
-  _globals['_HELLO']._serialized_start=523
-  _globals['_HELLO']._serialized_end=829
-  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_start=778
-  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_end=829
-  _globals['_WELCOME']._serialized_start=832
-  _globals['_WELCOME']._serialized_end=975
-  _globals['_WORKERFACTS']._serialized_start=978
-  _globals['_WORKERFACTS']._serialized_end=1308
-  _globals['_MODELFACTS']._serialized_start=1311
-  _globals['_MODELFACTS']._serialized_end=1525
-  _globals['_KVSHAPE']._serialized_start=1528
-  _globals['_KVSHAPE']._serialized_end=1702
-  _globals['_GETINFOREQUEST']._serialized_start=1704
-  _globals['_GETINFOREQUEST']._serialized_end=1720
-  _globals['_GETINFORESPONSE']._serialized_start=1722
-  _globals['_GETINFORESPONSE']._serialized_end=1787
-  _globals['_WORKERINFO']._serialized_start=1789
-  _globals['_WORKERINFO']._serialized_end=1901
-  _globals['_SLEEPREQUEST']._serialized_start=1903
-  _globals['_SLEEPREQUEST']._serialized_end=1985
-  _globals['_SLEEPRESPONSE']._serialized_start=1987
-  _globals['_SLEEPRESPONSE']._serialized_end=2026
-  _globals['_WAKEREQUEST']._serialized_start=2028
-  _globals['_WAKEREQUEST']._serialized_end=2041
-  _globals['_WAKERESPONSE']._serialized_start=2043
-  _globals['_WAKERESPONSE']._serialized_end=2057
-  _globals['_WORKERSERVICE']._serialized_start=2060
-  _globals['_WORKERSERVICE']._serialized_end=2416
+  _globals['_EXECUTEREQUEST']._serialized_start=200
+  _globals['_EXECUTEREQUEST']._serialized_end=367
+  _globals['_EXECUTERESPONSE']._serialized_start=370
+  _globals['_EXECUTERESPONSE']._serialized_end=605
+  _globals['_DRAINING']._serialized_start=607
+  _globals['_DRAINING']._serialized_end=617
+  _globals['_HELLO']._serialized_start=620
+  _globals['_HELLO']._serialized_end=926
+  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_start=875
+  _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_end=926
+  _globals['_WELCOME']._serialized_start=929
+  _globals['_WELCOME']._serialized_end=1072
+  _globals['_WORKERFACTS']._serialized_start=1075
+  _globals['_WORKERFACTS']._serialized_end=1460
+  _globals['_MODELFACTS']._serialized_start=1463
+  _globals['_MODELFACTS']._serialized_end=1677
+  _globals['_KVSHAPE']._serialized_start=1680
+  _globals['_KVSHAPE']._serialized_end=1854
+  _globals['_GETINFOREQUEST']._serialized_start=1856
+  _globals['_GETINFOREQUEST']._serialized_end=1872
+  _globals['_GETINFORESPONSE']._serialized_start=1874
+  _globals['_GETINFORESPONSE']._serialized_end=1939
+  _globals['_WORKERINFO']._serialized_start=1941
+  _globals['_WORKERINFO']._serialized_end=2053
+  _globals['_SLEEPREQUEST']._serialized_start=2055
+  _globals['_SLEEPREQUEST']._serialized_end=2137
+  _globals['_SLEEPRESPONSE']._serialized_start=2139
+  _globals['_SLEEPRESPONSE']._serialized_end=2178
+  _globals['_WAKEREQUEST']._serialized_start=2180
+  _globals['_WAKEREQUEST']._serialized_end=2193
+  _globals['_WAKERESPONSE']._serialized_start=2195
+  _globals['_WAKERESPONSE']._serialized_end=2209
+  _globals['_WORKERSERVICE']._serialized_start=2212
+  _globals['_WORKERSERVICE']._serialized_end=2568
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from triptych.admin.v1 import admin_pb2 as _admin_pb2
+from triptych.internal.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
@@ -20,14 +21,16 @@ class ExecuteRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("welcome", "result", "draining")
+    __slots__ = ("welcome", "result", "draining", "kv_progress")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     result: _step_pb2.Result
     draining: Draining
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    kv_progress: _kv_transfer_pb2.KvProgress
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -71,7 +74,7 @@ class Welcome(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., max_steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row", "num_stages")
+    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row", "num_stages", "kv_endpoint")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +87,7 @@ class WorkerFacts(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     MAX_SAMPLES_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
+    KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
     kv: KvShape
@@ -96,7 +100,8 @@ class WorkerFacts(_message.Message):
     kernels: str
     max_samples_per_row: int
     num_stages: int
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ...) -> None: ...
+    kv_endpoint: _kv_transfer_pb2.KvEndpoint
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant")

@@ -1,0 +1,123 @@
+"""KV blocks on their way from one worker to another (docs/adr/0035).
+
+engine that prefills                       engine that decodes
+  step {export lease, blocks} ──► worker    worker ◄── step {pull lease, blocks}
+                                    └── blocks ─►│
+  ◄── progress {lease, sent}                     └── progress {pull, arrived} ──►
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from triptych.types.row_key import RowKey
+
+LEASE_BYTES = 16
+"""Bytes of a lease's name, which is drawn at random: whoever knows it may pull the blocks."""
+
+
+class EngineRole(Enum):
+    """The part of requests that an engine computes."""
+
+    BOTH = auto()
+    PREFILL = auto()
+    """Prompts, for engines that decode."""
+    DECODE = auto()
+    """Outputs, and those prompts that it has sooner than they could be pulled."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """A worker that serves KV blocks."""
+
+    address: str
+    """host:port, as other workers reach it."""
+    layout: str
+    """sha256 of all that the bytes of a block depend on beside its tokens. Blocks go between equal ones only."""
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """The place at which the blocks of one prompt can be pulled."""
+
+    endpoint: KvEndpoint
+    lease: bytes
+    """The name under which they are held there."""
+    ready_in_s: float
+    """Seconds in which the last of them is expected to have been computed and to have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """Further blocks that other workers may pull, once the step that says so is computed."""
+
+    lease: bytes
+    row: RowKey
+    """The row that has them. If it fails so that its KV is not valid, the lease fails."""
+    first_index: int
+    """Index of the first of them in its prompt. The blocks of a lease are exported in order."""
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvPull:
+    """Blocks that a worker is to pull from another."""
+
+    pull_id: int
+    """Its name, never used twice in a session."""
+    address: str
+    lease: bytes
+    first_index: int
+    """Index of the first of them in its prompt."""
+    block_ids: tuple[int, ...]
+    """The blocks to be written, in order. Nothing else writes to them or reads them until the pull is stopped."""
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvOrders:
+    """The changes of transfers that a step orders.
+
+    Order of effects: `released` and `stopped`, before the step writes to any block; then `pulls`; and `exports`, once
+    the step is computed. So the step that ends a pull or a lease may give its blocks to other requests.
+    """
+
+    exports: tuple[KvExport, ...] = ()
+    released: tuple[bytes, ...] = ()
+    """Leases whose blocks are not served any more."""
+    pulls: tuple[KvPull, ...] = ()
+    stopped: tuple[int, ...] = ()
+    """Pulls that have ended, or end now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """How far one pull has come."""
+
+    pull_id: int
+    num_blocks: int
+    """Leading blocks that have arrived whole, and have been verified."""
+    failure: str = ""
+    """Why no more will come. Empty: the pull goes on, or is complete."""
+    is_spoiled: bool = False
+    """The blocks that have arrived are wrong as well: their KV was found to be invalid where it was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseProgress:
+    """How far the blocks of one lease have been pulled."""
+
+    lease: bytes
+    num_blocks: int
+    """Leading blocks that have been sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvProgress:
+    """How far a worker's transfers have come: pulls that are not stopped, and leases that are not released."""
+
+    pulls: tuple[PullProgress, ...] = field(default=())
+    leases: tuple[LeaseProgress, ...] = field(default=())

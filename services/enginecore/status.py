@@ -1,0 +1,26 @@
+"""An engine's counters, joined from what its parts know."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from services.enginecore.scheduler.scheduler import Scheduler
+from triptych.types.facts import EngineStatus, KvShape
+
+
+def with_scheduler(status: EngineStatus, scheduler: Scheduler, kv: KvShape) -> EngineStatus:
+    """Return a status with the counters of a scheduler and of its worker's KV cache."""
+    snapshot = scheduler.snapshot()
+    return replace(
+        status,
+        num_running=len(snapshot.running),
+        num_waiting=len(snapshot.waiting),
+        num_blocks=snapshot.num_blocks,
+        num_used_blocks=snapshot.num_used_blocks,
+        num_cached_blocks=snapshot.num_cached_blocks,
+        num_touched_blocks=snapshot.num_touched_blocks,
+        soft_num_blocks=kv.soft_num_blocks,
+        block_bytes=kv.block_bytes,
+        block_size=kv.block_size,
+        **asdict(snapshot.counters),
+    )

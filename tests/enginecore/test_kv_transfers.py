@@ -1,0 +1,304 @@
+"""Prompts computed on one engine and decoded on another: same tokens, whatever becomes of the transfer."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from services.enginecore.kv.remote import LEASE_S
+from services.enginecore.request import Request
+from tests.helpers.kv_transfers import Transfers, give_lease, give_source, lease_of, tell
+from tests.helpers.scheduling import (
+    BLOCK_SIZE,
+    Clock,
+    Engine,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+)
+from triptych.types.kv_transfer import KvProgress, PullProgress
+from triptych.types.sampling import SamplingParams
+
+PREFILL_SESSION = 9
+
+
+def make_transfers(num_blocks: int = 200, clock: Clock | None = None, **config: int) -> Transfers:
+    fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
+    prefill = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
+    decode = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
+    return Transfers(prefill, decode)
+
+
+def submit(
+    transfers: Transfers, number: int, length: int, *, ready_in_s: float = 0.0, max_tokens: int = 12
+) -> Request:
+    prompt = make_prompt(length, seed=number)
+    transfers.prefill.add(
+        give_lease(make_request(number, prompt, session=PREFILL_SESSION, max_tokens=1), number)
+    )
+    request = give_source(make_request(number, prompt, max_tokens=max_tokens), number, ready_in_s)
+    transfers.decode.add(request)
+    return request
+
+
+def expected(number: int, length: int, max_tokens: int = 12) -> list[int]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return naive_generation(make_prompt(length, seed=number), number, sampling, (), 512)[0]
+
+
+def run(transfers: Transfers, *, carry: bool = True) -> None:
+    for _ in range(10_000):
+        is_busy = transfers.turn()
+        for pull_id in list(transfers.pulls):
+            is_busy |= carry and transfers.carry_block(pull_id)
+        transfers.report()
+        if not is_busy:
+            return
+    raise AssertionError("not done")
+
+
+def check_all_given_back(transfers: Transfers) -> None:
+    for engine in (transfers.prefill, transfers.decode):
+        snapshot = engine.scheduler.snapshot()
+        assert snapshot.num_used_blocks == 0
+        assert not engine.scheduler.has_work
+
+
+def test_a_pulled_prompt_is_not_computed_again() -> None:
+    transfers = make_transfers()
+    request = submit(transfers, 1, 200)
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+    assert request.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
+    assert transfers.decode.worker.num_tokens_computed == 200 % BLOCK_SIZE + 12 - 1
+    check_all_given_back(transfers)
+
+
+def test_a_prompt_of_whole_blocks_computes_its_last_token_again() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 4 * BLOCK_SIZE)
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 4 * BLOCK_SIZE)
+    assert transfers.decode.worker.num_tokens_computed == 12
+    check_all_given_back(transfers)
+
+
+def test_blocks_are_offered_while_later_chunks_are_computed() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 256)
+    transfers.turn()
+    transfers.turn()
+    assert 0 < len(transfers.offered[lease_of(1)]) < 256 // BLOCK_SIZE
+    transfers.turn()
+    assert transfers.carry_block(1)
+
+
+def test_others_pass_a_request_that_waits_for_its_blocks() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 200)
+    transfers.decode.add(make_request(2, make_prompt(40, seed=2), max_tokens=12))
+    run(transfers, carry=False)
+    assert transfers.result_of(2)[0] == expected(2, 40)
+    assert (0, 1) not in transfers.decode.outcomes
+
+
+def test_a_failed_pull_keeps_what_has_arrived_and_computes_the_rest() -> None:
+    transfers = make_transfers()
+    request = submit(transfers, 1, 200)
+    while not transfers.pulls or not transfers.carry_block(1):
+        transfers.turn()
+    transfers.pulls[1].failure = "cut"
+    transfers.report()
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+    assert request.num_cached_tokens == BLOCK_SIZE
+
+
+def test_a_spoiled_pull_keeps_nothing() -> None:
+    transfers = make_transfers()
+    request = submit(transfers, 1, 200)
+    while not transfers.pulls or not transfers.carry_block(1):
+        transfers.turn()
+    progress = PullProgress(1, 1, "NaN", is_spoiled=True)
+    tell(transfers.decode, KvProgress(pulls=(progress,)))
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+    assert request.num_cached_tokens == 0
+
+
+def test_a_late_pull_is_given_up_once_the_rest_could_have_been_computed() -> None:
+    clock = Clock()
+    transfers = make_transfers(clock=clock)
+    submit(transfers, 1, 200, ready_in_s=3.0)
+    run(transfers, carry=False)
+    clock.now += 3.0 + LEASE_S - 0.1  # nothing is measured, so the lease's time counts
+    transfers.decode.scheduler.expired(clock.now)
+    assert transfers.pulls
+    clock.now += 0.2
+    transfers.decode.scheduler.expired(clock.now)
+    run(transfers, carry=False)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+    assert not transfers.pulls
+
+
+def test_a_measured_engine_waits_no_longer_than_computing_takes() -> None:
+    clock = Clock()
+    transfers = make_transfers(clock=clock)
+    for number in range(2, 22):
+        transfers.decode.add(make_request(number, make_prompt(100, seed=number), max_tokens=2))
+        while transfers.decode.scheduler.num_requests:
+            clock.now += 0.01
+            transfers.turn()
+    submit(transfers, 1, 200)
+    run(transfers, carry=False)
+    clock.now += 0.5
+    transfers.decode.scheduler.expired(clock.now)
+    run(transfers, carry=False)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+
+
+def test_a_lease_ends_when_nobody_pulls() -> None:
+    clock = Clock()
+    transfers = make_transfers(clock=clock)
+    submit(transfers, 1, 200)
+    run(transfers, carry=False)
+    scheduler = transfers.prefill.scheduler
+    assert scheduler.snapshot().num_used_blocks == 200 // BLOCK_SIZE
+    clock.now += LEASE_S - 0.1
+    scheduler.expired(clock.now)
+    assert scheduler.snapshot().num_used_blocks
+    clock.now += 0.2
+    scheduler.expired(clock.now)
+    assert scheduler.snapshot().num_used_blocks == 0
+    plan = transfers.plan_prefill()
+    assert plan is not None
+    assert plan.kv_orders is not None
+    assert plan.kv_orders.released == (lease_of(1),)
+    assert plan.num_tokens == 0
+    transfers.finish_prefill()
+
+
+def test_each_pull_renews_the_lease() -> None:
+    clock = Clock()
+    transfers = make_transfers(clock=clock)
+    submit(transfers, 1, 200)
+    run(transfers, carry=False)
+    for _ in range(4):
+        clock.now += LEASE_S - 1
+        assert transfers.carry_block(1)
+        transfers.report()
+        transfers.prefill.scheduler.expired(clock.now)
+    assert transfers.prefill.scheduler.snapshot().num_used_blocks == 200 // BLOCK_SIZE
+
+
+def test_a_lease_ends_with_an_aborted_prompt() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 300)
+    transfers.turn()
+    transfers.turn()
+    transfers.prefill.scheduler.abort(PREFILL_SESSION, 1)
+    assert transfers.prefill.scheduler.snapshot().num_used_blocks == 0
+    run(transfers)
+    assert transfers.prefill.scheduler.num_in_flight == 0
+
+
+def test_an_aborted_request_gives_back_what_it_pulls() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 200)
+    while not transfers.pulls or not transfers.carry_block(1):
+        transfers.turn()
+    transfers.decode.scheduler.abort(0, 1)
+    assert transfers.decode.scheduler.snapshot().num_used_blocks == 0
+    plan = transfers.plan_decode()
+    assert plan is not None
+    assert plan.kv_orders is not None
+    assert plan.kv_orders.stopped == (1,)
+
+
+def test_what_is_cached_already_is_not_pulled() -> None:
+    transfers = make_transfers()
+    prompt = make_prompt(200, seed=1)
+    transfers.decode.add(make_request(5, prompt, max_tokens=1))
+    run(transfers)
+    request = give_source(make_request(1, prompt, max_tokens=12), 1)
+    transfers.decode.add(request)
+    run(transfers)
+    assert not transfers.pulls
+    assert transfers.result_of(1)[0] == expected(1, 200)
+
+
+def test_running_requests_take_the_blocks_of_a_pull() -> None:
+    transfers = make_transfers(num_blocks=34)
+    transfers.decode.add(make_request(2, make_prompt(200, seed=2), max_tokens=300))
+    transfers.turn()
+    submit(transfers, 1, 300)
+    run(transfers, carry=False)
+    assert transfers.decode.scheduler.counters.num_preemptions == 0
+    assert transfers.result_of(2)[0] == expected(2, 200, 300)
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 300)
+
+
+def test_the_choices_of_one_prompt_pull_it_once() -> None:
+    transfers = make_transfers()
+    prompt = make_prompt(200, seed=1)
+    transfers.prefill.add(give_lease(make_request(1, prompt, session=PREFILL_SESSION, max_tokens=1), 1))
+    choices = [make_request(number, prompt, max_tokens=12, request_id="r") for number in (1, 2, 3)]
+    give_source(choices[0], 1)
+    for request in choices[1:]:
+        request.content = choices[0].content
+    transfers.decode.add_choices(*choices)
+    run(transfers)
+    for number in (1, 2, 3):
+        sampling = SamplingParams(max_tokens=12)
+        assert transfers.result_of(number)[0] == naive_generation(prompt, number, sampling, (), 512)[0]
+    assert transfers.decode.worker.num_tokens_computed == 3 * (200 % BLOCK_SIZE + 12 - 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_transfers_and_faults_change_no_token(seed: int) -> None:
+    """Few blocks, many prompts, and transfers that fail, stop, are late or lose either worker."""
+    random, clock = Random(seed), Clock()
+    transfers = make_transfers(num_blocks=random.choice((40, 60, 120)), clock=clock)
+    lengths: dict[int, int] = {}
+    aborted = set[int]()
+    for number in range(1, 25):
+        lengths[number] = random.randint(1, 400)
+        submit(transfers, number, lengths[number], ready_in_s=random.choice((0.0, 0.5, 20.0)))
+        for _ in range(random.randint(0, 8)):
+            clock.now += random.choice((0.0, 0.001, 0.05, 1.0))
+            for engine in (transfers.prefill, transfers.decode):
+                engine.scheduler.expired(clock.now)
+            transfers.turn()
+            for pull_id in list(transfers.pulls):
+                for _ in range(random.randint(0, 8)):
+                    transfers.carry_block(pull_id)
+                if random.random() < 0.05:
+                    transfers.pulls[pull_id].failure = "cut"
+            if random.random() < 0.7:
+                transfers.report()
+            match random.randint(0, 60):
+                case 0:
+                    transfers.lose_prefill_worker()
+                case 1:
+                    transfers.lose_decode_worker()
+                case 2:
+                    victim = random.choice(list(lengths))
+                    finished = transfers.decode.scheduler.abort(0, victim)
+                    if finished is not None:
+                        transfers.decode.note(finished)
+                        aborted.add(victim)
+                case 3:
+                    transfers.prefill.scheduler.abort(PREFILL_SESSION, random.choice(list(lengths)))
+    while transfers.decode.scheduler.num_requests or transfers.prefill.scheduler.has_work:
+        run(transfers)
+        clock.now += LEASE_S
+        for engine in (transfers.prefill, transfers.decode):
+            engine.scheduler.expired(clock.now)
+    run(transfers)
+    for number, length in lengths.items():
+        if number not in aborted:
+            assert transfers.result_of(number)[0] == expected(number, length), number
+    check_all_given_back(transfers)
