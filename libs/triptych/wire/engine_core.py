@@ -30,9 +30,9 @@ from triptych.wire.columns import (
     u64_to_bytes,
 )
 from triptych.wire.kv_transfer import (
+    checked_lease,
     endpoint_from_proto,
     endpoint_to_proto,
-    lease_from_proto,
     role_from_proto,
     role_to_proto,
     source_from_proto,
@@ -112,7 +112,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         keep_ms=message.keep_ms,
         resume_secret=message.resume_secret,
         frontend_state=message.frontend_state,
-        kv_lease=lease_from_proto(message.kv_lease),
+        kv_lease=checked_lease(message.kv_lease) if message.kv_lease else b"",
         kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
     )
 

@@ -59,7 +59,7 @@ def source_to_proto(source: KvSource | None) -> kv_transfer_pb2.KvSource | None:
 
 
 def source_from_proto(message: kv_transfer_pb2.KvSource) -> KvSource:
-    _check_lease(message.lease)
+    checked_lease(message.lease)
     return KvSource(endpoint_from_proto(message.endpoint), message.lease, message.ready_in_s)
 
 
@@ -99,7 +99,7 @@ def orders_from_proto(message: kv_transfer_pb2.KvOrders) -> KvOrders:
     return KvOrders(
         exports=tuple(
             KvExport(
-                _check_lease(export.lease),
+                checked_lease(export.lease),
                 RowKey(export.slot, export.slot_version),
                 export.first_index,
                 *_blocks_from_proto(export.block_ids, export.hashes),
@@ -111,7 +111,7 @@ def orders_from_proto(message: kv_transfer_pb2.KvOrders) -> KvOrders:
             KvPull(
                 pull.pull_id,
                 pull.address,
-                _check_lease(pull.lease),
+                checked_lease(pull.lease),
                 pull.first_index,
                 *_blocks_from_proto(pull.block_ids, pull.hashes),
             )
@@ -149,11 +149,6 @@ def progress_from_proto(message: kv_transfer_pb2.KvProgress) -> KvProgress:
     )
 
 
-def lease_from_proto(lease: bytes) -> bytes:
-    """Return the lease of a submission; empty: none."""
-    return _check_lease(lease) if lease else b""
-
-
 def _blocks_from_proto(block_ids: bytes, hashes: bytes) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
     ids, names = tuple(u32_from_bytes(block_ids).tolist()), _split(hashes, _HASH_BYTES, "hashes")
     if len(ids) != len(names):
@@ -161,7 +156,8 @@ def _blocks_from_proto(block_ids: bytes, hashes: bytes) -> tuple[tuple[int, ...]
     return ids, names
 
 
-def _check_lease(lease: bytes) -> bytes:
+def checked_lease(lease: bytes) -> bytes:
+    """Return the name of a lease. Raises ProtocolViolation if it has another length."""
     if len(lease) != LEASE_BYTES:
         raise ProtocolViolation(f"kv lease: {len(lease)} bytes, not {LEASE_BYTES}")
     return lease
