@@ -14,9 +14,9 @@ from triptych.config.process_fields import (
     JournalConfig,
     LogConfig,
     SimulationConfig,
-    TlsConfig,
     WorkerConfig,
 )
+from triptych.config.tls_fields import TlsConfig
 
 __all__ = [
     "CacheConfig",

@@ -17,9 +17,9 @@ from triptych.config.process_fields import (
     JournalConfig,
     LogConfig,
     SimulationConfig,
-    TlsConfig,
     WorkerConfig,
 )
+from triptych.config.tls_fields import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)
