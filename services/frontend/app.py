@@ -21,6 +21,7 @@ from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
+from services.frontend.engines.routing_policy import create_policy
 from services.frontend.engines.status_watch import StatusWatch
 from services.frontend.generate import Generator
 from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
@@ -62,7 +63,9 @@ class FrontendApp(ServiceApp):
         super().__init__(config)
         self._started_at = time.monotonic()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._router = Router(_read_aliases(config.frontend.model_aliases))
+        self._router = Router(
+            _read_aliases(config.frontend.model_aliases), create_policy(config.frontend.routing)
+        )
         self._router.engines = _create_engines(config, self._router)
         metrics = FrontendMetrics.create()
         self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))

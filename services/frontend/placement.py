@@ -11,6 +11,7 @@ from services.frontend.choice import Choice
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
 from services.frontend.engines.mover import Mover
+from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed
 from services.frontend.logprobs import PromptReport
@@ -37,10 +38,13 @@ async def place(
         TriptychError: No engine takes it.
     """
     tried: list[EngineClient] = []
+    token_ids, cache_salt = request.prompt_token_ids, request.raw.cache_salt
+    routed = await text.run(len(token_ids), router.read_prompt, request.engine, token_ids, cache_salt)
+    num_choices = len(request.raw.emitted) or request.sampling.n
     while True:
-        engine = router.choose(request.engine, tried=tried)
+        engine = router.choose(request.engine, tried=tried, prompt=routed, num_choices=num_choices)
         try:
-            await _submit(request, engine, outputs, record, mover, text)
+            await _submit(request, engine, outputs, record, mover, text, routed)
             await outputs.wait_admitted()
             return
         except QueueFull:
@@ -57,6 +61,7 @@ async def _submit(
     record: RequestRecord,
     mover: Mover,
     text: TextModel,
+    routed: RoutedPrompt | None,
 ) -> None:
     """Hand all choices to an engine."""
     raw, sampling = request.raw, request.sampling
@@ -67,6 +72,7 @@ async def _submit(
         request_id=request.request_id,
         wanted=request.engine,
         prompt_token_ids=request.prompt_token_ids,
+        routed=routed,
         # without output, one token is asked for all the same: it comes with the prompt
         sampling=sampling if sampling.max_tokens else replace(sampling, max_tokens=1),
         priority=raw.priority,
@@ -95,7 +101,7 @@ async def _submit(
         seed = choice_seed(request.seed, index)
         journeys.append(Journey(submission, choice, mover, seed=seed, emitted=emitted))
         choice.stop_upstream, choice.abort_upstream = journeys[-1].stop, journeys[-1].abort
-    numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys)
+    numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys, routed)
     for number, journey in zip(numbers, journeys, strict=True):
         journey.begin(engine, number)
 

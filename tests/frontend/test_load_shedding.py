@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from services.frontend.engines.routing_policy import RoundRobin
 from services.frontend.engines.session import QueueView
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
@@ -94,8 +95,7 @@ async def test_a_full_engine_is_asked_once_and_not_again() -> None:
 
 async def test_the_next_engine_is_tried_before_the_client_is_told() -> None:
     full, free = FakeEngine(is_mute=True), FakeEngine(seeded, engine_id="engine-1")
-    async with full, free, frontend_core(full, free) as core:
-        core.router.least_loaded = lambda engines: engines[0]  # type: ignore[method-assign]
+    async with full, free, frontend_core(full, free, policy=RoundRobin()) as core:
         task = asyncio.create_task(answer(core.generator, raw_request(sampling={"n": 3, "temperature": 1.0})))
         submits = [await full.next_submit(index) for index in range(3)]
         failures = tuple(RequestFailure(submit.number, "QUEUE_FULL", "full", "", 100) for submit in submits)

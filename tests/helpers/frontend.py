@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
+from services.frontend.engines.routing_policy import RoutingPolicy
 from services.frontend.generate import Generator
 from services.frontend.requests.raw import RawRequest
 from services.frontend.text_model import TextModel
@@ -57,13 +58,14 @@ async def frontend_core(
     aliases: Mapping[str, str] | None = None,
     directory: Path = Path("no-checkpoint"),
     moves: MoveTerms = NEVER,
+    policy: RoutingPolicy | None = None,
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
     """Dial the engines; with `waits`, until all are ready. Nothing moves unless asked for.
 
     `parsers`: those of `TextModel`.
     """
-    router, registry = Router(aliases or {}), CollectorRegistry()
+    router, registry = Router(aliases or {}, policy), CollectorRegistry()
     router.engines = [
         EngineClient(engine.address, frontend_id="test", boot_id="boot", on_change=router.on_change)
         for engine in engines

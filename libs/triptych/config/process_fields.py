@@ -59,6 +59,14 @@ class FrontendConfig:
     engine_addresses: str = value(
         "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
     )
+    routing: str = value(
+        "prefix",
+        "Which of several engines gets a request. prefix: the one that is expected to give the first token soonest, by "
+        "what waits there and what is cached there; least_loaded: the one with the fewest requests of this frontend; "
+        "round_robin; random.",
+        FRONTEND,
+        choices=("prefix", "least_loaded", "round_robin", "random"),
+    )
     model_aliases: str = value(
         "",
         "Other names that requests may use for models, comma-separated: `gpt-4o=qwen3` means the model that is served "

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from services.frontend.engines.outlook import EngineOutlook
+from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
 from triptych.errors import (
     DeadlineExceeded,
@@ -155,17 +157,26 @@ class EngineClient:
         if self._call is not None:
             self._call.cancel()
 
+    @property
+    def outlook(self) -> EngineOutlook:
+        """The load and the cache of the engine, as far as they are known."""
+        return self._session.outlook if self._session is not None else EngineOutlook()
+
     def refuses(self, priority: int, tenant: str) -> float | None:
         """Return what `QueueView.refuses` says; None if there is no session."""
         return self._session.queue.refuses(priority, tenant) if self._session is not None else None
 
     def submit(
-        self, create: Callable[[Sequence[int]], SubmitRequest], sinks: Sequence[OutputSink]
+        self,
+        create: Callable[[Sequence[int]], SubmitRequest],
+        sinks: Sequence[OutputSink],
+        prompt: RoutedPrompt | None = None,
     ) -> Sequence[int]:
         """Submit one request with a choice for each of `sinks`; return the choices' numbers.
 
         Args:
             create: Makes the request, given the numbers.
+            prompt: As the router has seen it.
 
         Raises:
             EngineUnavailable: The engine cannot take requests now.
@@ -181,7 +192,7 @@ class EngineClient:
             raise EngineUnavailable(f"engine {self.name}: its session has no request numbers left; try again")
         request = create(session.take_numbers(len(sinks)))
         session.outbox.check_free_places(request.num_choices, request.num_bytes)
-        session.submit(request, sinks)
+        session.submit(request, sinks, prompt)
         return request.numbers.tolist()
 
     def stop(self, number: int, sink: OutputSink) -> None:
@@ -237,6 +248,7 @@ class EngineClient:
         if before is not None and self.welcome.boot_id != before.boot_id:
             self._has_died = before.ready
         self._has_beats = terms.agreement.has(BEATS)
+        session.outlook.note_hash(self.welcome.prefix_hash)
         return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
 
     def _open_channel(self) -> grpc.aio.Channel:
@@ -300,6 +312,7 @@ class EngineClient:
                         self.dialer.note_progress()
                 case "welcome":
                     before, self.welcome = self.welcome, welcome_from_proto(message.welcome)
+                    session.outlook.note_hash(self.welcome.prefix_hash)
                     if self.welcome != before:  # else it answers a beat
                         self._on_change()
                 case other:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss
 from services.frontend.logprobs import BatchLogprobs
 from triptych.types.outputs import FinishedRequest, StageTimings
@@ -42,6 +43,8 @@ class Submission:
     deadline: float | None = None
     """On the monotonic clock. None: there is none."""
     whole_output: bool = False
+    routed: RoutedPrompt | None = None
+    """The prompt as the router looks at it. None: it plays no part."""
 
     def to_request(self, numbers: Sequence[int], journeys: Sequence[Journey]) -> SubmitRequest:
         """Return the message that has an engine begin some choices, or go on with them.

@@ -228,8 +228,9 @@ class Mover:
             or coming[engine] >= MAX_UNANSWERED
             or (journey.emitted and not self._may_follow(journey.facts, engine))
         ]
+        submission = journey.submission
         try:
-            return self._router.choose(journey.submission.wanted, tried=tried)
+            return self._router.choose(submission.wanted, tried=tried, prompt=submission.routed)
         except EngineUnavailable:
             return None
 
@@ -242,7 +243,9 @@ class Mover:
 
     def _submit(self, submission: Submission, journeys: list[Journey], engine: EngineClient) -> None:
         try:
-            numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys)
+            numbers = engine.submit(
+                lambda numbers: submission.to_request(numbers, journeys), journeys, submission.routed
+            )
         except (EngineUnavailable, QueueFull):
             for journey in journeys:
                 journey.refused_by.add(engine)

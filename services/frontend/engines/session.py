@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.frontend.engines.outbox import Outbox
+from services.frontend.engines.outlook import EngineOutlook
+from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.logprobs import BatchLogprobs
 from triptych.errors import FieldViolation, QueueFull, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
@@ -20,6 +22,9 @@ from triptych.types.submit import SubmitRequest
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
 ACKNOWLEDGE_EVERY = 64
+ACKNOWLEDGE_ABOVE = (
+    1 << 15
+)  # bytes: log-probabilities of prompts, and what a large cache holds, may be megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class EngineSession:
         self.is_torn = False
         """A batch has taken effect in part, by a bug. The session cannot be resumed."""
         self.queue = QueueView()
+        self.outlook = EngineOutlook()
         self._sinks: dict[int, OutputSink] = {}
         self._next_number = 1
 
@@ -87,9 +93,17 @@ class EngineSession:
         first, self._next_number = self._next_number, self._next_number + count
         return range(first, first + count)
 
-    def submit(self, request: SubmitRequest, sinks: Sequence[OutputSink]) -> None:
-        """Hand over one request. `sinks`: [num_choices] for the outputs of each."""
+    def submit(
+        self, request: SubmitRequest, sinks: Sequence[OutputSink], prompt: RoutedPrompt | None = None
+    ) -> None:
+        """Hand over one request.
+
+        Args:
+            sinks: [num_choices] for the outputs of each.
+            prompt: As the router has seen it.
+        """
         numbers = request.numbers.tolist()
+        self.outlook.book(numbers, len(request.prompt_token_ids) + sum(map(len, request.emitted)), prompt)
         self._sinks.update(zip(numbers, sinks, strict=True))
         self.queue.note_submitted(numbers, request.priority, request.tenant)
         self.outbox.submit(request)
@@ -104,6 +118,7 @@ class EngineSession:
         if self._sinks.get(number) is sink:  # else it has ended, or the number is of an earlier session
             del self._sinks[number]
             self.queue.note_aborted(number)
+            self.outlook.cancel(number)
             self.outbox.abort(number)
 
     def end(self, loss: EngineLoss) -> None:
@@ -128,7 +143,7 @@ class EngineSession:
         if is_repeated(batch.batch_id, self.last_batch_seen, "output batch"):
             return False
         self.last_batch_seen = batch.batch_id
-        if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.prompt_logprobs:  # these may be megabytes
+        if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.num_bytes > ACKNOWLEDGE_ABOVE:
             self.outbox.acknowledge(batch.batch_id)
         self.is_torn = True
         self._dispatch(batch)
@@ -138,6 +153,7 @@ class EngineSession:
     def _dispatch(self, batch: OutputBatch) -> None:
         """Give each choice its part of a batch, with one dictionary look-up per choice."""
         self.queue.note_batch(batch)
+        self.outlook.note_batch(batch)
         sinks = self._sinks
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
@@ -200,6 +216,7 @@ class EngineSession:
     def _on_unsendable(self, numbers: Sequence[int], error: Exception) -> None:
         for number in numbers:
             self.queue.note_aborted(number)
+            self.outlook.cancel(number)
             if (sink := self._sinks.pop(number, None)) is not None:
                 sink.on_error(error)
 

@@ -111,6 +111,7 @@ def _to_info(engine: EngineClient) -> admin_pb2.EngineInfo:
         ready=engine.is_ready,
         why_not_ready="" if engine.is_ready else engine.why_not_ready,
         model=model.name if model is not None else "",
+        why_no_affinity=engine.outlook.why_no_affinity,
     )
 
 

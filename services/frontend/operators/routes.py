@@ -168,6 +168,8 @@ async def _info_of(engine: EngineClient) -> dict[str, Any]:
     info: dict[str, Any] = {"engine_id": engine.name, "address": engine.address, "ready": engine.is_ready}
     if not engine.is_ready:
         info["why_not_ready"] = engine.why_not_ready
+    if engine.outlook.why_no_affinity:
+        info["why_no_affinity"] = engine.outlook.why_no_affinity
     try:
         answer = await _call_one(engine, "GetStatus")
     except TriptychError:

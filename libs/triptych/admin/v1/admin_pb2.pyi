@@ -94,18 +94,20 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "address", "ready", "why_not_ready", "model")
+    __slots__ = ("engine_id", "address", "ready", "why_not_ready", "model", "why_no_affinity")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    WHY_NO_AFFINITY_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     address: str
     ready: bool
     why_not_ready: str
     model: str
-    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    why_no_affinity: str
+    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[str] = ..., why_no_affinity: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("engine_id",)

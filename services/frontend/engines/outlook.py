@@ -1,0 +1,148 @@
+"""The wait for a first token at one engine: as the engine tells it, and with what was sent there since."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt
+from triptych.prefix_hash import why_unknown
+from triptych.types.outputs import EngineLoad, OutputBatch
+from triptych.types.submit import PrefixHash
+
+EXPECTED_S = 2.0
+"""A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine tells them."""
+_NO_LOAD = EngineLoad(0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
+class EngineOutlook:
+    """The load and the cache of one engine. The session with the engine owns it.
+
+    A request counts here from the moment it is sent, until the engine tells a load that includes it. So a burst of
+    requests sees itself, and none counts twice.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic time in seconds."""
+        self._clock = clock
+        self.cached = PrefixIndex()
+        self.block_size = 0
+        """Tokens per block. 0: it is not known here what is cached there."""
+        self.why_no_affinity = "it does not tell what it caches"
+        """Why it is not known; empty: it is, and requests are sent there for it."""
+        self.load = _NO_LOAD
+        """As last told."""
+        self.is_known = False
+        """The engine has told its load. One of an earlier version never does."""
+        self._told_at = 0.0
+        self._bookings: dict[int, _Booking] = {}
+        """The first number of a request that is in no load yet -> what it adds."""
+        self._num_booked_tokens = 0
+        self._num_booked_choices = 0
+        self._admitted: set[int] = set()
+        """First numbers of requests that the next load includes."""
+        self._expected: tuple[set[int], set[int]] = (set(), set())
+        """Keys of prompts that were sent lately, and of those that were sent before them."""
+        self._expected_since = 0.0
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that run or wait there."""
+        return self.load.num_running + self.load.num_waiting + self._num_booked_choices
+
+    def count_cached_tokens(self, prompt: RoutedPrompt) -> int:
+        """Return how many tokens of a prompt need not be computed. At least one always is."""
+        if not self.block_size:
+            return 0
+        keys = prompt.keys(self.block_size)
+        self._forget_expected()
+        num_blocks = self.cached.count_leading(keys)
+        latest, earlier = self._expected
+        while num_blocks < len(keys):
+            key = keys[num_blocks]
+            if key not in latest and key not in earlier and key not in self.cached:
+                break
+            num_blocks += 1
+        return min(num_blocks * self.block_size, prompt.num_tokens - 1)
+
+    def first_token_s(self, num_tokens: int, num_choices: int, prefill_token_s: float) -> float:
+        """Return in how many seconds a request would have its first token.
+
+        Args:
+            num_tokens: Tokens of its prompt that must be computed.
+            num_choices: Its choices, each of which needs a row.
+            prefill_token_s: Seconds for each of those tokens where the engine has not measured any yet.
+        """
+        load = self.load
+        token_s = load.prefill_token_s or prefill_token_s
+        num_lacking = num_choices + self._num_booked_choices - load.num_free_rows
+        row_s = num_lacking * load.row_interval_s if num_lacking > 0 else 0.0
+        own_s = num_tokens * token_s
+        return max(self.waiting_s(token_s) + own_s, row_s + own_s) + load.decode_step_s
+
+    def waiting_s(self, prefill_token_s: float) -> float:
+        """Return in how many seconds the prompts that are there already will be computed."""
+        told_s = self.load.num_prefill_tokens * prefill_token_s
+        computed_s = self._clock() - self._told_at
+        return max(told_s - computed_s, 0.0) + self._num_booked_tokens * prefill_token_s
+
+    def note_hash(self, told: PrefixHash | None) -> None:
+        """Take in how the engine names the blocks of its cache. `told`: None: it does not tell what it caches."""
+        if told is None:
+            self.block_size, self.why_no_affinity = 0, "it does not tell what it caches"
+        else:
+            self.why_no_affinity = why_unknown(told)
+            self.block_size = 0 if self.why_no_affinity else told.block_size
+
+    def book(self, numbers: Sequence[int], num_tokens: int, prompt: RoutedPrompt | None = None) -> None:
+        """Take in that a request is being sent.
+
+        Args:
+            numbers: [num_choices] the names of its choices.
+            num_tokens: Its tokens, computed or not.
+            prompt: None: nobody has looked whether it is cached.
+        """
+        if not self.is_known:
+            return
+        if prompt is not None:
+            num_tokens -= self.count_cached_tokens(prompt)
+            if self.block_size:
+                self._expected[0].update(prompt.keys(self.block_size))
+        self._bookings[numbers[0]] = _Booking(num_tokens, len(numbers))
+        self._num_booked_tokens += num_tokens
+        self._num_booked_choices += len(numbers)
+
+    def cancel(self, number: int) -> None:
+        """Take in that a choice has ended, perhaps before it was admitted."""
+        if (booking := self._bookings.pop(number, None)) is not None:
+            self._num_booked_tokens -= booking.num_tokens
+            self._num_booked_choices -= booking.num_choices
+            self._admitted.discard(number)
+
+    def note_batch(self, batch: OutputBatch) -> None:
+        """Follow the engine."""
+        if batch.cache is not None:
+            self.cached.take_in(batch.cache)
+        if self._bookings:
+            self._admitted.update(self._bookings.keys() & set(batch.admitted.tolist()))
+            for failure in batch.failures:
+                self.cancel(failure.number)
+        if batch.load is not None:
+            self.load, self.is_known, self._told_at = batch.load, True, self._clock()
+            for number in list(self._admitted):
+                self.cancel(number)
+
+    def _forget_expected(self) -> None:
+        now = self._clock()
+        if now - self._expected_since > EXPECTED_S:
+            is_old = now - self._expected_since > 2 * EXPECTED_S
+            self._expected = (set(), set() if is_old else self._expected[0])
+            self._expected_since = now
+
+
+class _Booking(NamedTuple):
+    """A request that is in no load yet."""
+
+    num_tokens: int
+    num_choices: int
