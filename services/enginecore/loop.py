@@ -25,6 +25,7 @@ from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.connection import WorkerConnection
 from services.enginecore.workers.steps_in_flight import PipelineDepth
+from triptych import failpoints
 from triptych.config import EngineConfig
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
@@ -317,6 +318,8 @@ class EngineLoop:
             received_at = time.monotonic()
             for result in results:
                 engine.apply(result)
+                if failpoints.ARMED:
+                    failpoints.reach("enginecore.after_result")
                 self._note_step(result, received_at)
         if (progress := self._executor.take_kv_progress()) is not None:
             engine.note_kv_progress(progress)

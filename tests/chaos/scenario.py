@@ -14,9 +14,10 @@ from typing import Protocol
 from tests.chaos.load import Send, answers_undisturbed, make_load, run_clients, with_stops_that_hit
 from tests.chaos.recorder import Recorder, Request
 from tests.chaos.validators import Evidence, Home, Step
+from triptych.failpoints import PLACES
 from triptych.types.events import Event
 
-PROCESS_FAULTS = ("kill", "stop", "usurp")
+PROCESS_FAULTS = ("kill", "kill-at", "stop", "usurp")
 LINK_FAULTS = ("cut", "half-cut", "hold", "hold-up", "hold-down")
 _SETTLE_S = 90.0
 """More than all times to live: what is not home by then never comes home."""
@@ -28,6 +29,7 @@ class Fault:
     """Something that breaks, and is mended later.
 
     | kill | a process, by SIGKILL; started again later |
+    | kill-at:PLACE | the same, when it next comes to a place of `triptych.failpoints` |
     | stop | a process, by SIGSTOP; goes on later |
     | usurp | a process is stopped, another one takes its name and address, and later it goes on |
     | cut | the streams of a link, at once; they may be dialed again |
@@ -47,7 +49,7 @@ class Fault:
     @staticmethod
     def parse(text: str) -> Fault:
         at_s, action, target, for_s = text.split()
-        assert action in (*PROCESS_FAULTS, *LINK_FAULTS), action
+        assert action.partition(":")[0] in (*PROCESS_FAULTS, *LINK_FAULTS), action
         return Fault(float(at_s), action, target, float(for_s))
 
 
@@ -97,6 +99,10 @@ class Ground(Protocol):
 
     def kill(self, name: str) -> None: ...
 
+    async def kill_at(self, name: str, place: str, within_s: float) -> None:
+        """Kill a process when it comes to a failpoint. Return when that has happened, or after so many seconds."""
+        ...
+
     def stop(self, name: str) -> None: ...
 
     async def usurp(self, name: str) -> Callable[[], None]:
@@ -118,12 +124,15 @@ class Ground(Protocol):
     async def homes(self) -> list[Home]: ...
 
 
-def make_scenario(seed: int, victims: Sequence[str], *, last_s: float, num_requests: int = 16) -> Scenario:
+def make_scenario(
+    seed: int, victims: Sequence[str], *, last_s: float, num_requests: int = 16, at_places: bool = False
+) -> Scenario:
     """Return a random scenario.
 
     Args:
         victims: Kinds of processes that may be killed. Everything else may happen to all.
         last_s: When the last fault may begin.
+        at_places: Whether they are killed at failpoints as well.
     """
     random = Random(seed)
     num_engines, num_frontends = random.randint(1, 2), random.randint(1, 2)
@@ -140,6 +149,9 @@ def make_scenario(seed: int, victims: Sequence[str], *, last_s: float, num_reque
         for_s = random.choice((random.uniform(0.05, 1.0), random.uniform(1.0, 6.0)))
         if action == "kill":
             target = random.choice([name for kind in victims for name in names[kind]])
+            places = [place for place in PLACES if place.startswith(target.partition("-")[0])]
+            if at_places and random.random() < 0.6:
+                action = f"kill-at:{random.choice(places)}"
         elif action == "stop":
             target = random.choice([name for some in names.values() for name in some])
         else:
@@ -194,9 +206,13 @@ async def _inflict(ground: Ground, fault: Fault) -> None:
     """Break something and mend it again."""
     await asyncio.sleep(fault.at_s)
     client, _, server = fault.target.partition(">")
-    match fault.action:
-        case "kill":
-            ground.kill(fault.target)
+    action, _, place = fault.action.partition(":")
+    match action:
+        case "kill" | "kill-at":
+            if place:
+                await ground.kill_at(fault.target, place, fault.for_s)
+            else:
+                ground.kill(fault.target)
             await asyncio.sleep(fault.for_s)
             await ground.start(fault.target)
         case "stop":
@@ -208,9 +224,9 @@ async def _inflict(ground: Ground, fault: Fault) -> None:
             await asyncio.sleep(fault.for_s)
             go_on()
         case "cut" | "half-cut":
-            ground.cut(client, server, is_server_told=fault.action == "cut")
+            ground.cut(client, server, is_server_told=action == "cut")
         case _:
-            _, _, way = fault.action.partition("-")
+            _, _, way = action.partition("-")
             ground.hold(client, server, *((way,) if way else ("up", "down")))
             await asyncio.sleep(fault.for_s)
             ground.heal(client, server)

@@ -21,7 +21,7 @@ VICTIMS = ("worker",)
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_random_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S), monkeypatch)
+    _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True), monkeypatch)
 
 
 @pytest.mark.skipif("SCENARIO" not in os.environ, reason="SCENARIO gives none")

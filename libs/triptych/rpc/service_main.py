@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from triptych import failpoints
 from triptych.config import EngineConfig
 from triptych.config.loader import ServiceArguments, parse_service_arguments
 from triptych.errors import ConfigError
@@ -104,6 +105,8 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     """
     config = arguments.config
     observe_logging.configure(config.log, create.log_name(config))
+    if failpoints.ARMED:
+        log.warning("%s is set: this process will fail on purpose", failpoints.ENV)
     stop = stop_event()
     app = create(config)
     section = getattr(config, app.section)

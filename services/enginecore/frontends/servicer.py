@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from services.enginecore.loop import EngineLoop, FrontendOutbox
+from triptych import failpoints
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import (
     FeatureDisabled,
@@ -77,11 +78,17 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
             self._read(request_iterator, session, stream), name=f"read-{session.frontend_id}"
         )
         session_welcome: session_pb2.SessionWelcome | None = terms.to_proto()
+        if failpoints.ARMED:
+            failpoints.reach("enginecore.before_welcome")
         try:
             async for message in messages:
                 if isinstance(message, OutputBatch):
                     outputs = outputs_to_proto(message, session.messages_received)
+                    if failpoints.ARMED:
+                        failpoints.reach("enginecore.before_outputs")
                     yield engine_core_pb2.ConnectResponse(outputs=outputs)
+                    if failpoints.ARMED:
+                        failpoints.reach("enginecore.after_outputs")
                     continue
                 welcome = welcome_to_proto(message)
                 if session_welcome is not None:  # the first message of all
@@ -125,11 +132,15 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                         self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
                     else:
                         self._loop.submit(session.number, submit)
+                if failpoints.ARMED:
+                    failpoints.reach("enginecore.after_submit")
                 session.messages_received += 1
             case "abort":
                 numbers = u32_from_bytes(request.abort).tolist()
                 for first in range(0, len(numbers), _ABORTS_TOGETHER):
                     self._loop.abort(session.number, numbers[first : first + _ABORTS_TOGETHER])
+                if failpoints.ARMED:
+                    failpoints.reach("enginecore.after_abort")
                 session.messages_received += 1
             case "stop":
                 self._loop.stop(session.number, u32_from_bytes(request.stop).tolist())

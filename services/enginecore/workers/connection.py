@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
+from triptych import failpoints
 from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep
 from triptych.rpc.session.dialer import Dialer
 
@@ -47,11 +48,12 @@ class WorkerConnection:
         self._executor = executor
         self._address = address
         self._on_event = on_event
+        self._on_given_up = on_given_up
         self._on_unreachable = on_unreachable
         self._dialer = Dialer(
             self._connect,
             on_failed=self._on_failed,
-            on_given_up=lambda why: on_given_up(),
+            on_given_up=self._give_up,
             fatal=(StaleEpoch,),
         )
         self.is_worker_asleep = False
@@ -120,6 +122,11 @@ class WorkerConnection:
         self.is_worker_asleep, self._last_why = False, ""
         self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
         return connected
+
+    def _give_up(self, why: str) -> None:
+        if failpoints.ARMED:
+            failpoints.reach("enginecore.before_requeue")
+        self._on_given_up()
 
     async def _connect(self) -> Connected:
         return await self._executor.connect(self._on_event, resume=self._dialer.has_session)

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from services.enginecore.workers.base import Connected, WorkerLost
+from triptych import failpoints
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
 from triptych.internal.v1 import session_pb2, step_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
@@ -114,8 +115,12 @@ class GrpcExecutor:
     async def send(self, plan: StepPlan) -> None:
         step = self._encoder.encode(plan)
         self._steps.append(step)
+        if failpoints.ARMED:
+            failpoints.reach("enginecore.before_step")
         if not self._is_draining:
             await self._write(step)
+        if failpoints.ARMED:
+            failpoints.reach("enginecore.after_step")
 
     def receive(self) -> list[StepResult]:
         results = list(self._arrived)

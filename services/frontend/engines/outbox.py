@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import numpy as np
 
+from triptych import failpoints
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.internal.v1 import engine_core_pb2, session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
@@ -134,9 +135,15 @@ class Outbox:
                 self._pack()
             if self._batch_to_acknowledge:
                 seen, self._batch_to_acknowledge = self._batch_to_acknowledge, 0
+                if failpoints.ARMED:
+                    failpoints.reach("frontend.before_acknowledge")
                 await call.write(engine_core_pb2.ConnectRequest(last_batch_seen=seen))
             elif next_number <= sent.last_number:
+                if failpoints.ARMED:
+                    failpoints.reach("frontend.before_submit")
                 await call.write(sent.get(next_number).request)
+                if failpoints.ARMED:
+                    failpoints.reach("frontend.after_submit")
                 next_number += 1
             elif self._has_beat:
                 self._has_beat = False

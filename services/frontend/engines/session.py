@@ -12,6 +12,7 @@ from services.frontend.engines.outbox import Outbox
 from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.logprobs import BatchLogprobs
+from triptych import failpoints
 from triptych.errors import FieldViolation, QueueFull, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
@@ -146,8 +147,12 @@ class EngineSession:
         if batch.batch_id % ACKNOWLEDGE_EVERY == 0 or batch.num_bytes > ACKNOWLEDGE_ABOVE:
             self.outbox.acknowledge(batch.batch_id)
         self.is_torn = True
+        if failpoints.ARMED:
+            failpoints.reach("frontend.before_batch")
         self._dispatch(batch)
         self.is_torn = False
+        if failpoints.ARMED:
+            failpoints.reach("frontend.after_batch")
         return not len(self.outbox.sent)  # a message that is not confirmed may be what breaks the streams
 
     def _dispatch(self, batch: OutputBatch) -> None:

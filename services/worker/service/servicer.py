@@ -13,6 +13,7 @@ from services.worker.service.session import DrainNotice, EngineHello, Grant
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher, WorkerState
 from services.worker.service.step_counter import StepCounter
+from triptych import failpoints
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
@@ -56,6 +57,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         log.info("%s %s, at most %d steps in flight", session.hello, how, session.max_steps_in_flight)
         reader = asyncio.create_task(self._read_steps(request_iterator, grant), name="read-steps")
         try:
+            if failpoints.ARMED:
+                failpoints.reach("worker.before_welcome")
             yield worker_pb2.ExecuteResponse(welcome=_welcome(grant))
             async for outcome in grant.outcomes:
                 if isinstance(outcome, DrainNotice):
@@ -65,7 +68,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield worker_pb2.ExecuteResponse(kv_progress=progress_to_proto(outcome))
                     continue
                 self._counter.count(outcome)
+                if failpoints.ARMED:
+                    failpoints.reach("worker.before_result")
                 yield worker_pb2.ExecuteResponse(result=result_to_proto(outcome))
+                if failpoints.ARMED:
+                    failpoints.reach("worker.after_result")
         finally:
             reader.cancel()
             self._lease.release(grant)
@@ -96,9 +103,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 match request.WhichOneof("message"):
                     case "step":
                         grant.submit(request.step)
+                        if failpoints.ARMED:
+                            failpoints.reach("worker.after_step")
                         self._metrics.tokens.inc(request.step.num_tokens)
                     case "goodbye":
                         grant.leave()
+                        if failpoints.ARMED:
+                            failpoints.reach("worker.after_goodbye")
                     case other:
                         raise ProtocolViolation(f"expected a step, got {other}")
         except Exception as error:

@@ -34,7 +34,7 @@ from services.worker.service.session import EngineHello, Grant
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepClock
-from tests.chaos.grounds.fake_time import Process, run_in_fake_time
+from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
 from tests.chaos.recorder import Request
 from tests.chaos.scenario import Scenario, play
@@ -42,6 +42,7 @@ from tests.chaos.validators import Evidence, Home, Step, violations_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.scheduling import VOCAB_SIZE, NaiveWorker, WorkerRow, prefix_fingerprints, sample
 from tests.helpers.stack import NaiveRunner
+from triptych import failpoints
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import (
@@ -146,6 +147,12 @@ class MemoryGround:
         self._generators: dict[str, Generator] = {}
         self._clients: dict[str, list[EngineClient]] = {}
         self.bugs: list[str] = []
+        self._armed: dict[str, str] = {}
+        """Process -> the failpoint at which it is killed."""
+        self.reached: set[str] = set()
+        """Failpoints at which one was killed."""
+        monkeypatch.setattr(failpoints, "ARMED", True)
+        monkeypatch.setattr(failpoints, "reach", self._reach)
         for module in (engine_client, grpc_executor):
             monkeypatch.setattr(module, "open_channel", self._open_channel)
 
@@ -204,6 +211,22 @@ class MemoryGround:
         if not process.is_dead:
             process.kill()
             self.network.drop_process(process)
+
+    async def kill_at(self, name: str, place: str, within_s: float) -> None:
+        """Kill a process when it comes to a failpoint. Return when that has happened, or after so many seconds."""
+        self._armed[name] = place
+        until = asyncio.get_running_loop().time() + within_s
+        while name in self._armed and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+        self._armed.pop(name, None)
+
+    def _reach(self, place: str) -> None:
+        process = current_process()
+        if process is not None and self._armed.get(process.name) == place and not process.is_dead:
+            del self._armed[process.name]
+            self.reached.add(place)
+            self.kill(process.name)
+            raise asyncio.CancelledError
 
     def stop(self, name: str) -> None:
         """Send SIGSTOP."""
