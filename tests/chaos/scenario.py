@@ -43,6 +43,10 @@ class Fault:
     """A process, or a link as client>server."""
     for_s: float
 
+    @property
+    def kills(self) -> bool:
+        return self.action.startswith(("kill", "usurp"))
+
     def __str__(self) -> str:
         return f"{self.at_s:.3f} {self.action} {self.target} {self.for_s:.3f}"
 
@@ -69,6 +73,11 @@ class Scenario:
             f"requests={self.num_requests}"
         )
         return f"{head}: {'; '.join(map(str, self.faults))}"
+
+    @property
+    def num_engine_deaths(self) -> int:
+        """Return how often engine cores die. A request that was at two of them in a row is a suspect, and fails."""
+        return sum(fault.kills and fault.target.startswith("enginecore") for fault in self.faults)
 
     @staticmethod
     def parse(text: str) -> Scenario:
@@ -198,6 +207,7 @@ async def play(
         oracle,
         steps=ground.steps,
         homes=homes,
+        may_fail_with=("ENGINE_FAILURE",) if scenario.num_engine_deaths > 1 else (),
         is_exact_time=ground.is_exact_time,
     )
 

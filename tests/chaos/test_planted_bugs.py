@@ -17,7 +17,4 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text", sorted({bug.scenario for bug in PLANTED_BUGS}))
 def test_without_it_the_same_scenario_finds_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = play_in_memory(Scenario.parse(text), monkeypatch)
-    if "usurp" in text:  # requests do not move to another engine core yet
-        found = [violation for violation in found if not violation.startswith("none_lost")]
-    assert not found
+    assert not play_in_memory(Scenario.parse(text), monkeypatch)

@@ -7,6 +7,7 @@ that holds every rule of the step protocol and the KV cache against what it is t
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from services.frontend.engines import client as engine_client
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.requests.raw import RawRequest
@@ -343,7 +345,7 @@ class MemoryGround:
         config = self._config(0)
         runner = NaiveRunner(config)
         boot_id = f"{name}.{self._lives[name]}"
-        facts = replace(runner.facts, boot_id=boot_id)
+        facts = replace(runner.facts, boot_id=boot_id, model=replace(runner.facts.model, numerics="naive"))
         publisher = StatusPublisher()
 
         def note(epoch: int, step_id: int) -> None:
@@ -405,10 +407,12 @@ class MemoryGround:
             )
             for index in range(self.num_engines)
         ]
-        generator = self._generators[name] = Generator(router, FrontendMetrics.create(CollectorRegistry()))
+        metrics = FrontendMetrics.create(CollectorRegistry())
+        mover = Mover(router, metrics, MoveTerms())
+        generator = self._generators[name] = Generator(router, metrics, mover)
         generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
-        for client in router.engines:
-            self._watch(asyncio.create_task(client.run()), name)
+        for work in (mover.run(), *(client.run() for client in router.engines)):
+            self._watch(asyncio.create_task(work), name)
 
     def _watch(self, task: asyncio.Task[Any], name: str) -> None:
         """Note a task that should go on for ever and does not."""
@@ -430,6 +434,7 @@ def play_in_memory(
 ) -> list[str]:
     """Play a scenario in fake time and return what is wrong with what was seen; bugs that showed themselves as well."""
     bugs: list[str] = []
+    random.seed(scenario.seed)
 
     async def work() -> Evidence:
         ground = MemoryGround(
