@@ -68,6 +68,8 @@ OPS = {
         Op("silu_and_mul", "elementwise"),
         Op("embedding", "elementwise", _FLOATS, linear_weights=True),
         Op("gather_rows", "elementwise", _FLOATS, has_triton=False),  # `x[rows]` is one kernel of torch
+        Op("local_ids", "elementwise", (torch.int64,), has_triton=False),
+        Op("clear_other_rows", "elementwise", _FLOATS, has_triton=False),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -122,15 +123,16 @@ def test_each_rank_holds_its_share(cases: dict[str, Case], answers: dict[str, li
         assert rank.weight_bytes < 0.4 * alone.weight_bytes  # norms, key heads and padding are in several
         assert rank.fingerprint == alone.fingerprint
         assert rank.num_blocks == alone.num_blocks
-        assert rank.kernels.endswith("eager") == bool(isa())
+        assert rank.kernels.endswith("recorded") == bool(isa())
 
 
 def test_a_lost_rank_is_named_and_ends_the_group(
     answers: dict[str, list[Answer]],
 ) -> None:
     lost, after = answers[LOSES_A_RANK][0].after_the_loss
-    assert lost.startswith("rank 0 of 2: all_reduce failed: ")
-    assert after.startswith("rank 0 of 2: a step failed (RankUnavailable: rank 0 of 2: all_reduce failed")
+    # of a recorded program, or of a sum by messages
+    assert re.match(r"rank 0 of 2: (a step|all_reduce) failed: ", lost)
+    assert after.startswith("rank 0 of 2: a step failed (")
     assert after.endswith("restart all ranks")
 
 

@@ -38,3 +38,15 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
     launch("gather_rows", rows, x=x, rows=rows, out=out, row_bytes=x.shape[1] * x.itemsize)
     return out
+
+
+def local_ids(token_ids: Tensor, first: int, count: int) -> Tensor:
+    out = torch.empty(token_ids.shape, dtype=torch.int64, device=token_ids.device)
+    launch("local_ids", token_ids, ids=token_ids, out=out, first=first, count=count)
+    return out
+
+
+def clear_other_rows(x: Tensor, token_ids: Tensor, first: int, count: int) -> Tensor:
+    row_bytes = x.shape[1] * x.itemsize
+    launch("clear_other_rows", x, ids=token_ids, x=x, first=first, count=count, row_bytes=row_bytes)
+    return x

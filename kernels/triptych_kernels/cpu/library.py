@@ -18,7 +18,7 @@ from triptych_kernels.cpu.build import DIGEST, FLAGS_OF_MACHINE, library_path
 
 CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 10.0
-_NO_MEMORY = 1  # `Failure` in kernel.h
+_NO_MEMORY, _RANK_GONE = 1, 3  # `Failure` in kernel.h
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
 _AVX512_VNNI = _AVX512 | {"avx512_vnni"}
 _AVX512_BF16 = _AVX512_VNNI | {"avx512_bf16"}
@@ -200,6 +200,8 @@ def raise_failure(failure: int, what: str) -> None:
         return
     if failure == _NO_MEMORY:
         raise MemoryError(f"{what}: the system has no memory for what the native kernels need while they run")
+    if failure == _RANK_GONE:
+        raise TimeoutError(f"{what}: another rank has not come in time")
     raise RuntimeError(
         f"{what}: the system starts no further thread; look at `ulimit -u` and at the container's limit of processes"
     )

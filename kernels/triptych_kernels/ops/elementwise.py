@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych_kernels.registry import find_impl
 from triptych_kernels.weights.base import LinearWeight
 
-__all__ = ["embedding", "gather_rows", "rms_norm", "silu_and_mul"]
+__all__ = ["clear_other_rows", "embedding", "gather_rows", "local_ids", "rms_norm", "silu_and_mul"]
 
 
 @overload
@@ -116,4 +116,42 @@ def gather_rows(x: Tensor, rows: Tensor, *, impl: str | None = None) -> Tensor:
             f"gather_rows: x {list(x.shape)} must be [num_rows, size] and rows {list(rows.shape)} one list"
         )
     out: Tensor = find_impl("gather_rows", x, impl)(x, rows)
+    return out
+
+
+def local_ids(token_ids: Tensor, first: int, count: int, *, impl: str | None = None) -> Tensor:
+    """Number ids from `first` on anew from 0, for a rank that holds `count` of them; all other ids become 0.
+
+    Args:
+        token_ids: [num_tokens] int64.
+    Returns:
+        [num_tokens] int64, a new tensor.
+    Raises:
+        ValueError: token_ids have another shape or type.
+    """
+    if token_ids.ndim != 1 or token_ids.dtype != torch.int64:
+        raise ValueError(
+            f"local_ids: token_ids {list(token_ids.shape)} {token_ids.dtype} must be [num_tokens] in torch.int64"
+        )
+    out: Tensor = find_impl("local_ids", token_ids, impl)(token_ids, first, count)
+    return out
+
+
+def clear_other_rows(
+    x: Tensor, token_ids: Tensor, first: int, count: int, *, impl: str | None = None
+) -> Tensor:
+    """Set the rows of x to zero whose ids are not among the `count` from `first` on, in place, and return x.
+
+    Args:
+        x: [num_tokens, size], contiguous.
+        token_ids: [num_tokens] int64.
+    Raises:
+        ValueError: Shapes or types disagree; names both.
+    """
+    if x.ndim != 2 or token_ids.shape != x.shape[:1] or token_ids.dtype != torch.int64:
+        raise ValueError(
+            f"clear_other_rows: token_ids {list(token_ids.shape)} {token_ids.dtype} do not fit x {list(x.shape)}; "
+            "they must be [num_tokens] in torch.int64"
+        )
+    out: Tensor = find_impl("clear_other_rows", x, impl)(x, token_ids, first, count)
     return out

@@ -36,3 +36,15 @@ def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tens
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     gathered = [x[row] for row in rows.tolist()]
     return torch.stack(gathered) if gathered else x[:0]
+
+
+def local_ids(token_ids: Tensor, first: int, count: int) -> Tensor:
+    local = [token - first if first <= token < first + count else 0 for token in token_ids.tolist()]
+    return torch.tensor(local, dtype=torch.int64)
+
+
+def clear_other_rows(x: Tensor, token_ids: Tensor, first: int, count: int) -> Tensor:
+    for row, token in enumerate(token_ids.tolist()):
+        if not first <= token < first + count:
+            x[row] = 0.0
+    return x

@@ -33,3 +33,13 @@ def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tens
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x[rows]
+
+
+def local_ids(token_ids: Tensor, first: int, count: int) -> Tensor:
+    own = token_ids - first
+    return own.masked_fill_((own < 0) | (own >= count), 0)
+
+
+def clear_other_rows(x: Tensor, token_ids: Tensor, first: int, count: int) -> Tensor:
+    is_elsewhere = (token_ids < first) | (token_ids >= first + count)
+    return x.masked_fill_(is_elsewhere[:, None], 0.0)

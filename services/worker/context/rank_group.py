@@ -92,6 +92,11 @@ class RankGroup(Protocol):
         ...
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether sums and gathers can be part of a recorded program of native kernels."""
+        ...
+
+    @property
     def stages(self) -> StageLink | None:
         """The connections to other stages; None if there is only one."""
         ...
@@ -152,6 +157,7 @@ class OneRank:
     rank: int = 0
     size: int = 1
     tensor_parallel_size: int = 1
+    is_recordable: bool = True
     stages: StageLink | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

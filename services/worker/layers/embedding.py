@@ -15,7 +15,7 @@ from services.worker.layers.weights import (
     linear_target,
 )
 from services.worker.parallel.shares import vocab_lengths
-from triptych_kernels.ops import embedding, linear
+from triptych_kernels.ops import clear_other_rows, embedding, linear, local_ids
 
 
 class VocabEmbedding(WeightedLayer):
@@ -46,11 +46,12 @@ class VocabEmbedding(WeightedLayer):
         """Map [num_tokens] int64 to float32 [num_tokens, hidden_size], on every rank."""
         if self.group.tensor_parallel_size == 1:
             return embedding(token_ids, self.weight, out_dtype=torch.float32)
-        own_ids = token_ids - self.start
-        elsewhere = (own_ids < 0) | (own_ids >= self.weight.shape[0])
-        found = embedding(own_ids.masked_fill_(elsewhere, 0), self.weight, out_dtype=torch.float32)
+        own_ids = local_ids(token_ids, self.start, self.weight.shape[0])
+        found = embedding(own_ids, self.weight, out_dtype=torch.float32)
         # one rank has the row and the others add zeros, so the float32 sum is exact
-        hidden: Tensor = self.group.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
+        hidden: Tensor = self.group.all_reduce(
+            clear_other_rows(found, token_ids, self.start, self.weight.shape[0])
+        )
         return hidden
 
     def weight_targets(self) -> dict[str, WeightTarget]:

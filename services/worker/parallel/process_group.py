@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from services.worker.context.group_place import GroupPlace, split_address
 from services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from services.worker.parallel.shared_memory import share_memory
 from services.worker.parallel.stage_link import ProcessStageLink, naming_errors
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, RankUnavailable
@@ -64,20 +65,29 @@ class ProcessGroup:
                 if config.rank.num_stages > 1
                 else None
             )
+        self._shared = share_memory(config, self.exchange)
         self._warm_up()
         log.info(
-            "rank %d of %d on %s, connected in %.1f s",
+            "rank %d of %d on %s, connected %sin %.1f s",
             self.rank,
             self.size,
             self._device,
+            "by shared memory " if self._shared else "",
             time.monotonic() - started,
         )
+
+    @property
+    def is_recordable(self) -> bool:
+        """See `RankGroup`."""
+        return self._is_alone or self._shared is not None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `RankGroup`."""
         if self._is_alone:
             return tensor
         with self._naming("all_reduce"):
+            if self._shared is not None:
+                return self._shared.all_reduce(tensor)
             dist.all_reduce(tensor, group=self._sharing)
         return tensor
 
@@ -85,6 +95,9 @@ class ProcessGroup:
         """See `RankGroup`."""
         if self._is_alone:
             return tensor
+        if self._shared is not None:
+            with self._naming("all_gather"):
+                return self._shared.all_gather(tensor, lengths)
         longest, num_rows = max(lengths), len(tensor)
         if tensor.shape[1] < longest:
             tensor = functional.pad(tensor, (0, longest - tensor.shape[1]))
@@ -117,6 +130,10 @@ class ProcessGroup:
             )
         try:
             yield
+        except TimeoutError as error:  # of a recorded program's sum
+            self._failure = str(error)
+            with self._naming("a step"):
+                raise
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise

@@ -45,7 +45,10 @@ def naming_errors(what: str, who: str, timeout_s: float) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # the base class of all errors of torch.distributed
+    except (
+        RuntimeError,
+        TimeoutError,
+    ) as error:  # base class of torch.distributed's; of a shared memory's waits
         reason = str(error).partition("\n")[0]
         raise RankUnavailable(
             f"{who}: {what} failed: {reason}; where another rank is gone, or did not come within {timeout_s:g} s "

@@ -106,8 +106,7 @@ class ModelRunner(StepRunner):
         self._backend: ForwardBackend
         self._steps: StepLauncher
         if stream is None:
-            # a recorded program consists of native kernels, without sums over ranks between them
-            eager = enforce_eager or self._group.tensor_parallel_size > 1
+            eager = enforce_eager or not self._group.is_recordable
             self._backend = backend = create_cpu_backend(
                 model,
                 kv_caches,

@@ -45,7 +45,12 @@ namespace triptych {
 enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
 // Why a kernel has not computed, for Python (launch.py) to raise.
-enum Failure : int64_t { kNone = 0, kNoMemory = 1, kNoThreads = 2 };
+enum Failure : int64_t { kNone = 0, kNoMemory = 1, kNoThreads = 2, kRankGone = 3 };
+
+// Thrown by a kernel that fails for a reason of its own.
+struct Refused {
+  Failure why;
+};
 
 // A field of a kernel's struct, for Python (launch.py) to fill. The field after the last has no name.
 struct Field {
@@ -79,6 +84,8 @@ Failure failure_of(const F& f) noexcept {
     return kNoMemory;
   } catch (const std::system_error&) {
     return kNoThreads;
+  } catch (const Refused& refused) {
+    return refused.why;
   }
   return kNone;
 }
