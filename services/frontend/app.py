@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from prometheus_client import REGISTRY
 from services.frontend.access.keys import ApiKeys, create_api_keys
 from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.discovery import EngineDiscovery
 from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.engines.routing_policy import create_policy
@@ -66,11 +68,11 @@ class FrontendApp(ServiceApp):
         self._router = Router(
             _read_aliases(config.frontend.model_aliases), create_policy(config.frontend.routing)
         )
-        self._router.engines = _create_engines(config, self._router)
         metrics = FrontendMetrics.create()
         self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
         self._generator = Generator(self._router, metrics, self._mover, config.frontend.max_messages_per_s)
-        self._status_watch = StatusWatch(self._router)
+        self._status_watch = StatusWatch()
+        self._discovery = _create_discovery(config, self._router, self._status_watch)
         gauges = EngineGauges(self._status_watch.latest)
         REGISTRY.register(gauges)
         if config.frontend.metrics_vllm_names:
@@ -86,10 +88,8 @@ class FrontendApp(ServiceApp):
         self.start_background("load-tokenizer", self._load_text_model())
 
     async def start(self) -> Mapping[str, int]:
-        for engine in self._router.engines:
-            self.start_background(f"engine-{engine.address}", engine.run())
+        self.start_background("engines", self._discovery.run())
         self.start_background("move-requests", self._mover.run())
-        self.start_background("status-watch", self._status_watch.run())
 
         config = self.config.frontend
         admin_port = self._admin_server.bind(
@@ -206,17 +206,16 @@ async def follow_readiness(server: RpcServer, generator: Generator, router: Rout
         await router.changed.wait()
 
 
-def _create_engines(config: EngineConfig, router: Router) -> list[EngineClient]:
-    addresses = _split(config.frontend.engine_addresses)
-    if not addresses:
-        raise ConfigError("frontend.engine_addresses: names no engine; give host:port, comma-separated")
-    frontend_id = f"{socket.gethostname()}:{os.getpid()}"
-    boot_id = str(uuid.uuid4())
-    tls = create_client_tls(config.tls)
-    return [
-        EngineClient(address, frontend_id=frontend_id, boot_id=boot_id, on_change=router.on_change, tls=tls)
-        for address in dict.fromkeys(addresses)
-    ]
+def _create_discovery(config: EngineConfig, router: Router, status_watch: StatusWatch) -> EngineDiscovery:
+    create = functools.partial(
+        EngineClient,
+        frontend_id=f"{socket.gethostname()}:{os.getpid()}",
+        boot_id=str(uuid.uuid4()),
+        on_change=router.on_change,
+        tls=create_client_tls(config.tls),
+    )
+    work = (EngineClient.run, status_watch.follow)
+    return EngineDiscovery(config.frontend.engine_addresses, router, create, work=work)
 
 
 def _read_aliases(text: str) -> dict[str, str]:

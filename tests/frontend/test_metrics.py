@@ -86,9 +86,9 @@ async def test_a_refused_request_has_no_model_and_no_latency() -> None:
 
 async def test_the_engines_gauges_come_and_go_with_the_engine() -> None:
     async with FakeEngine() as engine, frontend_core(engine) as core:
-        watch = StatusWatch(core.router)
+        watch = StatusWatch()
         core.registry.register(EngineGauges(watch.latest))
-        task = asyncio.create_task(watch.run())
+        task = asyncio.create_task(watch.follow(core.router.engines[0]))
         who = {"model_name": "tiny", "engine": "engine-0"}
         await eventually(lambda: core.metric("num_requests_running", **who) == 3)
         assert core.metric("kv_cache_usage_perc", **who) == 0.25
@@ -105,8 +105,8 @@ async def test_the_engines_gauges_come_and_go_with_the_engine() -> None:
 async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> None:
     """The names are those that the model-server protocol of inference gateways maps for vLLM."""
     async with FakeEngine(lambda request: [65] * 4) as engine, frontend_core(engine) as core:
-        watch = StatusWatch(core.router)
-        task = asyncio.create_task(watch.run())
+        watch = StatusWatch()
+        task = asyncio.create_task(watch.follow(core.router.engines[0]))
         await eventually(lambda: bool(list(watch.latest())))
         metrics = FrontendMetrics.create(CollectorRegistry())
         metrics.of_model("tiny").generation_tokens.inc(4)

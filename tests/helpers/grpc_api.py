@@ -76,7 +76,7 @@ async def open_api(
     config = FrontendConfig(**options)  # type: ignore[arg-type]
     async with frontend_core(*engines, waits=waits, tokenizer=tokenizer, directory=directory) as core:
         keys = create_api_keys(config)
-        watch = StatusWatch(core.router)
+        watch = StatusWatch()
         server = app_module.create_server(config, core.generator, watch, keys)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
@@ -85,7 +85,8 @@ async def open_api(
         await admin_server.start()
         await admin_server.set_ready(True)
         background = asyncio.gather(
-            app_module.follow_readiness(server, core.generator, core.router, 0.0), watch.run()
+            app_module.follow_readiness(server, core.generator, core.router, 0.0),
+            *map(watch.follow, core.router.engines),
         )
         try:
             async with (

@@ -57,7 +57,10 @@ class FrontendConfig:
         FRONTEND,
     )
     engine_addresses: str = value(
-        "127.0.0.1:50052", "Engines to send requests to, host:port, comma-separated.", FRONTEND
+        "127.0.0.1:50052",
+        "Engines to send requests to, comma-separated: host:port, or dns:name:port for all addresses of a name, as of "
+        "a headless Service, which is looked up every 5 s.",
+        FRONTEND,
     )
     routing: str = value(
         "prefix",

@@ -48,7 +48,7 @@ class Router:
     def why_not_ready(self) -> str:
         """Each engine with its reason."""
         reasons = [f"{engine.name}: {engine.why_not_ready}" for engine in self.engines if not engine.is_ready]
-        return "no engine is ready (" + "; ".join(reasons) + ")"
+        return "no engine is ready (" + ("; ".join(reasons) or "none is known yet") + ")"
 
     @property
     def models(self) -> list[ModelFacts]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import grpc.aio
 
 from services.frontend.engines.client import EngineClient
-from services.frontend.engines.router import Router
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.types.facts import EngineStatus
 from triptych.wire.admin import status_from_proto
@@ -22,10 +21,9 @@ _RETRY_S = 1.0
 
 
 class StatusWatch:
-    """The latest counters of each engine. Owned by the app, which runs `run` as long as it serves."""
+    """The latest counters of each engine. Owned by the app; `follow` runs as long as an engine is there."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self) -> None:
         self._latest: dict[str, tuple[str, EngineStatus]] = {}
         """Address -> model's name and counters."""
 
@@ -33,11 +31,12 @@ class StatusWatch:
         """Return the model's name and the counters of each engine that has told them within the last seconds."""
         return iter(list(self._latest.values()))
 
-    async def run(self) -> None:
-        """Follow all engines until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for engine in self._router.engines:
-                group.create_task(self._follow(engine), name=f"status-{engine.address}")
+    async def follow(self, engine: EngineClient) -> None:
+        """Follow an engine until cancelled."""
+        try:
+            await self._follow(engine)
+        finally:
+            self._latest.pop(engine.address, None)
 
     async def _follow(self, engine: EngineClient) -> None:
         while True:
