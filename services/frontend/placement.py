@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.frontend.accounting import RequestRecord
@@ -11,6 +11,7 @@ from services.frontend.choice import Choice
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
 from services.frontend.engines.mover import Mover
+from services.frontend.engines.prefill import PromptJob, RemotePrefill, prefill_elsewhere
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.router import Router
 from services.frontend.identity import choice_seed
@@ -43,8 +44,12 @@ async def place(
     num_choices = len(request.raw.emitted) or request.sampling.n
     while True:
         engine = router.choose(request.engine, tried=tried, prompt=routed, num_choices=num_choices)
+        prefill = await _prefill_elsewhere(request, engine, record, router, routed)
+        if prefill is not None and not engine.is_ready:  # it was lost meanwhile
+            prefill.abort()
+            continue
         try:
-            await _submit(request, engine, outputs, record, mover, text, routed)
+            await _submit(request, engine, outputs, record, mover, text, routed, prefill)
             await outputs.wait_admitted()
             return
         except QueueFull:
@@ -62,8 +67,9 @@ async def _submit(
     mover: Mover,
     text: TextModel,
     routed: RoutedPrompt | None,
+    prefill: RemotePrefill | None,
 ) -> None:
-    """Hand all choices to an engine."""
+    """Hand all choices to an engine. `prefill`: None: it computes the prompt."""
     raw, sampling = request.raw, request.sampling
     if sampling.prompt_logprobs is not None:
         prompt = request.prompt_token_ids
@@ -73,6 +79,7 @@ async def _submit(
         wanted=request.engine,
         prompt_token_ids=request.prompt_token_ids,
         routed=routed,
+        kv_source=None if prefill is None else prefill.source,
         # without output, one token is asked for all the same: it comes with the prompt
         sampling=sampling if sampling.max_tokens else replace(sampling, max_tokens=1),
         priority=raw.priority,
@@ -101,9 +108,44 @@ async def _submit(
         seed = choice_seed(request.seed, index)
         journeys.append(Journey(submission, choice, mover, seed=seed, emitted=emitted))
         choice.stop_upstream, choice.abort_upstream = journeys[-1].stop, journeys[-1].abort
+    if prefill is not None:
+        outputs.choices[0].abort_upstream = _in_turn(journeys[0].abort, prefill.abort)
     numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys, routed)
     for number, journey in zip(numbers, journeys, strict=True):
         journey.begin(engine, number)
+
+
+async def _prefill_elsewhere(
+    request: PreparedRequest,
+    engine: EngineClient,
+    record: RequestRecord,
+    router: Router,
+    routed: RoutedPrompt | None,
+) -> RemotePrefill | None:
+    """Have another engine compute the prompt, if that costs less time; see `prefill_elsewhere`."""
+    raw = request.raw
+    if raw.emitted or request.sampling.prompt_logprobs is not None:
+        return None  # neither is in the blocks of a prompt
+    job = PromptJob(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids,
+        priority=raw.priority,
+        tenant=raw.tenant,
+        cache_salt=raw.cache_salt,
+        deadline=None if raw.deadline_s is None else record.arrived + raw.deadline_s,
+        routed=routed,
+    )
+    return await prefill_elsewhere(router.engines, engine, job)
+
+
+def _in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that makes all calls."""
+
+    def call_all() -> None:
+        for call in calls:
+            call()
+
+    return call_all
 
 
 async def _go_on(text: TextModel, choice: Choice, emitted: Sequence[int], path: str) -> None:

@@ -55,6 +55,7 @@ def simulated_runner(
     word_ids: np.ndarray = WORD_IDS,
     device: SimulatedDevice | None = None,
     tokens_per_step: int = 1,
+    has_blocks: bool = False,
     stages: SimulatedStages | None = None,
     num_stages: int = 1,
     numerics: str = "simulated",
@@ -87,6 +88,7 @@ def simulated_runner(
         word_ids=word_ids,
         eos_probability=eos_probability,
         stages=stages,
+        has_blocks=has_blocks,
     )
 
 

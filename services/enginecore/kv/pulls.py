@@ -64,6 +64,11 @@ class KvPulls:
         """The blocks that are held."""
         return [pull.table for pull in self._pulls.values()]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts that others compute."""
+        return sum(pull.request.num_prompt_tokens for pull in self._pulls.values())
+
     def add(self, request: Request, source: KvSource, now: float) -> bool:
         """Pull the blocks of a new request's prompt. Return False if the cache has all of them already."""
         num_full = request.num_prompt_tokens // self._blocks.block_size

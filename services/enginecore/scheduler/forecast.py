@@ -170,7 +170,8 @@ class FirstTokenForecast:
         rows, steps = states.rows, self.steps
         num_running, num_waiting = len(rows.slot_to_request), len(states.waiting)
         wanted = rows.wanted(rows.running_order())
-        num_tokens = round(states.shares.num_waiting_tokens * self._computed_share)
+        num_here = states.shares.num_waiting_tokens - states.transfers.pulls.num_tokens
+        num_tokens = round(num_here * self._computed_share)
         num_tokens += states.waiting.num_returning_tokens + int(wanted[wanted > 1].sum())
         is_measured = steps.num_steps > 0
         return EngineLoad(

@@ -13,6 +13,7 @@ import numpy as np
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss
 from services.frontend.logprobs import BatchLogprobs
+from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, PromptLogprobs
@@ -45,6 +46,8 @@ class Submission:
     whole_output: bool = False
     routed: RoutedPrompt | None = None
     """The prompt as the router looks at it. None: it plays no part."""
+    kv_source: KvSource | None = None
+    """The place at which its first engine can pull the prompt's blocks. None: there is none."""
 
     def to_request(self, numbers: Sequence[int], journeys: Sequence[Journey]) -> SubmitRequest:
         """Return the message that has an engine begin some choices, or go on with them.
@@ -70,6 +73,7 @@ class Submission:
             whole_output=self.whole_output,
             num_engine_deaths=max(journey.num_deaths for journey in journeys),
             is_moved=journeys[0].is_admitted,
+            kv_source=None if journeys[0].is_admitted else self.kv_source,
         )
 
     def _remaining_ms(self) -> int | None:

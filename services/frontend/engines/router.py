@@ -13,6 +13,7 @@ from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.routing_policy import RoutingPolicy, create_policy
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from triptych.types.facts import ModelFacts
+from triptych.types.kv_transfer import EngineRole
 from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome
 
@@ -164,8 +165,9 @@ class Router:
         raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
 
     def _alike(self, wanted: EngineWelcome, tried: Collection[EngineClient] = ()) -> list[EngineClient]:
-        """Return the ready engines with these facts."""
-        return [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
+        """Return the ready engines with these facts. Those that prefill for others count only where there are none."""
+        alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
+        return [e for e in alike if self._welcome_of(e).role is not EngineRole.PREFILL] or alike
 
     def _serving(self, model: str) -> list[EngineClient]:
         """Return the ready engines that serve a model; empty: any."""

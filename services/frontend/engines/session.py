@@ -104,7 +104,11 @@ class EngineSession:
             prompt: As the router has seen it.
         """
         numbers = request.numbers.tolist()
-        self.outlook.book(numbers, len(request.prompt_token_ids) + sum(map(len, request.emitted)), prompt)
+        num_tokens = len(request.prompt_token_ids) + sum(map(len, request.emitted))
+        if request.kv_source is None:
+            self.outlook.book(numbers, num_tokens, prompt)
+        else:  # another engine computes the prompt
+            self.outlook.book(numbers, 1)
         self._sinks.update(zip(numbers, sinks, strict=True))
         self.queue.note_submitted(numbers, request.priority, request.tenant)
         self.outbox.submit(request)
