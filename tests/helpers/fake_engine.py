@@ -150,6 +150,10 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         """Counts from the next `start` on."""
         self.port = 0
         self.submitted: list[SubmittedChoice] = []
+        self.is_frozen = False
+        """It gives no sign of life, though its streams stand."""
+        self.num_beats = 0
+        """Signs of life that it was asked for, and gave."""
         self.aborted: list[str] = []
         """Request ids, in order."""
         self.hellos: list[engine_core_pb2.ConnectHello] = []
@@ -310,7 +314,10 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
     async def _read(self, requests: AsyncIterator[engine_core_pb2.ConnectRequest], stream: _Stream) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
+            if kind == "beat" and self.is_frozen:
+                continue
             if kind == "beat":
+                self.num_beats += 1
                 _put(stream, welcome=welcome_to_proto(self._welcome))
                 continue
             if kind == "goodbye":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.frontend.engines.client import EngineClient
+from services.frontend.engines.client import BEAT_S, EngineClient
 from services.frontend.engines.journey import Journey, Submission
 from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss
@@ -35,6 +35,7 @@ _PAUSE_S = 0.005  # at most, between two turns
 _TICK_S = 0.05  # how late a silent engine, or a new one, may be noticed
 _IDLE_TICK_S = 0.25  # while nothing is in flight
 _STALL_S = 0.2  # this process was late itself by more: no engine's silence counts
+_FRESH_S = 1.5 * BEAT_S  # an engine that was asked for signs of life has given one within this time
 _REFUSED_S = 0.2  # before engines are asked again that have all refused
 
 
@@ -167,8 +168,7 @@ class Mover:
             if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine):
                 engine.give_up("others can go on with its requests")
             elif engine in silent and engine.silent_for(now) >= terms.after_silence_s:
-                living = [e for e in engines if e is not engine and e.heard_at > engine.heard_at]
-                if self._has_peer(engine, among=living):
+                if self._has_peer(engine, among=[e for e in engines if now - e.heard_at < _FRESH_S]):
                     engine.give_up(f"no sign of life for {engine.silent_for(now):.1f} s")
 
     def _has_peer(self, engine: EngineClient, among: Collection[EngineClient] | None = None) -> bool:
@@ -220,12 +220,14 @@ class Mover:
         self, journey: Journey, num_chosen: Counter[EngineClient] | None = None
     ) -> EngineClient | None:
         """Return the engine that a choice moves to; None if there is none now."""
+        now = self._clock()
         coming = self._unanswered if num_chosen is None else self._unanswered + num_chosen
         tried = [
             engine
             for engine in self._router.engines
             if engine in journey.refused_by
             or coming[engine] >= MAX_UNANSWERED
+            or engine.silent_for(now) > _FRESH_S
             or (journey.emitted and not self._may_follow(journey.facts, engine))
         ]
         submission = journey.submission

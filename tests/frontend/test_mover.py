@@ -1,0 +1,189 @@
+"""When a choice moves, what is submitted for it, and what it takes from its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.frontend.engines.mover import MAX_UNANSWERED, MoveTerms
+from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice, eventually, u32
+from tests.helpers.frontend import FrontendCore, answer, raw_request
+from tests.helpers.frontend import frontend_core as open_core
+from triptych.errors import InvalidRequest
+from triptych.types.outputs import FinishReason, OutputBatch
+
+TERMS = MoveTerms()
+
+
+@asynccontextmanager
+async def two_engines(
+    moves: MoveTerms = TERMS, **of_second: Any
+) -> AsyncIterator[tuple[FakeEngine, FakeEngine, FrontendCore]]:
+    async with (
+        FakeEngine(resume_ttl_s=10) as first,
+        FakeEngine(engine_id="engine-1", **{"resume_ttl_s": 10, **of_second}) as second,
+        open_core(first, second, moves=moves) as core,
+    ):
+        yield first, second, core
+
+
+async def submitted_to(engine: FakeEngine, other: FakeEngine, core: FrontendCore, **fields: Any) -> Any:
+    """Submit a request while the other engine is not ready, so that it goes to this one."""
+    other.set_ready(False, "busy")
+    await eventually(lambda: sum(client.is_ready for client in core.router.engines) == 1)
+    num_before = len(engine.submitted)
+    sampling = {"max_tokens": 10, "seed": 5, **fields.pop("sampling", {})}
+    task = asyncio.create_task(answer(core.generator, raw_request([5, 6, 7], sampling=sampling, **fields)))
+    choice = await engine.next_submit(num_before)
+    await eventually(lambda: core.metric("request_prompt_tokens_count") == num_before + 1)
+    other.set_ready(True)
+    await eventually(lambda: all(client.is_ready for client in core.router.engines))
+    return task, choice
+
+
+def of_submit(choice: SubmittedChoice) -> tuple[Any, ...]:
+    """Return what decides the tokens to come."""
+    request = choice.request
+    emitted = [column.tolist() for column in request.emitted]
+    return (
+        request.request_id,
+        request.prompt_token_ids.tolist(),
+        emitted,
+        request.seeds.tolist(),
+        request.sampling,
+    )
+
+
+async def test_an_engine_that_falls_silent_is_left_and_never_heard_again() -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        first.emit(choice, [70, 71])
+        first.is_frozen = True
+        moved = await second.next_submit()
+        assert moved.request.is_moved
+        assert moved.request.num_engine_deaths == 0
+        assert of_submit(moved) == (*of_submit(choice)[:2], [[70, 71]], *of_submit(choice)[3:])
+        session = first.hellos[0].session.resume_session
+        await eventually(lambda: len(first.hellos) == 2)
+        assert first.hellos[1].session.resume_session == session == ""
+        assert first.hellos[1].abandoned_session == "session-1"
+        first.emit(choice, [99], finish=FinishReason.LENGTH)
+        second.emit(moved, [72], finish=FinishReason.LENGTH)
+        got = await task
+        assert got.token_ids() == [70, 71, 72]
+        assert (got.finished.num_moves, got.finished.usage.num_output_tokens) == (1, 3)
+
+
+async def test_an_engine_that_computes_for_long_and_lives_keeps_its_requests() -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        await eventually(lambda: first.num_beats >= 4)
+        assert not second.submitted
+        first.emit(choice, [70], finish=FinishReason.STOP)
+        assert (await task).token_ids() == [70]
+
+
+async def test_silence_of_all_engines_moves_nothing() -> None:
+    async with two_engines() as (first, second, core):
+        task, _ = await submitted_to(first, second, core)
+        first.is_frozen = second.is_frozen = True
+        await asyncio.sleep(2 * TERMS.after_silence_s)
+        assert not second.submitted
+        second.is_frozen = False
+        await second.next_submit()
+        task.cancel()
+
+
+async def test_an_engine_started_again_says_that_the_one_before_died() -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        first.emit(choice, [70])
+        await first.die()
+        moved = await second.next_submit()
+        assert moved.request.num_engine_deaths == 1
+        second.emit(moved, range(100, 132))
+        second.emit(moved, [], finish=FinishReason.LENGTH)
+        assert (await task).token_ids() == [70, *range(100, 132)]
+
+
+async def test_no_more_than_a_bound_wait_for_one_engine() -> None:
+    async with two_engines(is_mute=True) as (first, second, core):
+        task, _ = await submitted_to(first, second, core, sampling={"n": 200})
+        for choice in first.submitted:
+            first.emit(choice, [70 + choice.index % 50])
+        await eventually(lambda: core.metric("generation_tokens_total") == 200)
+        await first.die()
+        await eventually(lambda: len(second.submitted) == MAX_UNANSWERED)
+        assert core.mover.num_waiting == 200 - MAX_UNANSWERED
+        request = second.submitted[0].request
+        for choice in second.submitted[:MAX_UNANSWERED]:
+            second.send(choice, OutputBatch(0, admitted=u32([choice.number])))
+        await eventually(lambda: len(second.submitted) == 200)
+        assert {choice.seed for choice in second.submitted} == {choice.seed for choice in first.submitted}
+        assert request.num_choices > 1, "the choices of one request go together"
+        task.cancel()
+
+
+async def test_a_refusal_sends_it_on_and_another_error_ends_it() -> None:
+    async with two_engines(is_mute=True) as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        first.emit(choice, [70])
+        await first.die()
+        moved = await second.next_submit()
+        second.fail(moved, "QUEUE_FULL", "full", retry_after_ms=100)
+        again = await second.next_submit(1)
+        assert of_submit(again) == of_submit(moved)
+        second.fail(again, "INVALID_REQUEST", "no", field="emitted_token_ids")
+        with pytest.raises(InvalidRequest, match="emitted_token_ids"):
+            await task
+
+
+async def test_what_is_offered_moves_if_another_engine_can_take_it() -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        first.emit(choice, [70])
+        first.send(choice, OutputBatch(0, released=u32([choice.number])))
+        moved = await second.next_submit()
+        await eventually(lambda: first.aborted == [choice.request_id])
+        assert moved.request.num_engine_deaths == 0
+        second.set_ready(False, "draining")
+        first.set_ready(False, "draining")
+        await eventually(lambda: not any(client.is_ready for client in core.router.engines))
+        second.send(moved, OutputBatch(0, released=u32([moved.number])))
+        second.emit(moved, [71], finish=FinishReason.STOP)
+        assert (await task).token_ids() == [70, 71]
+        assert not second.aborted
+
+
+async def test_a_stop_while_nothing_computes_ends_with_what_there_is() -> None:
+    async with FakeEngine(resume_ttl_s=0.0) as engine, open_core(engine, moves=TERMS) as core:
+        task = asyncio.create_task(
+            answer(core.generator, raw_request([5], sampling={"max_tokens": 9}, request_id="mine"))
+        )
+        choice = await engine.next_submit()
+        engine.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
+        await engine.die()
+        await eventually(lambda: core.mover.num_waiting == 1)
+        assert core.generator.abort(["mine"]) == ["mine"]
+        got = await task
+        assert got.token_ids() == [70]
+        assert got.deltas[-1].finish_reason is FinishReason.ABORT
+        assert core.mover.num_waiting == 0
+
+
+async def test_new_requests_go_to_any_numerics() -> None:
+    other = replace(MODEL, numerics="other")
+    async with two_engines(model=other) as (first, second, core):
+        tasks = [
+            asyncio.create_task(answer(core.generator, raw_request([5], sampling={"max_tokens": 9})))
+            for _ in range(2)
+        ]
+        for engine in (first, second):
+            engine.emit(await engine.next_submit(), [70], finish=FinishReason.STOP)
+        assert [got.token_ids() for got in await asyncio.gather(*tasks)] == [[70]] * 2
