@@ -167,8 +167,9 @@ class Mover:
         for engine in engines:
             if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine):
                 engine.give_up("others can go on with its requests")
-            elif engine in silent and engine.silent_for(now) >= terms.after_silence_s:
-                if self._has_peer(engine, among=[e for e in engines if now - e.heard_at < _FRESH_S]):
+            elif engine.silent_for(now) >= terms.after_silence_s:
+                living = [e for e in engines if now - e.heard_at < _FRESH_S]
+                if self._has_peer(engine, among=living):
                     engine.give_up(f"no sign of life for {engine.silent_for(now):.1f} s")
 
     def _has_peer(self, engine: EngineClient, among: Collection[EngineClient] | None = None) -> bool:
