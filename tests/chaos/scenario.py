@@ -94,6 +94,8 @@ class Ground(Protocol):
     vocabulary: range
     """Token ids that prompts are made of."""
     max_tokens: int
+    kinds: Sequence[str]
+    """Kinds of requests."""
     load_s: float
     """Seconds within which the clients begin."""
     is_exact_time: bool
@@ -126,9 +128,9 @@ class Ground(Protocol):
 
     def heal(self, client: str, server: str) -> None: ...
 
-    def send(self, request: Request, attempt: int) -> AsyncIterator[Event]: ...
+    def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]: ...
 
-    async def wait_ready(self) -> None: ...
+    async def wait_all_ready(self) -> None: ...
 
     async def homes(self) -> list[Home]: ...
 
@@ -183,9 +185,13 @@ async def play(
     clock = asyncio.get_running_loop().time
     await ground.start_all()
     requests = make_load(
-        scenario.seed, scenario.num_requests, vocabulary=ground.vocabulary, max_tokens=ground.max_tokens
+        scenario.seed,
+        scenario.num_requests,
+        vocabulary=ground.vocabulary,
+        max_tokens=ground.max_tokens,
+        kinds=ground.kinds,
     )
-    send: Send = ground.send
+    send: Send = ground.generate
     requests = with_stops_that_hit(requests, await answers_undisturbed(requests, send))
     oracle = await answers_undisturbed(requests, send)
     ground.steps.clear()
@@ -194,7 +200,7 @@ async def play(
     faults = [asyncio.create_task(_inflict(ground, fault)) for fault in scenario.faults]
     await run_clients(requests, recorder, send, starts_within_s=ground.load_s, random=random)
     await asyncio.gather(*faults)
-    await ground.wait_ready()
+    await ground.wait_all_ready()
     await asyncio.sleep(ground.rest_s)
     until = clock() + _SETTLE_S
     homes = await ground.homes()

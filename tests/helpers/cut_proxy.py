@@ -33,6 +33,9 @@ class CutProxy:
         self._listener: asyncio.Server | None = None
         self._port = 0
         self._limits: dict[str, int] = {}
+        self._is_open = {"up": asyncio.Event(), "down": asyncio.Event()}
+        """Whether bytes pass, to the server and to the client."""
+        self.release()
         self.num_cuts = 0
         """Times that a connection was cut."""
         self.num_connections = 0
@@ -76,6 +79,16 @@ class CutProxy:
         """
         self._limits = {way: limit for way, limit in (("up", up), ("down", down)) if limit is not None}
 
+    def hold(self, *ways: str) -> None:
+        """Let no byte pass, up or down or both, until `release`; nobody is told."""
+        for way in ways:
+            self._is_open[way].clear()
+
+    def release(self) -> None:
+        """Let all bytes pass, first those that were held."""
+        for is_open in self._is_open.values():
+            is_open.set()
+
     def _drop_all(self, *, is_server_told: bool) -> None:
         for connection in tuple(self._connections):
             connection.cut(is_server_told=is_server_told)
@@ -101,6 +114,7 @@ class CutProxy:
     ) -> None:
         with suppress(ConnectionError):
             while data := await source.read(_CHUNK_BYTES):
+                await self._is_open[way].wait()
                 limit = self._limits.get(way)
                 if limit is not None and len(data) >= limit:
                     self._limits.clear()

@@ -38,6 +38,7 @@ from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepClock
 from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
+from tests.chaos.load import KINDS
 from tests.chaos.recorder import Request
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Evidence, Home, Step, violations_of
@@ -134,6 +135,7 @@ class MemoryGround:
 
     vocabulary = range(VOCAB_SIZE)
     max_tokens = 60
+    kinds = KINDS
     load_s = 1.0
     is_exact_time = True
     rest_s = 3.0
@@ -181,9 +183,9 @@ class MemoryGround:
     async def start_all(self) -> None:
         for name in self.names:
             await self.start(name)
-        await self.wait_ready()
+        await self.wait_all_ready()
 
-    async def wait_ready(self) -> None:
+    async def wait_all_ready(self) -> None:
         """Return when every frontend has all engine cores."""
         async with asyncio.timeout(60):
             while not all(client.is_ready for clients in self._clients.values() for client in clients):
@@ -247,7 +249,7 @@ class MemoryGround:
         """Send SIGCONT."""
         self.processes[name].go_on()
 
-    async def send(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+    async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
         """Have a frontend answer a request: each attempt another one. A frontend that dies breaks the stream."""
         names = list(self._generators)
         name = names[(hash(request.prompt) + attempt) % len(names)]

@@ -32,6 +32,10 @@ class Member:
     build: Path = ROOT
     process: asyncio.subprocess.Process | None = None
     log: Path = field(default_factory=Path)
+    http_port: int = 0
+    """Port of a frontend's HTTP server."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More variables for the next time that it is started."""
 
     @property
     def name(self) -> str:
@@ -64,15 +68,18 @@ class ProcessGround:
             self._add("enginecore", index, directory, *flags, *options.get("enginecore", ()))
         engines = ",".join(self.members[f"enginecore-{index}"].address for index in range(num_engines))
         for index in range(num_frontends):
+            http_port = free_port()
             flags = (
-                f"--frontend.engine-addresses={engines}", "--frontend.admin-port=0", "--frontend.http-port=0",
+                f"--frontend.engine-addresses={engines}", "--frontend.admin-port=0",
+                f"--frontend.http-port={http_port}",
             )  # fmt: skip
             self._add("frontend", index, directory, *flags, *options.get("frontend", ()))
+            self.members[f"frontend-{index}"].http_port = http_port
 
     def of_kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]
 
-    def start_all(self, build: Path = ROOT) -> None:
+    def set_builds(self, build: Path = ROOT) -> None:
         """Mark all as of this build; `start` starts each."""
         for member in self.members.values():
             member.build = build
@@ -83,13 +90,10 @@ class ProcessGround:
         with member.log.open("ab") as log:
             member.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", f"services.{member.kind}", *member.flags,
-                cwd=member.build, env=_environment(member.build), stdout=log, stderr=log,
+                cwd=member.build, env=_environment(member.build) | dict(member.env), stdout=log, stderr=log,
             )  # fmt: skip
 
-    def kill(self, name: str) -> None:
-        self.send(name, signal.SIGKILL)
-
-    def send(self, name: str, number: int) -> None:
+    def signal(self, name: str, number: int) -> None:
         process = self.members[name].process
         assert process is not None, f"{name} was never started"
         process.send_signal(number)
@@ -104,7 +108,7 @@ class ProcessGround:
     async def replace(self, name: str, build: Path) -> None:
         """Stop a process as an operator does, and start it again from another build."""
         await self.wait_listening(name)  # before that SIGTERM ends it as it ends any process
-        self.send(name, signal.SIGTERM)
+        self.signal(name, signal.SIGTERM)
         code = await self.wait_ended(name)
         assert code == 0, f"{name} ended with {code}:\n{self.log_of(name)}"
         self.members[name].build = build
@@ -138,7 +142,7 @@ class ProcessGround:
     def log_of(self, name: str) -> str:
         return "\n".join(self.members[name].log.read_text(errors="replace").splitlines()[-30:])
 
-    async def stop(self) -> None:
+    async def end_all(self) -> None:
         """End all, at once."""
         for member in self.members.values():
             if member.process is not None and member.process.returncode is None:
@@ -163,7 +167,7 @@ async def process_ground(
 ) -> AsyncIterator[ProcessGround]:
     """Start all processes of a build, wait until they serve, and kill them at the end."""
     ground = ProcessGround(directory, num_engines=num_engines, num_frontends=num_frontends, options=options)
-    ground.start_all(build)
+    ground.set_builds(build)
     try:
         for name in ground.members:
             await ground.start(name)
@@ -171,7 +175,7 @@ async def process_ground(
             await ground.wait_ready(member.name)
         yield ground
     finally:
-        await ground.stop()
+        await ground.end_all()
 
 
 def _environment(build: Path) -> dict[str, str]:

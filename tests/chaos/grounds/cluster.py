@@ -1,0 +1,180 @@
+"""The ground of real processes with a cutting proxy on every link between them: all faults can be inflicted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+
+from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround
+from tests.chaos.http_door import generate_over_http
+from tests.chaos.load import KINDS
+from tests.chaos.recorder import Request
+from tests.chaos.scenario import Scenario, play
+from tests.chaos.validators import Home, Step, violations_of
+from tests.helpers.cut_proxy import CutProxy
+from tests.helpers.processes import free_port
+from triptych import failpoints
+from triptych.client.grpc_client import GenerationClient
+from triptych.errors import EngineUnavailable
+from triptych.types.events import Event
+
+_OPTIONS = {"worker": ("--simulation.base-ms=10",)}
+
+
+class ClusterGround(ProcessGround):
+    """Every request goes over gRPC or HTTP, by turns."""
+
+    vocabulary = range(1000, 9000)
+    max_tokens = 120
+    kinds = (*KINDS, "logprobs")
+    load_s = 2.0
+    rest_s = 1.0
+    is_exact_time = False
+
+    def __init__(
+        self, directory: Path, stack: AsyncExitStack, *, num_engines: int, num_frontends: int
+    ) -> None:
+        """`stack`: closes what the ground opens."""
+        super().__init__(directory, num_engines=num_engines, num_frontends=num_frontends, options=_OPTIONS)
+        self.steps: list[Step] = []
+        self._stack = stack
+        self._proxies: dict[tuple[str, str], CutProxy] = {}
+        self._clients: list[GenerationClient] = []
+
+    async def start_all(self) -> None:
+        """Put the proxies between, start all processes and wait until they serve."""
+        for member in self.members.values():
+            dialed = {"enginecore": f"worker-{member.index}"}.get(member.kind)
+            servers = [dialed] if dialed else []
+            if member.kind == "frontend":
+                servers = [engine.name for engine in self.of_kind("enginecore")]
+                self._clients.append(await self._stack.enter_async_context(GenerationClient(member.address)))
+            for server in servers:
+                proxy = await self._stack.enter_async_context(CutProxy(self.members[server].address))
+                self._proxies[member.name, server] = proxy
+            if servers:
+                addresses = ",".join(self._proxies[member.name, server].address for server in servers)
+                option = (
+                    "--frontend.engine-addresses" if member.kind == "frontend" else "--engine.worker-address"
+                )
+                member.flags = (*member.flags, f"{option}={addresses}")
+        for name in self.members:
+            await self.start(name)
+        await self.wait_all_ready()
+
+    async def start(self, name: str) -> None:
+        """Start a process that is not there."""
+        process = self.members[name].process
+        if process is None or process.returncode is not None:
+            await super().start(name)
+
+    def kill(self, name: str) -> None:
+        process = self.members[name].process
+        if process is not None and process.returncode is None:
+            process.kill()
+
+    async def kill_at(self, name: str, place: str, within_s: float) -> None:
+        """Kill a process, start it with a failpoint, and return when that has killed it, or after so many seconds."""
+        self.kill(name)
+        await self.wait_ended(name)
+        member = self.members[name]
+        member.env = {failpoints.ENV: f"{place}:kill@20"}
+        await self.start(name)
+        member.env = {}
+        assert member.process is not None
+        try:
+            async with asyncio.timeout(max(within_s, 5.0)):
+                await member.process.wait()
+        except TimeoutError:
+            self.kill(name)
+            await member.process.wait()
+
+    def stop(self, name: str) -> None:
+        """Send SIGSTOP."""
+        self.signal(name, signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """Send SIGCONT."""
+        self.signal(name, signal.SIGCONT)
+
+    async def usurp(self, name: str) -> Callable[[], None]:
+        """Stop a process and start another one at its place. Return what lets the first go on."""
+        self.stop(name)
+        member = self.members[name]
+        first, old_port, member.port = member.process, member.port, free_port()
+        assert first is not None
+        member.flags = tuple(flag.replace(f"port={old_port}", f"port={member.port}") for flag in member.flags)
+        member.process = None
+        self._stack.callback(lambda: first.returncode is None and first.kill())
+        for (client, server), proxy in self._proxies.items():
+            if server == name:
+                proxy.server_address = member.address
+            if name in (client, server):
+                proxy.cut()
+        await self.start(name)
+        return lambda: first.send_signal(signal.SIGCONT)
+
+    def cut(self, client: str, server: str, *, is_server_told: bool) -> None:
+        self._proxies[client, server].cut(is_server_told=is_server_told)
+
+    def hold(self, client: str, server: str, *ways: str) -> None:
+        self._proxies[client, server].hold(*ways)
+
+    def heal(self, client: str, server: str) -> None:
+        self._proxies[client, server].release()
+
+    async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+        """Have a frontend answer a request: each attempt another one."""
+        number = hash(request.prompt) + attempt
+        frontend = self.of_kind("frontend")[number % len(self._clients)]
+        if number // 2 % 2:
+            client = self._clients[frontend.index]
+            events = client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
+        else:
+            events = generate_over_http(f"127.0.0.1:{frontend.http_port}", request)  # type: ignore[assignment]
+        async with aclosing(events) as stream:
+            async for event in stream:
+                yield event
+
+    async def wait_all_ready(self) -> None:
+        """Return when every frontend takes requests and every engine core has its worker."""
+        for member in self.of_kind("frontend"):
+            await self.wait_ready(member.name)
+        async with asyncio.timeout(DEADLINE_S):
+            while not await self._are_engines_ready():
+                await asyncio.sleep(0.05)
+
+    async def homes(self) -> list[Home]:
+        """Return what each engine core holds."""
+        homes = []
+        for member in self.of_kind("enginecore"):
+            status = await self.status(member.name)
+            names = ("num_running", "num_waiting", "num_used_blocks")
+            homes.append(Home(member.name, {name: getattr(status, name) for name in names}))
+        return homes
+
+    async def _are_engines_ready(self) -> bool:
+        try:
+            return all([(await self.status(member.name)).ready for member in self.of_kind("enginecore")])
+        except EngineUnavailable:
+            return False
+
+
+async def play_in_cluster(scenario: Scenario, directory: Path) -> list[str]:
+    """Play a scenario with real processes and return what is wrong with what was seen."""
+    async with AsyncExitStack() as stack:
+        ground = ClusterGround(
+            directory, stack, num_engines=scenario.num_engines, num_frontends=scenario.num_frontends
+        )
+        stack.push_async_callback(ground.end_all)
+        try:
+            found = violations_of(await play(ground, scenario))
+        except Exception as error:
+            error.add_note("\n".join(ground.log_of(name) for name in ground.members))
+            raise
+        if found:
+            found += [f"{name}:\n{ground.log_of(name)}" for name in ground.members]
+        return found

@@ -1,0 +1,43 @@
+"""Seeded scenarios with real processes, signals, sockets and time. CLUSTER_SCENARIOS, FIRST_SCENARIO, SCENARIO: as in
+test_scenarios.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.grounds.cluster import play_in_cluster
+from tests.chaos.scenario import Scenario, make_scenario
+
+pytestmark = pytest.mark.model  # of which the tokenizer is read
+
+FIRST = int(os.environ.get("FIRST_SCENARIO", "0"))
+COUNT = int(os.environ.get("CLUSTER_SCENARIOS", "0"))
+LAST_FAULT_S = 3.0
+VICTIMS = ("worker", "enginecore")
+KILLS = (
+    "seed=1 engines=2 frontends=1 requests=16: 0.800 kill worker-0 0.100; 1.500 kill enginecore-1 0.100; "
+    "1.800 hold frontend-0>enginecore-0 1.000; 2.000 stop worker-1 0.700"
+)
+
+
+async def test_a_worker_and_an_engine_core_die(tmp_path: Path) -> None:
+    await _check(Scenario.parse(KILLS), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+async def test_random_faults(seed: int, tmp_path: Path) -> None:
+    await _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S), tmp_path)
+
+
+@pytest.mark.skipif("SCENARIO" not in os.environ, reason="SCENARIO gives none")
+async def test_given(tmp_path: Path) -> None:
+    await _check(Scenario.parse(os.environ["SCENARIO"]), tmp_path)
+
+
+async def _check(scenario: Scenario, directory: Path) -> None:
+    found = await play_in_cluster(scenario, directory)
+    command = f"SCENARIO='{scenario}' python -m pytest -n0 tests/chaos/test_cluster_scenarios.py -k given"
+    assert not found, "\n".join((command, *found))
