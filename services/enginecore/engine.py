@@ -130,7 +130,7 @@ class EngineCore:
             clock=self._clock,
             max_samples_per_row=facts.max_samples_per_row,
             soft_num_blocks=facts.kv.soft_num_blocks,
-            num_stages=facts.num_stages,
+            num_stages=min(facts.num_stages, self._config.scheduler.steps_in_flight or facts.num_stages),
             kv_lease_s=self._config.engine.kv_lease_s,
         )
         self._facts = facts

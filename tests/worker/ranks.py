@@ -60,6 +60,7 @@ class Case:
     quantization: str = "none"
     device: str = "cpu"
     dtype: str = "float32"
+    enforce_eager: bool = False
     loses_a_rank: bool = False
     """In the end the last rank leaves, and the others go on."""
 
@@ -116,7 +117,9 @@ def compute(case: Case, rank: int) -> Answer:
         model=ModelConfig(model="somewhere/tiny", quantization=case.quantization, dtype=case.dtype),
         cache=CacheConfig(block_size=4, num_blocks=60),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        worker=WorkerConfig(device=case.device, rank=rank, local_rank=rank, num_threads=1),
+        worker=WorkerConfig(
+            device=case.device, rank=rank, local_rank=rank, num_threads=1, enforce_eager=case.enforce_eager
+        ),
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks // case.num_stages,
             pipeline_parallel_size=case.num_stages,

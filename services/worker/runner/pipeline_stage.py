@@ -11,6 +11,7 @@ with the step's result, which the first stage hands to the engine.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,11 +23,14 @@ from torch import Tensor
 
 from services.worker.context.rank_group import ExpectedResult, StageLink
 from services.worker.context.resolved_config import ResolvedConfig
+from services.worker.parallel.shares import stage_layers
 from services.worker.runner.backend import StepLauncher
 from services.worker.runner.base import CompletedStep, PendingStep
 from services.worker.runner.input_batch import StepSizes
 from services.worker.runner.request_rows import RequestRows, StepRows
 from triptych.types.step import StepResult, StepTimings, empty_u32
+
+log = logging.getLogger(__name__)
 
 ComputeStates = Callable[[StepSizes], Tensor]
 """Computes a stage's states from gathered inputs: [num_tokens, hidden_size] float32, valid until the next step."""
@@ -46,6 +50,15 @@ class PipelineStage:
 
 def create_stage(config: ResolvedConfig, link: StageLink) -> PipelineStage:
     """Allocate what a stage receives."""
+    layers = stage_layers(config.architecture, rank=config.rank)
+    log.info(
+        "stage %d of %d: layers %d to %d of %d",
+        config.rank.stage,
+        config.rank.num_stages,
+        layers.start,
+        layers.stop - 1,
+        config.architecture.num_layers,
+    )
     rank, received = config.rank, None
     if not rank.is_first_stage:
         shape = config.engine.scheduler.max_num_batched_tokens, config.architecture.hidden_size
