@@ -6,10 +6,13 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from services.frontend.access.caller import current_caller
+from services.frontend.identity import unique_request_id
 from services.frontend.outputs import RequestOutputs
+from services.frontend.pacing import Pace
 from services.frontend.requests.raw import RawRequest
 from triptych.errors import DuplicateRequest
 
@@ -18,6 +21,7 @@ class AliveRequest(NamedTuple):
     """A request that has not ended."""
 
     outputs: RequestOutputs
+    raw: RawRequest
     tenant: str
     model: str
     """As the request names it. Empty: the one served."""
@@ -57,7 +61,7 @@ class AliveRequests:
                 f"request_id: a request {request_id!r} is alive; choose another id, or wait"
             )
         self._requests[request_id] = AliveRequest(
-            outputs, raw.tenant, raw.model, raw.priority, time.monotonic()
+            outputs, raw, raw.tenant, raw.model, raw.priority, time.monotonic()
         )
         names = {request_id, *raw.client_names}
         for name in names:
@@ -73,6 +77,18 @@ class AliveRequests:
                     del self._name_to_ids[name]
             if not self._requests:
                 self._idle.set()
+
+    @contextmanager
+    def claim_again(self, request_id: str, raw: RawRequest, pace: Pace) -> Iterator[RequestOutputs]:
+        """Hold the id of a stream that goes on here, and yield what gathers its outputs.
+
+        Where it began here, its first call may not have heard yet that it is cut off; both are alive until then.
+        """
+        name = unique_request_id(request_id) if request_id in self._requests else request_id
+        raw = replace(raw, client_names=(*raw.client_names, request_id))
+        outputs = RequestOutputs(name, pace)
+        with self.claim(outputs, raw):
+            yield outputs
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
         """End requests of the caller's tenant with what they have.
@@ -93,6 +109,17 @@ class AliveRequests:
             if own:
                 aborted.append(name)
         return aborted
+
+    def token_of_twin(self, raw: RawRequest) -> str:
+        """Return the token by which a request goes on that is alive and the same as this one; empty if there is none.
+
+        A client sends a request again, under its name, when it has lost the connection and cannot know what came of it.
+        """
+        alive = self._requests.get(raw.request_id)
+        if alive is None or not raw.request_id:
+            return ""
+        twin = replace(current_caller().own(raw), deadline_s=alive.raw.deadline_s)
+        return alive.outputs.resume_token if twin == alive.raw else ""
 
     async def wait_idle(self) -> None:
         """Return as soon as none is alive."""

@@ -70,7 +70,13 @@ class FrontendApp(ServiceApp):
         )
         metrics = FrontendMetrics.create()
         self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
-        self._generator = Generator(self._router, metrics, self._mover, config.frontend.max_messages_per_s)
+        self._generator = Generator(
+            self._router,
+            metrics,
+            self._mover,
+            config.frontend.max_messages_per_s,
+            config.frontend.keep_s,
+        )
         self._status_watch = StatusWatch()
         self._discovery = _create_discovery(config, self._router, self._status_watch)
         gauges = EngineGauges(self._status_watch.latest)

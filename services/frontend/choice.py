@@ -112,6 +112,7 @@ class Choice:
         """Note that another engine goes on with it. `is_exact`: With the same bits."""
         self.num_moves += 1
         self.is_exact &= is_exact
+        self._outputs.note_moved()
         if self._report is not None:
             self._report.may_repeat = True
 
@@ -130,6 +131,10 @@ class Choice:
                 raise ValueError(f"hold the stop string {match.stop!r}, which has ended the choice")
             if self._splitter is not None:
                 self._splitter.skip(text, emitted)
+
+    def end_as_seen(self, num_tokens: int) -> None:
+        """Take in that the client has all of it, so many tokens. `stop_early` asks for the engine's counts."""
+        self.num_tokens, self.finish_reason = num_tokens, FinishReason.STOP
 
     def on_admitted(self) -> None:
         if not self._is_admitted:
@@ -179,7 +184,7 @@ class Choice:
         if self._report is not None:
             self._report.close(is_computed=False)
         self._add([], None, 0, FinishedRequest(0, FinishReason.ABORT, None, 0, StageTimings()))
-        self._stop_early()
+        self.stop_early()
 
     def release(self) -> None:
         """Offer what has come since the last delta to the client, unless it is on offer."""
@@ -261,13 +266,13 @@ class Choice:
         if match is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, match.stop
             if finish is None:
-                self._stop_early()
+                self.stop_early()
             return min(len(token_ids), match.num_pieces)
         if finish is not None:
             self._text.append(self._stop_checker.flush())
         return len(token_ids)
 
-    def _stop_early(self) -> None:
+    def stop_early(self) -> None:
         """End it at the engine, and wait a moment for the engine's counts."""
         self.stop_upstream()
         asyncio.get_running_loop().call_later(ACCOUNT_WAIT_S, self.settle)

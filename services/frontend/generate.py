@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from services.frontend.access.caller import current_caller
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
+from services.frontend.attached import AttachedEvent, AttachedStream, take_up
 from services.frontend.engines.mover import Mover
 from services.frontend.engines.router import Router
 from services.frontend.outputs import RequestOutputs
@@ -22,6 +24,7 @@ from services.frontend.requests.parse import check_chat, is_request_id
 from services.frontend.requests.prepare import PreparedRequest, prepare
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.sampling import find_bad_token_id, why_not_text
+from services.frontend.resumption import ResumeToken, SeenChoice, create_keep
 from services.frontend.text_model import TextModel
 from triptych.errors import (
     DeadlineExceeded,
@@ -35,6 +38,7 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
 from triptych.types.sampling import OutputKind
+from triptych.types.step import U32
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
 
@@ -60,9 +64,19 @@ class Generator:
     """The operations that the gRPC and HTTP APIs call. Bound to one event loop."""
 
     def __init__(
-        self, router: Router, metrics: FrontendMetrics, mover: Mover, max_messages_per_s: float = 0
+        self,
+        router: Router,
+        metrics: FrontendMetrics,
+        mover: Mover,
+        max_messages_per_s: float = 0,
+        keep_s: float = 0,
     ) -> None:
-        """`max_messages_per_s`: See `Pace`."""
+        """
+        Args:
+            max_messages_per_s: See `Pace`.
+            keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
+        """
+        self._keep_s = keep_s
         self._router = router
         self._metrics = metrics
         self._mover = mover
@@ -125,6 +139,12 @@ class Generator:
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
+        if token := self.alive.token_of_twin(raw):
+            async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api)) as events:
+                async for event in events:
+                    if not isinstance(event, AttachedEvent):
+                        yield event
+            return
         # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
         request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
         outputs = RequestOutputs(request_id, self._pace)
@@ -139,7 +159,8 @@ class Generator:
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()
-                await place(request, outputs, record, self._router, self._mover, self.text_model)
+                keep = create_keep(request, self._keep_s)
+                await place(request, outputs, record, self._router, self._mover, self.text_model, keep)
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 record.note_admitted(len(request.prompt_token_ids), request.sampling)
                 yield AdmittedEvent(
@@ -149,28 +170,63 @@ class Generator:
                     request.prompt_token_ids,
                     request.is_limited_by_context,
                     fingerprint=request.fingerprint,
+                    resume_token=outputs.resume_token,
                 )
-                is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
-                while (event := await outputs.next_event()) is not None:
-                    if is_streamed and isinstance(event, DeltaEvent):
-                        record.note_output(event.index, len(event.token_ids))
+                async for event in _outputs_of(request, outputs, record):
                     yield event
-                if not is_streamed and outputs.first_token_ns:
-                    record.note_first_token(outputs.first_token_ns)
-                record.usage = _usage(request, outputs)
-                record.finish = outputs.finish_words
-                for choice in outputs.choices:
-                    reason = choice.finish_reason.word if choice.finish_reason is not None else ""
-                    record.note_choice(reason, choice.num_tokens, choice.timings)
-                yield FinishedEvent(
-                    record.usage, outputs.timings, request.tokenize_ns, outputs.num_moves, outputs.is_exact
-                )
             finally:
                 outputs.close()
-                record.usage = _usage(request, outputs)
+                record.usage = _usage(request.prompt_token_ids, outputs)
                 self._rate_limits.charge(caller, outputs.num_tokens)
                 if alarm is not None:
                     alarm.cancel()
+
+    async def attach(
+        self, token: ResumeToken, seen: Mapping[int, SeenChoice], api: str
+    ) -> AsyncGenerator[AttachedEvent | Event, None]:
+        """Go on with a stream that began at another frontend, or on another connection: an AttachedEvent, then as
+        `generate` does.
+
+        Args:
+            seen: What the client has of each choice, by index. Empty: nothing.
+            api: The API that it is called from, which must be the one that the stream began with.
+
+        Raises:
+            NotKept: The stream is over, or was never kept.
+            TriptychError: As `generate`.
+        """
+        if self._is_draining:
+            raise EngineUnavailable(self.why_not_ready)
+        text, caller = self.text_model, current_caller()
+        async with take_up(token, seen, self._router, caller.tenant, api) as attached:
+            raw, state = attached.raw, attached.state
+            with (
+                RequestRecord(self._metrics, api, attached.request_id) as record,
+                self.alive.claim_again(attached.request_id, raw, self._pace) as outputs,
+            ):
+                record.note_model(state.model)
+                alarm = self._set_alarm(raw, record, outputs)
+                try:
+                    await attached.go_on(outputs, seen, self._mover, text)
+                    yield AttachedEvent(state, attached.seen_token_ids)
+                    yield AdmittedEvent(
+                        attached.request_id,
+                        state.model,
+                        state.seed,
+                        attached.prompt_token_ids,
+                        state.is_limited_by_context,
+                        fingerprint=state.fingerprint,
+                        resume_token=outputs.resume_token,
+                    )
+                    async for event in _outputs_of(attached, outputs, record):
+                        yield event
+                finally:
+                    outputs.close()
+                    record.usage = _usage(attached.prompt_token_ids, outputs)
+                    num_new = outputs.num_tokens - sum(map(len, attached.seen_token_ids.values()))
+                    self._rate_limits.charge(caller, num_new)
+                    if alarm is not None:
+                        alarm.cancel()
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
         """See `AliveRequests.abort`."""
@@ -301,9 +357,30 @@ class Generator:
         )
 
 
-def _usage(request: PreparedRequest, outputs: RequestOutputs) -> Usage:
+async def _outputs_of(
+    request: PreparedRequest | AttachedStream, outputs: RequestOutputs, record: RequestRecord
+) -> AsyncGenerator[Event, None]:
+    """The events behind admission, while they are recorded."""
+    is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
+    while (event := await outputs.next_event()) is not None:
+        if is_streamed and isinstance(event, DeltaEvent):
+            record.note_output(event.index, len(event.token_ids))
+        yield event
+    if not is_streamed and outputs.first_token_ns:
+        record.note_first_token(outputs.first_token_ns)
+    record.usage = _usage(request.prompt_token_ids, outputs)
+    record.finish = outputs.finish_words
+    for choice in outputs.choices:
+        reason = choice.finish_reason.word if choice.finish_reason is not None else ""
+        record.note_choice(reason, choice.num_tokens, choice.timings)
+    yield FinishedEvent(
+        record.usage, outputs.timings, request.tokenize_ns, outputs.num_moves, outputs.is_exact
+    )
+
+
+def _usage(prompt_token_ids: U32, outputs: RequestOutputs) -> Usage:
     return Usage(
-        len(request.prompt_token_ids),
+        len(prompt_token_ids),
         outputs.num_tokens,
         outputs.num_cached_tokens,
         outputs.num_reasoning_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.frontend.choice import Choice
 from services.frontend.logprobs import PromptReport
@@ -12,7 +12,7 @@ from services.frontend.pacing import Pace
 from services.frontend.requests.tools import AnswerSplit
 from triptych.errors import EngineUnavailable, GenerationLost
 from triptych.text.tokenizer import Tokenizer
-from triptych.types.events import DeltaEvent, PromptLogprobsEvent
+from triptych.types.events import DeltaEvent, PromptLogprobsEvent, ResumableEvent
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
@@ -32,6 +32,10 @@ class RequestOutputs:
         self.request_id = request_id
         self.pace = pace
         self.choices: list[Choice] = []
+        self.find_token: Callable[[], str] | None = None
+        """Returns the client's token of this request as it runs now. Set at submission; None: it is not kept."""
+        self._has_moved = False
+        """It has moved to another engine, and its client has not been told the new token."""
         self._num_admitted = 0
         self._num_open = 0
         self._is_aborted = False
@@ -98,7 +102,18 @@ class RequestOutputs:
         """Report the prompt's log-probabilities before any output; called before the first choice is added."""
         self._report = report
 
-    async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | None:
+    def note_moved(self) -> None:
+        """Note that a choice has moved to another engine."""
+        if self.find_token is not None:
+            self._has_moved = True
+            self._news.set()
+
+    @property
+    def resume_token(self) -> str:
+        """The client's token of this request as it runs now; empty if it cannot go on elsewhere."""
+        return "" if self.find_token is None else self.find_token()
+
+    async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | ResumableEvent | None:
         """Return the next unsent part of the prompt, then of a choice, or None once everything has been taken.
 
         Raises:
@@ -108,6 +123,9 @@ class RequestOutputs:
             report = self._report
             if report is not None and (part := report.take()) is not None:
                 return part
+            if self._has_moved:
+                self._has_moved = False
+                return ResumableEvent(self.resume_token)
             if self._ready and (report is None or report.is_complete):
                 return self._ready.popleft().take()
             if self._error is not None:

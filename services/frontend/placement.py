@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from services.frontend.accounting import RequestRecord
 from services.frontend.choice import Choice
@@ -18,6 +19,7 @@ from services.frontend.identity import choice_seed
 from services.frontend.logprobs import PromptReport
 from services.frontend.outputs import RequestOutputs
 from services.frontend.requests.prepare import PreparedRequest
+from services.frontend.resumption import Keep, find_token
 from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.types.sampling import OutputKind
@@ -32,8 +34,12 @@ async def place(
     router: Router,
     mover: Mover,
     text: TextModel,
+    keep: Keep | None = None,
 ) -> None:
     """Have an engine admit a request: the one that the router prefers, or the next where its queue is full.
+
+    Args:
+        keep: How it is kept for other frontends. None: not at all.
 
     Raises:
         TriptychError: No engine takes it.
@@ -49,7 +55,7 @@ async def place(
             prefill.abort()
             continue
         try:
-            await _submit(request, engine, outputs, record, mover, text, routed, prefill)
+            await _submit(request, engine, outputs, record, mover, text, routed, prefill, keep)
             await outputs.wait_admitted()
             return
         except QueueFull:
@@ -68,6 +74,7 @@ async def _submit(
     text: TextModel,
     routed: RoutedPrompt | None,
     prefill: RemotePrefill | None,
+    keep: Keep | None,
 ) -> None:
     """Hand all choices to an engine. `prefill`: None: it computes the prompt."""
     raw, sampling = request.raw, request.sampling
@@ -88,8 +95,9 @@ async def _submit(
         deadline=None if raw.deadline_s is None else record.arrived + raw.deadline_s,
         # a stop string is looked for here, and each step behind it is computed for nothing
         whole_output=sampling.output_kind is OutputKind.FINAL_ONLY and not sampling.stop,
+        keep=keep,
     )
-    journeys = []
+    journeys: list[Journey] = []
     for place, index in enumerate(raw.emitted or range(sampling.n)):
         if place and place % CHOICES_PER_TURN == 0:
             await asyncio.sleep(0)
@@ -104,7 +112,7 @@ async def _submit(
         )
         emitted = raw.emitted.get(index, ())
         if emitted:
-            await _go_on(text, choice, emitted, f"{raw.path('emitted')}[{place}].token_ids")
+            await go_on(text, choice, emitted, f"{raw.path('emitted')}[{place}].token_ids")
         seed = choice_seed(request.seed, index)
         journeys.append(Journey(submission, choice, mover, seed=seed, emitted=emitted))
         choice.stop_upstream, choice.abort_upstream = journeys[-1].stop, journeys[-1].abort
@@ -113,6 +121,8 @@ async def _submit(
     numbers = engine.submit(lambda numbers: submission.to_request(numbers, journeys), journeys, routed)
     for number, journey in zip(numbers, journeys, strict=True):
         journey.begin(engine, number)
+    if keep is not None:
+        outputs.find_token = partial(find_token, keep, journeys)
 
 
 async def _prefill_elsewhere(
@@ -148,7 +158,8 @@ def _in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
     return call_all
 
 
-async def _go_on(text: TextModel, choice: Choice, emitted: Sequence[int], path: str) -> None:
+async def go_on(text: TextModel, choice: Choice, emitted: Sequence[int], path: str) -> None:
+    """Bring a choice to where its client is. Raises InvalidRequest on `path` if it has ended there."""
     try:
         await text.run(len(emitted), choice.go_on_from, emitted)
     except ValueError as error:

@@ -348,10 +348,8 @@ async def unimplemented(api: Api, call: Any) -> str:
     return caught.value.details() or ""
 
 
-async def test_attach_and_embeddings_are_not_served_yet() -> None:
+async def test_embeddings_are_not_served_yet() -> None:
     async with FakeEngine() as engine, open_api(engine) as api:
-        attach = api.generation.Attach(generation_pb2.AttachRequest(request_id="mine"))
-        assert "GenerationService.Attach" in await unimplemented(api, attach)
         stub = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
         await unimplemented(api, stub.Embed(embedding_pb2.EmbedRequest()))
 

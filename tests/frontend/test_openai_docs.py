@@ -20,6 +20,7 @@ MESSAGE: dict[str, Any] = {
     "max_tokens": 9,
 }
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("get", "/v1/streams/{token}", None),
     ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "n": 2, "stop": "time"}),
     ("post", "/v1/completions", {"prompt": [1], "max_tokens": 1}),
     ("post", "/v1/completions", {"prompt": "a" * 100}),

@@ -10,13 +10,15 @@ from types import MappingProxyType
 
 import numpy as np
 
+from services.frontend.attached import AttachedEvent
 from services.frontend.generate import Generator, ServedModel
 from services.frontend.logprobs import PromptReport
 from services.frontend.requests.parse import check_chat, fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
+from services.frontend.resumption import ResumeToken, SeenChoice
 from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
-from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, TriptychError
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, NotKept, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
@@ -36,6 +38,14 @@ class FakeGenerator(Generator):
 
     def __init__(self) -> None:
         self.reset()
+
+    async def attach(
+        self, token: ResumeToken, seen: Mapping[int, SeenChoice], api: str
+    ) -> AsyncGenerator[AttachedEvent | Event, None]:
+        if self.unready_because:
+            raise EngineUnavailable(self.unready_because)
+        raise NotKept("no such stream is kept here")
+        yield
 
     def reset(self) -> None:
         """As new; for tests that share a server."""

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from tests.wire_codecs import kv_strategies
 from triptych.rpc.session.handshake import Agreement, Protocol, SessionTerms
-from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
+from triptych.types.events import (
+    AdmittedEvent,
+    DeltaEvent,
+    FinishedEvent,
+    PromptLogprobsEvent,
+    ResumableEvent,
+)
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
@@ -40,7 +46,7 @@ from triptych.types.step import (
     StepTimings,
 )
 from triptych.types.structured import compiled
-from triptych.types.submit import EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -165,7 +171,9 @@ events = st.one_of(
         is_limited_by_context=st.just(False),  # is told with the end
         index=st.just(0),  # a stream has one prompt
         fingerprint=st.just(""),  # GetModel tells it
+        resume_token=words,
     ),
+    build(ResumableEvent, resume_token=words),
     delta_events(),
     build(
         FinishedEvent,
@@ -329,6 +337,23 @@ def submits(draw: Any) -> SubmitRequest:
             is_moved=st.booleans(),
             kv_lease=st.just(b"") | kv_strategies.leases,
             kv_source=st.none() | kv_strategies.sources,
+            keep_ms=u32,
+            resume_secret=st.binary(max_size=16),
+            frontend_state=st.binary(max_size=5),
+        )
+    )
+
+
+@st.composite
+def attach_requests(draw: Any) -> AttachRequest:
+    num_choices = draw(st.integers(0, 3))
+    return draw(
+        build(
+            AttachRequest,
+            secret=st.binary(max_size=16),
+            numbers=u32_column(num_choices),
+            num_tokens_seen=u32_column(num_choices),
+            tenant=st.none() | words,
         )
     )
 
@@ -339,7 +364,9 @@ welcomes = build(
     ready=st.booleans(),
     why_not_ready=words,
     model=st.none() | model_facts,
-    limits=st.builds(EngineLimits, has_priorities=st.booleans(), max_choices=u32),
+    limits=st.builds(
+        EngineLimits, has_priorities=st.booleans(), max_choices=u32, keeps_requests=st.booleans()
+    ),
     prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
     boot_id=words,
     role=kv_strategies.roles,
@@ -394,6 +421,7 @@ def output_batches(draw: Any) -> OutputBatch:
             logprobs=st.none() | logprob_columns(),
             num_free_places=st.none() | u32,
             released=u32_column(),
+            attached=st.lists(submits(), max_size=1).map(tuple),
             cache=st.none() | cache_news,
             load=st.none() | engine_loads,
             prompt_logprobs=st.lists(

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
+from triptych.types.events import (
+    AdmittedEvent,
+    DeltaEvent,
+    Event,
+    FinishedEvent,
+    PromptLogprobsEvent,
+    ResumableEvent,
+)
 from triptych.types.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs, append_calls
 
 
@@ -60,6 +67,8 @@ async def stream_outputs(
             last.finished, last.usage, last.timings = True, event.usage, event.timings
             yield last
             return
+        if isinstance(event, ResumableEvent):
+            continue
         if held is not None:
             yield held
             held = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,13 +25,14 @@ from triptych.client.request import (
     build_generation,
     build_tokenize_request,
 )
+from triptych.client.resumption import ResumableStream
 from triptych.config import TlsConfig
-from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest
+from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.rpc.health import GENERATION_SERVICE
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.events import AdmittedEvent, Event
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from triptych.wire.generation import event_from_proto
 
+_T = TypeVar("_T")
 _REDIAL_S = 0.1  # between two attempts to watch a server that is not there yet
 _UNARY_TIMEOUT_S = 60.0  # tokenizing the longest prompt takes well under a second
 
@@ -58,10 +61,12 @@ class ServedModel:
 
 
 class GenerationClient:
-    """One channel to one frontend, for use on the event loop that it is created on.
+    """A client of a frontend, or of several that serve the same, for use on the event loop that it is created on.
 
     Every method raises the errors of `triptych.errors` as the server meant them; EngineUnavailable also
     if no server answers at the address, GenerationLost where the connection broke after output had come.
+
+    A stream whose connection broke goes on by itself, at the same frontend or at another of `address`.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class GenerationClient:
         """See `Dialer`."""
         self._dialer = Dialer(address, api_key, tls, metadata)
         self.address = address
+        """As given."""
 
     @property
     def _stub(self) -> generation_pb2_grpc.GenerationServiceStub:
@@ -121,21 +127,25 @@ class GenerationClient:
         Raises:
             EngineUnavailable: it cannot after `timeout_s`; the message carries its last reason.
         """
-        stub = health_pb2_grpc.HealthStub(self._dialer.channel)
         state = "no answer"
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    address = self._dialer.address
+                    stub = health_pb2_grpc.HealthStub(self._dialer.channel)
                     call: Any = stub.Watch(health_pb2.HealthCheckRequest(service=GENERATION_SERVICE))
                     try:
                         async for response in call:
                             if response.status == health_pb2.HealthCheckResponse.SERVING:
                                 return
                             state = "it answers, but no engine is ready"
+                            if len(self._dialer.addresses) > 1:
+                                break  # another one may be
                     except grpc.RpcError as error:
                         state = reason_of(error)
                     finally:
                         call.cancel()
+                    self._dialer.turn_from(address)
                     await asyncio.sleep(_REDIAL_S)
         except TimeoutError:
             raise EngineUnavailable(f"{self.address} is not ready after {timeout_s:g} s: {state}") from None
@@ -159,32 +169,18 @@ class GenerationClient:
         request = generation_pb2.StreamGenerateRequest(
             request_id=options.request_id, generation=build_generation(prompt, sampling, options)
         )
-        call: Any = self._stub.StreamGenerate(request, timeout=timeout_s)
-        has_output = False
-        try:
-            async for message in call:
-                event = event_from_proto(message)
-                if event is None:  # of a later version; the stream ends with `finished` all the same
-                    continue
-                if isinstance(event, DeltaEvent):
-                    has_output = True
-                elif isinstance(event, AdmittedEvent):
-                    event = with_prompt(event, prompt, options)
-                yield event
-                if isinstance(event, FinishedEvent):
-                    return
-            raise GenerationLost(f"{self.address} ended the stream before the answer was finished")
-        except grpc.RpcError as error:
-            raise self._dialer.to_typed_error(error, has_output) from None
-        finally:
-            call.cancel()  # nothing happens to a call that has ended
+        if not request.request_id and len(self._dialer.addresses) > 1:
+            request.request_id = uuid.uuid4().hex  # by which it is known if it has to be sent again
+        async with aclosing(ResumableStream(self._dialer, request, timeout_s).events()) as events:
+            async for event in events:
+                yield with_prompt(event, prompt, options) if isinstance(event, AdmittedEvent) else event
 
     async def tokenize(
         self, prompt: Prompt, *, model: str = "", chat: ChatOptions = DEFAULT_CHAT
     ) -> TokenizedPrompt:
         """Text or a conversation as token ids."""
         request = build_tokenize_request(prompt, model, chat)
-        response = await self._dialer.answer(self._stub.Tokenize(request, timeout=_UNARY_TIMEOUT_S))
+        response = await self._ask(lambda: self._stub.Tokenize(request, timeout=_UNARY_TIMEOUT_S))
         return TokenizedPrompt(list(response.token_ids), response.max_model_len)
 
     async def detokenize(
@@ -197,13 +193,13 @@ class GenerationClient:
             )
         except (TypeError, ValueError) as error:
             raise InvalidRequest("token_ids", f"a value cannot be sent: {error}") from None
-        return (await self._dialer.answer(self._stub.Detokenize(request, timeout=_UNARY_TIMEOUT_S))).text
+        return (await self._ask(lambda: self._stub.Detokenize(request, timeout=_UNARY_TIMEOUT_S))).text
 
     async def get_model(self, name: str = "") -> ServedModel:
         """Return the model of this name; empty: the one served, if there is only one."""
         request = model_pb2.GetModelRequest(name=name)
         return _served(
-            (await self._dialer.answer(self._models.GetModel(request, timeout=_UNARY_TIMEOUT_S))).model
+            (await self._ask(lambda: self._models.GetModel(request, timeout=_UNARY_TIMEOUT_S))).model
         )
 
     async def check_health(self) -> None:
@@ -213,7 +209,7 @@ class GenerationClient:
             EngineUnavailable: It does not; says why.
         """
         request = model_pb2.GetServerInfoRequest()
-        info = await self._dialer.answer(self._models.GetServerInfo(request, timeout=_UNARY_TIMEOUT_S))
+        info = await self._ask(lambda: self._models.GetServerInfo(request, timeout=_UNARY_TIMEOUT_S))
         if not info.ready:
             raise EngineUnavailable(f"{self.address} is not ready: {info.why_not_ready}")
 
@@ -222,7 +218,7 @@ class GenerationClient:
         models: list[ServedModel] = []
         request = model_pb2.ListModelsRequest()
         while True:
-            response = await self._dialer.answer(self._models.ListModels(request, timeout=_UNARY_TIMEOUT_S))
+            response = await self._ask(lambda: self._models.ListModels(request, timeout=_UNARY_TIMEOUT_S))
             models += map(_served, response.models)
             if not response.next_page_token:
                 return models
@@ -231,12 +227,22 @@ class GenerationClient:
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """End requests of any client of the frontend with what they have; returns those that were alive."""
         request = generation_pb2.AbortRequest(request_ids=request_ids)
-        response = await self._dialer.answer(self._stub.Abort(request, timeout=_UNARY_TIMEOUT_S))
+        response = await self._ask(lambda: self._stub.Abort(request, timeout=_UNARY_TIMEOUT_S))
         return list(response.aborted_request_ids)
 
     def open_batch(self) -> BatchStream:
         """Return a stream for many requests."""
         return BatchStream(self._stub, self._dialer.to_typed_error)
+
+    async def _ask(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the answer to a call that may be made again; a frontend that does not answer is passed over."""
+        for _ in self._dialer.addresses[1:]:
+            address = self._dialer.address
+            try:
+                return await self._dialer.answer(call())
+            except EngineUnavailable:
+                self._dialer.turn_from(address)
+        return await self._dialer.answer(call())
 
 
 def _served(model: model_pb2.Model) -> ServedModel:

@@ -107,6 +107,14 @@ class FrontendConfig:
         FRONTEND,
         ge=0,
     )
+    keep_s: float = value(
+        10.0,
+        "Seconds for which a stream whose frontend is lost goes on at its engine, so that its client can read on at "
+        "another frontend (engine.max_kept_bytes). 0: not at all.",
+        FRONTEND,
+        ge=0,
+        le=3600,
+    )
     tool_call_parser: str = value(
         "auto",
         "How the model writes calls of tools. auto: as its chat template shows; none: calls stay text.",

@@ -23,6 +23,16 @@ class AdmittedEvent:
     """The first choice of the prompt."""
     fingerprint: str = ""
     """Digest of the model's checkpoint, in hexadecimal; empty if it is not known."""
+    resume_token: str = ""
+    """By which the stream goes on at any frontend, if this one is lost. Empty: it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumableEvent:
+    """The stream has moved to another engine, and goes on by another token."""
+
+    resume_token: str
+    """As in `AdmittedEvent`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,4 +76,4 @@ class FinishedEvent:
     """It went on as if it had not moved: all its engines compute the same bits."""
 
 
-Event = AdmittedEvent | PromptLogprobsEvent | DeltaEvent | FinishedEvent
+Event = AdmittedEvent | PromptLogprobsEvent | DeltaEvent | ResumableEvent | FinishedEvent

@@ -130,18 +130,20 @@ class StreamGenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
-    __slots__ = ("sequence", "admitted", "output", "prompt_logprobs", "finished")
+    __slots__ = ("sequence", "admitted", "output", "prompt_logprobs", "finished", "resumable")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     admitted: _output_pb2.Admitted
     output: _output_pb2.ChoiceOutput
     prompt_logprobs: _output_pb2.PromptLogprobs
     finished: _output_pb2.Finished
-    def __init__(self, sequence: _Optional[int] = ..., admitted: _Optional[_Union[_output_pb2.Admitted, _Mapping]] = ..., output: _Optional[_Union[_output_pb2.ChoiceOutput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_output_pb2.PromptLogprobs, _Mapping]] = ..., finished: _Optional[_Union[_output_pb2.Finished, _Mapping]] = ...) -> None: ...
+    resumable: _output_pb2.Resumable
+    def __init__(self, sequence: _Optional[int] = ..., admitted: _Optional[_Union[_output_pb2.Admitted, _Mapping]] = ..., output: _Optional[_Union[_output_pb2.ChoiceOutput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_output_pb2.PromptLogprobs, _Mapping]] = ..., finished: _Optional[_Union[_output_pb2.Finished, _Mapping]] = ..., resumable: _Optional[_Union[_output_pb2.Resumable, _Mapping]] = ...) -> None: ...
 
 class BatchGenerateRequest(_message.Message):
     __slots__ = ("tag", "request", "timeout_ms")
@@ -164,12 +166,26 @@ class BatchGenerateResponse(_message.Message):
     def __init__(self, tag: _Optional[int] = ..., event: _Optional[_Union[StreamGenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("request_id", "last_sequence")
+    __slots__ = ("request_id", "last_sequence", "resume_token", "seen")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     last_sequence: int
-    def __init__(self, request_id: _Optional[str] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+    resume_token: str
+    seen: _containers.RepeatedCompositeFieldContainer[SeenChoice]
+    def __init__(self, request_id: _Optional[str] = ..., last_sequence: _Optional[int] = ..., resume_token: _Optional[str] = ..., seen: _Optional[_Iterable[_Union[SeenChoice, _Mapping]]] = ...) -> None: ...
+
+class SeenChoice(_message.Message):
+    __slots__ = ("index", "num_tokens", "finished")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    num_tokens: int
+    finished: bool
+    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("event",)

@@ -114,7 +114,9 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Goes on with a stream that broke. Not served yet; see `Generation.emitted`.
+        """Goes on with a StreamGenerate that broke, at any frontend, within the time that the server keeps it (frontend.keep_s).
+        A stream that another connection still reads is taken over from it. NOT_FOUND: it is not kept, or not any more; send
+        the request again, with what has come as `Generation.emitted`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,18 +33,26 @@ LENGTH_LIMIT_MAX_TOKENS: LengthLimit
 LENGTH_LIMIT_CONTEXT: LengthLimit
 
 class Admitted(_message.Message):
-    __slots__ = ("request_id", "model", "num_prompt_tokens", "seed", "prompt_token_ids")
+    __slots__ = ("request_id", "model", "num_prompt_tokens", "seed", "prompt_token_ids", "resume_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     num_prompt_tokens: int
     seed: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    resume_token: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token: _Optional[str] = ...) -> None: ...
+
+class Resumable(_message.Message):
+    __slots__ = ("resume_token",)
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    resume_token: str
+    def __init__(self, resume_token: _Optional[str] = ...) -> None: ...
 
 class ChoiceOutput(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "eos_token_id", "stop_token_id", "stop_string", "length_limit", "reasoning", "tool_calls")

@@ -8,7 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.errors import ProtocolViolation
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
+from triptych.types.events import (
+    AdmittedEvent,
+    DeltaEvent,
+    Event,
+    FinishedEvent,
+    PromptLogprobsEvent,
+    ResumableEvent,
+)
 from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
@@ -52,13 +59,20 @@ _REASON = {number: reason for reason, number in _PROTO_REASON.items()}
 class EventEncoder:
     """Turns the events of one answer into messages, numbered 1, 2, 3, …"""
 
-    def __init__(self, options: generation_pb2.ResponseOptions, stop_token_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        options: generation_pb2.ResponseOptions,
+        stop_token_ids: Collection[int] = (),
+        *,
+        last_sequence: int = 0,
+    ) -> None:
         """
         Args:
             options: What the client wants of them.
             stop_token_ids: Of the request. Another token that stops a choice ends the sequence.
+            last_sequence: Number of the last message that the client has, if it goes on with a stream.
         """
-        self._sequence = 0
+        self._sequence = last_sequence
         self._stop_token_ids = frozenset(stop_token_ids)
         self._sends_token_ids = options.token_ids or not options.HasField("token_ids")
         self._sends_prompt_token_ids = options.prompt_token_ids
@@ -80,6 +94,9 @@ class EventEncoder:
                 return (self._number(prompt_logprobs=self._prompt_logprobs(event)),)
             case AdmittedEvent():
                 return (self._number(admitted=self._admitted(event)),)
+            case ResumableEvent():
+                resumable = output_pb2.Resumable(resume_token=event.resume_token)
+                return (self._number(resumable=resumable),)
             case FinishedEvent():
                 return (self._number(finished=self._finished(event)),)
 
@@ -124,6 +141,7 @@ class EventEncoder:
             seed=event.seed,
             num_prompt_tokens=len(token_ids),
             prompt_token_ids=token_ids.tolist() if self._sends_prompt_token_ids else (),
+            resume_token=event.resume_token,
         )
 
     def _prompt_logprobs(self, event: PromptLogprobsEvent) -> output_pb2.PromptLogprobs:
@@ -206,8 +224,14 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
         case "admitted":
             admitted = message.admitted
             return AdmittedEvent(
-                admitted.request_id, admitted.model, admitted.seed, list(admitted.prompt_token_ids)
+                admitted.request_id,
+                admitted.model,
+                admitted.seed,
+                list(admitted.prompt_token_ids),
+                resume_token=admitted.resume_token,
             )
+        case "resumable":
+            return ResumableEvent(message.resumable.resume_token)
         case "finished":
             usage, timings, moves = message.finished.usage, message.finished.timings, message.finished.moves
             return FinishedEvent(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from services.frontend.engines.attachment import Attachment
 from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
@@ -18,6 +19,7 @@ from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     GenerationLost,
+    NotKept,
     ProtocolViolation,
     TriptychError,
 )
@@ -35,7 +37,7 @@ from triptych.rpc.session.handshake import (
 )
 from triptych.rpc.status import from_rpc_error, is_connection_refused
 from triptych.rpc.tls import ClientTls
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
 
 log = logging.getLogger(__name__)
@@ -195,6 +197,23 @@ class EngineClient:
         session.submit(request, sinks, prompt)
         return request.numbers.tolist()
 
+    def attach(
+        self, create: Callable[[Sequence[int]], AttachRequest], attachment: Attachment
+    ) -> Sequence[int]:
+        """Ask for a request that began elsewhere, as `create` names it; return the numbers of its choices here.
+
+        Raises:
+            EngineUnavailable, NotKept: There is no stream to the engine; it keeps no requests.
+        """
+        session, num_choices = self._session, len(attachment.relays)
+        if session is None or not self._is_connected or not session.has_numbers(num_choices):
+            raise EngineUnavailable(f"engine {self.name} is not there: {self.why_not_ready}")
+        if not session.keeps_requests:
+            raise NotKept(f"engine {self.name} keeps no streams")
+        numbers = session.take_numbers(num_choices)
+        session.attach(create(numbers), attachment)
+        return numbers
+
     def stop(self, number: int, sink: OutputSink) -> None:
         """End one choice early. Its sink is still called with the end that the engine reports."""
         if self._session is not None:
@@ -238,7 +257,7 @@ class EngineClient:
                 assert session is not None, "no other is resumed"
                 session.outbox.confirm(terms.last_received)
             else:
-                session = EngineSession(terms.name)
+                session = EngineSession(terms.name, keeps_requests=welcome.limits.keeps_requests)
             if terms.is_resumed and session is not self._session:
                 raise EngineUnavailable("the session was given up while it was resumed")
         except BaseException:

@@ -22,6 +22,7 @@ from triptych.types.submit import EngineWelcome, SubmitRequest
 if TYPE_CHECKING:
     from services.frontend.choice import Choice
     from services.frontend.engines.client import EngineClient
+    from services.frontend.resumption import Keep
     from triptych.types.facts import ModelFacts
 
 _PROBATION = 32
@@ -48,6 +49,8 @@ class Submission:
     """The prompt as the router looks at it. None: it plays no part."""
     kv_source: KvSource | None = None
     """The place at which its first engine can pull the prompt's blocks. None: there is none."""
+    keep: Keep | None = None
+    """How it is kept for other frontends. None: not at all."""
 
     def to_request(self, numbers: Sequence[int], journeys: Sequence[Journey]) -> SubmitRequest:
         """Return the message that has an engine begin some choices, or go on with them.
@@ -74,6 +77,7 @@ class Submission:
             num_engine_deaths=max(journey.num_deaths for journey in journeys),
             is_moved=journeys[0].is_admitted,
             kv_source=None if journeys[0].is_admitted else self.kv_source,
+            **({} if self.keep is None else self.keep.renew(len(journeys))),
         )
 
     def _remaining_ms(self) -> int | None:

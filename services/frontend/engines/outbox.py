@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -13,9 +14,9 @@ from triptych import failpoints
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.internal.v1 import engine_core_pb2, session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
-from triptych.types.submit import MAX_SUBMIT_BYTES, SubmitRequest
+from triptych.types.submit import MAX_SUBMIT_BYTES, AttachRequest, SubmitRequest
 from triptych.wire.columns import u32_to_bytes
-from triptych.wire.engine_core import submit_to_proto
+from triptych.wire.engine_core import attach_to_proto, submit_to_proto
 
 MAX_UNCONFIRMED = 32768
 """Choices that the engine has not confirmed: it takes submissions in microseconds, so as many wait only where it has
@@ -43,6 +44,8 @@ class Outbox:
         self._number_to_unsent: dict[int, _Unsent] = {}
         """Number of each choice -> its request that is in no message yet."""
         self._aborts: list[int] = []
+        self._stops: list[int] = []
+        self._attaches: list[AttachRequest] = []
         self.sent: ReplayBuffer[_Message] = ReplayBuffer()
         """The messages that the engine has not confirmed."""
         self._load = _Load()
@@ -97,6 +100,19 @@ class Outbox:
         if len(unsent.aborted) == unsent.request.num_choices:
             del self._unsent[unsent]
             self._load.remove(unsent.request.num_choices, unsent.request.num_bytes)
+
+    def stop(self, number: int) -> None:
+        """End one choice at the engine with what it has; if it is kept, it stays kept."""
+        if number in self._number_to_unsent:
+            self.abort(number)
+        else:
+            self._stops.append(number)
+            self._changed.set()
+
+    def attach(self, wish: AttachRequest) -> None:
+        """Ask the engine to let a request of another session go on in this one."""
+        self._attaches.append(wish)
+        self._changed.set()
 
     def acknowledge(self, batch_id: int) -> None:
         """Acknowledge the output batches up to this one: the engine need not keep them."""
@@ -156,12 +172,23 @@ class Outbox:
 
     def _pack(self) -> None:
         """Move what waits into messages; aborts first, because they free blocks that submissions may need."""
+        if self._attaches:
+            while self._unsent:  # one of these may be what is attached to
+                self.sent.append(self._next_batch())
+            attaches, self._attaches = self._attaches, []
+            for wish in attaches:
+                self._append(attach=attach_to_proto(wish))
+        if self._stops:
+            stops, self._stops = self._stops[:_ABORTS_PER_MESSAGE], self._stops[_ABORTS_PER_MESSAGE:]
+            self._append(stop=u32_to_bytes(np.array(stops, dtype=np.uint32)))
         if self._aborts:
             aborts, self._aborts = self._aborts[:_ABORTS_PER_MESSAGE], self._aborts[_ABORTS_PER_MESSAGE:]
-            column = u32_to_bytes(np.array(aborts, dtype=np.uint32))
-            self.sent.append(_Message(engine_core_pb2.ConnectRequest(abort=column), _Load()))
+            self._append(abort=u32_to_bytes(np.array(aborts, dtype=np.uint32)))
         if self._unsent:
             self.sent.append(self._next_batch())
+
+    def _append(self, **message: Any) -> None:
+        self.sent.append(_Message(engine_core_pb2.ConnectRequest(**message), _Load()))
 
     def _next_batch(self) -> _Message:
         batch, load = engine_core_pb2.SubmitBatch(), _Load()

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.frontend.engines.outbox import Outbox
 from services.frontend.engines.outlook import EngineOutlook
@@ -18,7 +18,10 @@ from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.step import PromptLogprobs
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import AttachRequest, SubmitRequest
+
+if TYPE_CHECKING:
+    from services.frontend.engines.attachment import Attachment
 
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
@@ -68,9 +71,14 @@ class OutputSink(Protocol):
 class EngineSession:
     """The requests of one session. Owned by the engine client. Each output batch takes effect once."""
 
-    def __init__(self, name: str) -> None:
-        """`name`: as the engine's welcome says."""
+    def __init__(self, name: str, *, keeps_requests: bool = False) -> None:
+        """
+        Args:
+            name: As the engine's welcome says.
+            keeps_requests: Whether the engine keeps requests and lets them go on elsewhere.
+        """
         self.name = name
+        self.keeps_requests = keeps_requests
         self.outbox = Outbox(self._on_unsendable)
         self.last_batch_seen = 0
         self.is_torn = False
@@ -78,6 +86,8 @@ class EngineSession:
         self.queue = QueueView()
         self.outlook = EngineOutlook()
         self._sinks: dict[int, OutputSink] = {}
+        self._attachments: dict[int, Attachment] = {}
+        """By the number of the first choice, until the engine has answered."""
         self._next_number = 1
 
     @property
@@ -116,7 +126,19 @@ class EngineSession:
     def stop(self, number: int, sink: OutputSink) -> None:
         """End one choice early, as `EngineClient.stop` does."""
         if self._sinks.get(number) is sink:
-            self.outbox.abort(number)
+            self.outbox.stop(number) if self.keeps_requests else self.outbox.abort(number)
+
+    def attach(self, wish: AttachRequest, attachment: Attachment) -> None:
+        """Ask for a request of another session."""
+        numbers = wish.numbers.tolist()
+        self._sinks.update(zip(numbers, attachment.relays, strict=True))
+        self._attachments[numbers[0]], attachment.session = attachment, self
+        self.outbox.attach(wish)
+
+    def replace_sink(self, number: int, before: OutputSink, sink: OutputSink) -> None:
+        """Give a choice another sink, if it has not ended."""
+        if self._sinks.get(number) is before:
+            self._sinks[number] = sink
 
     def abort(self, number: int, sink: OutputSink) -> None:
         """End one choice and drop its later outputs, as `EngineClient.abort` does."""
@@ -164,6 +186,9 @@ class EngineSession:
         self.queue.note_batch(batch)
         self.outlook.note_batch(batch)
         sinks = self._sinks
+        for request in batch.attached:
+            if (attachment := self._attachments.pop(int(request.numbers[0]), None)) is not None:
+                attachment.on_attached(request)
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
                 sink.on_admitted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.sampling import OutputKind
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
-from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS
+from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS, EventEncoder
 from triptych.wire.structured import structured_from_proto
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
@@ -111,6 +112,18 @@ def to_raw_request(
         violations=tuple(violations),
         unsupported=tuple(unsupported),
     )
+
+
+def write_answer(generation: generation_pb2.Generation) -> dict[str, Any]:
+    """Return what another frontend must know to send the rest of an answer."""
+    response = base64.b64encode(generation.response.SerializeToString()).decode()
+    return {"response": response, "stop_token_ids": list(generation.length.stop_token_ids)}
+
+
+def read_answer(answer: Mapping[str, Any], last_sequence: int) -> EventEncoder:
+    """Return what sends the rest of an answer, behind the message of this number."""
+    options = generation_pb2.ResponseOptions.FromString(base64.b64decode(answer["response"]))
+    return EventEncoder(options, answer["stop_token_ids"], last_sequence=last_sequence)
 
 
 def chat_size(chat: chat_pb2.Chat) -> int:

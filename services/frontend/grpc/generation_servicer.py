@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 
+from services.frontend.attached import AttachedEvent
 from services.frontend.generate import Generator
 from services.frontend.grpc.batch import BatchRun
-from services.frontend.grpc.convert import CHAT_PATHS, chat_size, to_raw_request, to_tokenize_prompt
+from services.frontend.grpc.convert import (
+    CHAT_PATHS,
+    chat_size,
+    read_answer,
+    to_raw_request,
+    to_tokenize_prompt,
+    write_answer,
+)
 from services.frontend.grpc.stall_watch import StallWatch
 from services.frontend.identity import unique_request_id
 from services.frontend.requests.raw import MAX_ABORTS, RawRequest
+from services.frontend.resumption import ResumeToken, SeenChoice
 from services.frontend.work_threads import WorkThreads
-from triptych.errors import DeadlineExceeded, FeatureDisabled, InvalidRequest
+from triptych.errors import DeadlineExceeded, InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
 from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
@@ -58,6 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.StreamGenerateResponse]:
         self._name(request, context)
         raw = await self._read(request, context.time_remaining())
+        raw = replace(raw, answer=write_answer(request.generation))
         encoder = _encoder(request)
         watch = StallWatch(context, self._client_timeout_s)
         try:
@@ -79,7 +91,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             item: generation_pb2.BatchGenerateRequest,
         ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
             item.request.request_id = item.request.request_id or new_request_id()
-            return self._messages(item.request, _time_of_item(item, context.time_remaining()))
+            answer = write_answer(item.request.generation)
+            return self._messages(item.request, _time_of_item(item, context.time_remaining()), answer)
 
         watch = StallWatch(context, self._client_timeout_s)
         try:
@@ -94,9 +107,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Attach(
         self, request: generation_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.AttachResponse]:
-        why = "this version does not serve it yet; send the request again with the tokens that came as `emitted`"
-        raise FeatureDisabled("GenerationService.Attach", why)
-        yield  # an error interceptor expects a generator
+        if request.request_id:
+            set_request_id(request.request_id)
+        token = ResumeToken.parse(request.resume_token)
+        encoder: EventEncoder | None = None
+        watch = StallWatch(context, self._client_timeout_s)
+        try:
+            async with aclosing(self._generator.attach(token, _seen(request), "grpc")) as events:
+                async for event in events:
+                    if isinstance(event, AttachedEvent):
+                        encoder = read_answer(event.state.answer, request.last_sequence)
+                        continue
+                    assert encoder is not None, "the first event says how the others are sent"
+                    for message in encoder.encode(event):
+                        watch.begin_write()
+                        yield generation_pb2.AttachResponse(event=message)
+                        watch.end_write()
+        finally:
+            watch.close()
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -154,9 +182,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self,
         request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
         remaining_s: float | None,
+        answer: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
-        """Stream the answer. Closing it aborts the request."""
-        raw = await self._read(request, remaining_s)
+        """Stream the answer. Closing it aborts the request. `answer`: As in `RawRequest`."""
+        raw = replace(await self._read(request, remaining_s), answer=answer)
         encoder = _encoder(request)
         async with aclosing(self._generator.generate(raw)) as events:
             async for event in events:
@@ -174,6 +203,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = request.generation
         size = _size(generation.chat if generation.HasField("chat") else None)
         return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
+
+
+def _seen(request: generation_pb2.AttachRequest) -> dict[int, SeenChoice]:
+    """Return what the client has of each choice. Raises InvalidRequest if it says so twice."""
+    seen: dict[int, SeenChoice] = {}
+    for place, choice in enumerate(request.seen):
+        if choice.index in seen:
+            raise InvalidRequest(f"seen[{place}].index", f"{choice.index} is there twice")
+        seen[choice.index] = SeenChoice(choice.num_tokens, choice.finished)
+    return seen
 
 
 def _encoder(request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest) -> EventEncoder:

@@ -15,6 +15,7 @@ from services.frontend.access.keys import X_API_KEY
 from services.frontend.anthropic.answers import MESSAGES_EVENTS
 from services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.frontend.openai import answers, schema
+from services.frontend.openai.convert import TIMEOUT_HEADER
 from services.frontend.openai.key_guard import OPEN_PATHS
 from services.frontend.openai.responses.answers import RESPONSES_EVENTS
 from services.frontend.openai.responses.schema import ResponsesRequest
@@ -65,10 +66,18 @@ def build_document(app: FastAPI, *, asks_key: bool = False) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(body)}}
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, kinds in _EVENTS.items():
-        (timeout,) = document["paths"][path]["post"]["parameters"]
+        parameters = document["paths"][path]["post"]["parameters"]
+        (timeout,) = (parameter for parameter in parameters if parameter["name"] == TIMEOUT_HEADER)
         timeout["schema"] = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_S}
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         content["text/event-stream"] = {"schema": _event_of(kinds, is_ended_by_done=path in _ENDED_BY_DONE)}
+    rest = _event_of(
+        [kind for path in _ENDED_BY_DONE for kind in _EVENTS[path][:1]] + [answers.ErrorAnswer],
+        is_ended_by_done=True,
+    )
+    document["paths"]["/v1/streams/{token}"]["get"]["responses"]["200"]["content"] = {
+        "text/event-stream": {"schema": rest}
+    }
     if asks_key:
         document["components"]["securitySchemes"] = _SCHEMES
         document["security"] = [{name: []} for name in _SCHEMES]
@@ -97,7 +106,10 @@ def _event_of(kinds: Sequence[type[BaseModel]], *, is_ended_by_done: bool) -> di
     return {
         "description": "One event.",
         "type": "object",
-        "properties": {"data": {"anyOf": data}},
+        "properties": {
+            "data": {"anyOf": data},
+            "id": {"type": "string", "description": "For Last-Event-ID."},
+        },
         "required": ["data"],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -88,6 +88,9 @@ class AnswerFormat(Protocol):
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The choice in an answer that is not streamed."""
 
+    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
+        """Take in that the client has these tokens of a choice, by their bytes, before any delta."""
+
 
 class CompletionFormat:
     """/v1/completions."""
@@ -143,6 +146,12 @@ class CompletionFormat:
             self._are_open.add(delta.index)
             prompt = f',"prompt_token_ids":{to_json(self._prompt_token_ids[self._first_choice(delta.index)])}'
         return f'{prompt},"token_ids":{to_json(delta.token_ids)}'
+
+    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
+        sizes = [len(token.decode(errors="replace")) for token in tokens]
+        if sizes:
+            self._text_offsets[index] = sum(sizes)
+            self._are_open.add(index)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
@@ -223,6 +232,9 @@ class ChatFormat:
             f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs}{token_ids},{_ending(delta)}}}'
         )
 
+    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
+        pass  # its chunks stand for themselves
+
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
@@ -291,7 +303,7 @@ async def whole_answer(
                 case AdmittedEvent():
                     model, fingerprint = event.model, event.fingerprint
                     format.admit(event)
-                case _:
+                case FinishedEvent():
                     end = event
     return {
         "id": answer_id,

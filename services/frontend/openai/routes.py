@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -16,8 +16,15 @@ from services.frontend.openai.app_state import generator_of, reader_of
 from services.frontend.openai.errors import json_response
 from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
 from services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
-from services.frontend.openai.streams import EventStream, chunks, merge
+from services.frontend.openai.stream_ids import (
+    LAST_EVENT_ID_HEADER,
+    parse_event_id,
+    rest_of,
+    write_answer,
+)
+from services.frontend.openai.streams import EventStream, StreamIds, chunks, merge
 from services.frontend.requests.raw import RawRequest
+from services.frontend.resumption import ResumeToken, SeenChoice
 from triptych.errors import InvalidRequest, ModelNotFound
 from triptych.types.events import Event
 
@@ -37,13 +44,15 @@ router = APIRouter()
     tags=["generate"],
 )
 async def create_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
-    """Complete one prompt or several."""
+    """Complete one prompt or several. With the header Last-Event-ID, a stream that broke goes on."""
 
     def to_raws(body: CompletionRequest) -> tuple[convert.AnswerOptions, list[RawRequest]]:
         raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=timeout_s)
         return convert.answer_options(body), raws
 
     options, raws = await reader_of(request).read(request, CompletionRequest, to_raws)
+    if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
+        return _go_on(request, *parse_event_id(event_id))
     return await _generate(request, options, raws, CompletionFormat(options))
 
 
@@ -53,14 +62,30 @@ async def create_completion(request: Request, timeout_s: TimeoutS = None) -> Res
     tags=["generate"],
 )
 async def create_chat_completion(request: Request, timeout_s: TimeoutS = None) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation. With the header Last-Event-ID, a stream that broke goes on."""
 
     def to_raw(body: ChatCompletionRequest) -> tuple[convert.AnswerOptions, RawRequest]:
         raw = convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_s)
         return convert.answer_options(body), raw
 
     options, raw = await reader_of(request).read(request, ChatCompletionRequest, to_raw)
+    if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
+        return _go_on(request, *parse_event_id(event_id))
     return await _generate(request, options, [raw], ChatFormat(options))
+
+
+@router.get(
+    "/v1/streams/{token}", responses=answers.error_answers(400, 403, 404, 503, 504), tags=["generate"]
+)
+async def go_on_with_stream(request: Request, token: str) -> Response:
+    """Go on with a stream that broke, behind the event of the header Last-Event-ID; without it, from its beginning."""
+    event_id = request.headers.get(LAST_EVENT_ID_HEADER)
+    if event_id is None:
+        return _go_on(request, ResumeToken.parse(token, "token"), None)
+    parsed, seen = parse_event_id(event_id)
+    if str(parsed) != token:
+        raise InvalidRequest(LAST_EVENT_ID_HEADER, "is of another stream")
+    return _go_on(request, parsed, seen)
 
 
 @router.post(
@@ -115,19 +140,30 @@ async def _generate(
             f"{len(raws)} prompts with {num_choices} choices each are above the limit {limit}: so many choices can be "
             "running and waiting together; split the request",
         )
-    streams = [generator.generate(replace(raw, client_names=(*raw.client_names, answer_id))) for raw in raws]
+    answer = write_answer(format, options, answer_id, created_unix_s) if len(raws) == 1 else None
+    streams = [
+        generator.generate(replace(raw, client_names=(*raw.client_names, answer_id), answer=answer))
+        for raw in raws
+    ]
     events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
     if not options.is_streamed:
-        answer = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
-        return json_response(await in_flight.run(request.receive, answer))
+        whole = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
+        return json_response(await in_flight.run(request.receive, whole))
     pieces = chunks(
         events,
         format,
         answer_id=answer_id,
         created_unix_s=created_unix_s,
         options=options,
+        ids=None if answer is None else StreamIds(num_choices),
     )
     return EventStream(pieces, in_flight=in_flight, request_id=request_id)
+
+
+def _go_on(request: Request, token: ResumeToken, seen: Mapping[int, SeenChoice] | None) -> Response:
+    pieces = rest_of(generator_of(request), token, seen)
+    in_flight = request.app.state.in_flight
+    return EventStream(pieces, in_flight=in_flight, request_id=request.state.request_id)
 
 
 def _model_object(name: str, model: ServedModel) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -22,8 +22,16 @@ from services.frontend.openai.objects import (
     usage_object,
 )
 from services.frontend.openai.request_body import MAX_VIOLATIONS
+from services.frontend.resumption import SeenChoice
 from triptych.errors import InvalidRequest
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
+from triptych.types.events import (
+    AdmittedEvent,
+    DeltaEvent,
+    Event,
+    FinishedEvent,
+    PromptLogprobsEvent,
+    ResumableEvent,
+)
 from triptych.types.outputs import StageTimings, Usage
 
 
@@ -63,6 +71,8 @@ async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> A
                 case FinishedEvent():
                     ends.append(event)
                     turns[number].set()
+                case ResumableEvent():
+                    turns[number].set()  # it is of one prompt, and the stream of several goes on nowhere else
                 case _:
                     raise event
             if refusals and len(admitted) + len(refusals) == len(streams):
@@ -125,6 +135,46 @@ _PING = b": ping\n\n"
 DONE = "data: [DONE]\n\n"
 
 
+class StreamIds:
+    """The ids of a stream's events: its token, and the output tokens of each choice that a client has by then."""
+
+    def __init__(self, num_choices: int, seen: Mapping[int, SeenChoice] | None = None) -> None:
+        """`seen`: What a client has that goes on with a stream. None: nothing, not even its opening."""
+        self.is_resumed = seen is not None
+        self._token = ""
+        seen = seen or {}
+        choices = [seen.get(index, _NOTHING) for index in range(num_choices)]
+        self._counts = [choice.num_tokens for choice in choices]
+        self._positions = [_position(*astuple(choice)) for choice in choices]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that the client has."""
+        return sum(self._counts)
+
+    def set_token(self, token: str) -> None:
+        """Take the token by which the stream goes on; empty: it does not."""
+        self._token = token
+
+    def line(self) -> str:
+        """Return the id of an event that changes no position; empty if the stream cannot go on elsewhere."""
+        return f"id: {self._token}:{'.'.join(self._positions)}\n" if self._token else ""
+
+    def advance(self, delta: DeltaEvent) -> str:
+        """Return the id of the event that brings this delta."""
+        index = delta.index
+        self._counts[index] += len(delta.token_ids)
+        self._positions[index] = _position(self._counts[index], delta.finish_reason is not None)
+        return self.line()
+
+
+_NOTHING = SeenChoice()
+
+
+def _position(num_tokens: int, is_finished: bool) -> str:
+    return f"{num_tokens}f" if is_finished else str(num_tokens)
+
+
 async def chunks(
     events: AsyncGenerator[Event],
     format: AnswerFormat,
@@ -132,24 +182,30 @@ async def chunks(
     answer_id: str,
     created_unix_s: int,
     options: AnswerOptions,
+    ids: StreamIds | None = None,
 ) -> AsyncGenerator[str]:
     """The text of the stream, in pieces to be sent at once. The first comes with admission and may be empty.
 
     Nothing is done twice per chunk: what all chunks share is written once, on admission.
+
+    Args:
+        ids: Of its events. None: they have none.
     """
     async with aclosing(events):
-        head = tail = ""
-        num_prompt = num_output = 0
+        head = tail = event_id = ""
+        num_prompt, num_output = 0, 0 if ids is None else ids.num_tokens
         async for event in events:
             match event:
                 case DeltaEvent():
+                    if ids is not None:
+                        event_id = ids.advance(event)
                     if options.has_running_usage:
                         num_output += len(event.token_ids)
                         tail = _usage_tail(running_usage(num_prompt, num_output))
                     has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
                     has_tokens = options.returns_token_ids and event.token_ids
                     if has_output or has_tokens or event.finish_reason is not None:
-                        yield f"{head}{format.delta(event)}{tail}"
+                        yield f"{event_id}{head}{format.delta(event)}{tail}"
                 case PromptLogprobsEvent():
                     format.add_prompt(event)
                 case AdmittedEvent():
@@ -157,6 +213,9 @@ async def chunks(
                     num_prompt += len(event.prompt_token_ids)
                     if head:
                         continue
+                    if ids is not None:
+                        ids.set_token(event.resume_token)
+                        event_id = ids.line()
                     shared = {
                         "id": answer_id,
                         "object": format.chunk_name,
@@ -167,16 +226,25 @@ async def chunks(
                     head = f'data: {to_json(shared)[:-1]},"choices":['
                     tail = _usage_tail(None) if options.includes_usage else "]}\n\n"
                     if options.has_running_usage:
-                        tail = _usage_tail(running_usage(num_prompt, 0))
+                        tail = _usage_tail(running_usage(num_prompt, num_output))
+                    if ids is not None and ids.is_resumed:
+                        yield ""
+                        continue
                     prompt_fields = "".join(
                         f',"{name}":{to_json(value)}' for name, value in format.prompt_fields().items()
                     )
                     openings = (format.opening(index) for index in range(options.num_choices))
-                    yield "".join(
+                    opened = [
                         f"{head}{opening}]{prompt_fields}{tail[1:]}"
                         for opening in openings
                         if opening is not None
-                    )
+                    ]
+                    if opened:
+                        opened[-1] = event_id + opened[-1]  # with it the client has all of them
+                    yield "".join(opened)
+                case ResumableEvent():
+                    if ids is not None:
+                        ids.set_token(event.resume_token)
                 case _:
                     yield (head + _usage_tail(usage_object(event)) + DONE if options.includes_usage else DONE)
 

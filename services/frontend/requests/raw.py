@@ -92,6 +92,9 @@ class RawRequest:
     echo: bool = False
     deadline_s: float | None = None
     """Time left for all of it."""
+    answer: Mapping[str, Any] | None = None
+    """The part that its API has to know to go on with the answer at another frontend, as JSON has it. None: it is not
+    kept for that."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
     "logprobs": "top_logprobs"}."""

@@ -1,0 +1,212 @@
+"""A stream that began at another frontend: its engine is asked for it, and its choices go on where its client is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from services.frontend.engines.attachment import Attachment
+from services.frontend.engines.client import EngineClient
+from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.mover import Mover
+from services.frontend.engines.router import Router
+from services.frontend.outputs import RequestOutputs
+from services.frontend.placement import go_on
+from services.frontend.requests.raw import RawRequest
+from services.frontend.resumption import Keep, ResumeToken, SeenChoice, StreamState, find_token
+from services.frontend.text_model import TextModel
+from triptych.errors import EngineUnavailable, InvalidRequest, NotKept
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import U32
+from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
+
+_ANSWER_S = 5.0  # an engine answers between two steps
+_NOTHING = SeenChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedEvent:
+    """The first event of a stream that goes on here."""
+
+    state: StreamState
+    seen_token_ids: Mapping[int, Sequence[int]]
+    """Index of a choice -> the output tokens that the client has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttachedStream:
+    """A request whose outputs come here from now on."""
+
+    engine: EngineClient
+    welcome: EngineWelcome
+    """Facts of the engine."""
+    numbers: Sequence[int]
+    attachment: Attachment
+    request: SubmitRequest
+    """As the engine has it; `emitted` is what the client has seen."""
+    state: StreamState
+    raw: RawRequest
+    """As far as it is known here."""
+    sampling: SamplingParams
+    tokenize_ns: int = 0
+    seen_token_ids: dict[int, list[int]] = field(default_factory=dict)
+    """As in `AttachedEvent`."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> U32:
+        return self.request.prompt_token_ids
+
+    async def go_on(
+        self, outputs: RequestOutputs, seen: Mapping[int, SeenChoice], mover: Mover, text: TextModel
+    ) -> None:
+        """Build the choices, and let them have what comes.
+
+        Raises:
+            InvalidRequest: A choice has ended within what its client has, although it does not say so.
+        """
+        request, state, remaining_s = self.request, self.state, self.raw.deadline_s
+        chat = state.raw_chat
+        split = None if chat is None else text.split_answer(chat, request.prompt_token_ids)
+        keep = Keep(request.keep_ms, request.frontend_state, state.num_choices, request.resume_secret)
+        submission = Submission(
+            request_id=request.request_id,
+            wanted=self.welcome,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            deadline=None if remaining_s is None else time.monotonic() + remaining_s,
+            whole_output=request.whole_output,
+            keep=keep,
+        )
+        journeys: list[Journey] = []
+        for index, (emitted, seed) in enumerate(zip(request.emitted, request.seeds.tolist(), strict=True)):
+            choice = outputs.add_choice(
+                self.sampling,
+                text.tokenizer,
+                request.prompt_token_ids,
+                state.echo,
+                index=index,
+                min_interval_tokens=state.min_interval_tokens,
+                split=split,
+            )
+            token_ids = emitted.tolist()
+            self.seen_token_ids[index] = token_ids
+            if token_ids and not seen.get(index, _NOTHING).is_finished:
+                await go_on(text, choice, token_ids, "seen")
+            journey = Journey(submission, choice, mover, seed=seed, emitted=token_ids)
+            journey.is_admitted = True
+            choice.stop_upstream, choice.abort_upstream = journey.stop, journey.abort
+            journeys.append(journey)
+        for number, journey in zip(self.numbers, journeys, strict=True):
+            journey.begin(self.engine, number)
+            if seen.get(journey.choice.index, _NOTHING).is_finished:
+                journey.choice.end_as_seen(len(journey.emitted))
+        self.attachment.connect(dict(zip(self.numbers, journeys, strict=True)))
+        for choice in outputs.choices:
+            if choice.finish_reason is not None:
+                choice.stop_early()
+        outputs.find_token = lambda: find_token(keep, journeys)
+
+    def leave(self) -> None:
+        """End what no choice reads."""
+        for number, relay in zip(self.numbers, self.attachment.relays, strict=True):
+            self.engine.abort(number, relay)
+
+
+@asynccontextmanager
+async def take_up(
+    token: ResumeToken, seen: Mapping[int, SeenChoice], router: Router, tenant: str | None, api: str
+) -> AsyncGenerator[AttachedStream, None]:
+    """Have an engine let a stream go on here.
+
+    Raises:
+        NotKept: No engine has it any more.
+        InvalidRequest: The client says that it has what there is not, or the stream began with another API.
+        EngineUnavailable: Its engine is not there now.
+    """
+    if beyond := [index for index in seen if index >= token.num_choices]:
+        raise InvalidRequest("seen", f"choice {max(beyond)} of a stream with {token.num_choices}")
+    stream = await _find(token, seen, router, tenant)
+    try:
+        if stream.state.api != api:
+            raise InvalidRequest(
+                "resume_token", f"the stream began over {stream.state.api}; go on with it there"
+            )
+        yield stream
+    finally:
+        stream.leave()
+
+
+async def _find(
+    token: ResumeToken, seen: Mapping[int, SeenChoice], router: Router, tenant: str | None
+) -> AttachedStream:
+    """Ask the engines of the token's name. Several may have it."""
+    num_seen = np.array(
+        [seen.get(index, _NOTHING).num_tokens for index in range(token.num_choices)], np.uint32
+    )
+
+    def create(numbers: Sequence[int]) -> AttachRequest:
+        return AttachRequest(token.secret, np.array(numbers, np.uint32), num_seen, tenant)
+
+    refusal: NotKept | EngineUnavailable = NotKept(f"no engine here is named {token.engine_id!r:.80}")
+    for engine in router.engines:
+        if engine.welcome is None or engine.welcome.engine_id != token.engine_id:
+            continue
+        attachment = Attachment(token.num_choices)
+        numbers: Sequence[int] = ()
+        try:
+            numbers = engine.attach(create, attachment)
+            request = await attachment.wait(_ANSWER_S)
+            state = StreamState.from_bytes(request.frontend_state)
+        except (NotKept, EngineUnavailable) as error:
+            refusal = error
+        except BaseException:
+            _abandon(engine, numbers, attachment)
+            raise
+        else:
+            return _to_stream(engine, engine.welcome, numbers, attachment, request, state)
+        _abandon(engine, numbers, attachment)
+    raise refusal
+
+
+def _abandon(engine: EngineClient, numbers: Sequence[int], attachment: Attachment) -> None:
+    for number, relay in zip(numbers, attachment.relays, strict=False):
+        engine.abort(number, relay)
+
+
+def _to_stream(
+    engine: EngineClient,
+    welcome: EngineWelcome,
+    numbers: Sequence[int],
+    attachment: Attachment,
+    request: SubmitRequest,
+    state: StreamState,
+) -> AttachedStream:
+    remaining_ms = request.deadline_remaining_ms
+    raw = RawRequest(
+        api=state.api,
+        prompt=None,
+        request_id=request.request_id,
+        client_names=tuple(state.client_names),
+        model=state.model,
+        priority=request.priority,
+        tenant=request.tenant,
+        deadline_s=None if remaining_ms is None else remaining_ms / 1000,
+        answer=state.answer,
+    )
+    sampling = replace(
+        request.sampling,
+        output_kind=state.output_kind,
+        max_tokens=request.sampling.max_tokens if state.has_output else 0,
+    )
+    return AttachedStream(engine, welcome, numbers, attachment, request, state, raw, sampling)

@@ -1,0 +1,95 @@
+"""A request that began at another frontend, from the question to its engine until there are choices for its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
+from services.frontend.logprobs import BatchLogprobs
+from triptych.errors import EngineUnavailable
+from triptych.types.outputs import FinishedRequest
+from triptych.types.step import PromptLogprobs
+from triptych.types.submit import SubmitRequest
+
+
+class Attachment:
+    """Owned by the call that wants to go on. `relays` are the sinks of the choices until there are others."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.relays = [Relay(self._fail) for _ in range(num_choices)]
+        self.session: EngineSession | None = None
+        """Session that the engine was asked in. Set by it."""
+        self._attached: asyncio.Future[SubmitRequest] = asyncio.get_running_loop().create_future()
+
+    def on_attached(self, request: SubmitRequest) -> None:
+        """Take the engine's answer. Outputs follow."""
+        if not self._attached.done():
+            self._attached.set_result(request)
+
+    async def wait(self, timeout_s: float) -> SubmitRequest:
+        """Return the request as the engine has it, with the output that the client has as `emitted`.
+
+        Raises:
+            NotKept, InvalidRequest: The engine refuses.
+            EngineUnavailable: It is lost, or does not answer.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._attached
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the engine has not answered within {timeout_s:g} s; try again"
+            ) from None
+
+    def connect(self, sinks: Mapping[int, OutputSink]) -> None:
+        """Give each choice its sink, by number, which first gets what has come."""
+        assert self.session is not None, "the engine was asked"
+        for (number, sink), relay in zip(sinks.items(), self.relays, strict=True):
+            self.session.replace_sink(number, relay, sink)
+            relay.flush_to(sink)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._attached.done():
+            self._attached.set_exception(error)
+
+
+class Relay:
+    """Holds back the outputs of one choice until there is a sink for them."""
+
+    def __init__(self, on_refused: Callable[[Exception], None]) -> None:
+        """`on_refused`: Hears of an error, which may be the engine's answer."""
+        self._on_refused = on_refused
+        self._calls: list[Callable[[OutputSink], None]] = []
+
+    def flush_to(self, sink: OutputSink) -> None:
+        """Hand on what has come."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call(sink)
+
+    def on_admitted(self) -> None:
+        self._calls.append(lambda sink: sink.on_admitted())
+
+    def on_tokens(
+        self,
+        token_ids: list[int],
+        logprobs: BatchLogprobs | None,
+        first_row: int,
+        finish: FinishedRequest | None,
+    ) -> None:
+        self._calls.append(lambda sink: sink.on_tokens(token_ids, logprobs, first_row, finish))
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self._calls.append(lambda sink: sink.on_prompt_logprobs(part))
+
+    def on_error(self, error: Exception) -> None:
+        self._on_refused(error)
+        self._calls.append(lambda sink: sink.on_error(error))
+
+    def on_released(self) -> None:
+        self._calls.append(lambda sink: sink.on_released())
+
+    def on_engine_lost(self, loss: EngineLoss) -> None:
+        self._on_refused(EngineUnavailable(loss.why))
+        self._calls.append(lambda sink: sink.on_engine_lost(loss))
