@@ -1,0 +1,168 @@
+"""One engine computes prompts, another one decodes, as processes: with real weights, and with processes that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.kv_proxy import KvProxy, kv_proxy, slow
+from tests.helpers.processes import Service, free_port, service_process
+from tests.helpers.stack import FakeFrontend
+from triptych.types.kv_transfer import KvSource
+from triptych.types.outputs import FinishedRequest
+
+BLOCK_SIZE = 16
+DEADLINE_S = 60.0
+SIMULATED = ("--simulation.enabled=true", "--simulation.base-ms=1", "--scheduler.max-num-batched-tokens=256")
+REAL = (
+    "--model.dtype=float32",
+    "--worker.num-threads=1",
+    "--cache.num-blocks=200",
+    "--model.max-model-len=1024",
+    "--scheduler.max-num-batched-tokens=128",
+    "--scheduler.max-num-seqs=8",
+)
+
+
+@dataclass
+class Processes:
+    """A worker and an engine that prefill, a worker and an engine that decode, and a frontend of both."""
+
+    workers: list[Service]
+    engines: list[Service]
+    prefill: FakeFrontend
+    decode: FakeFrontend
+    proxy: KvProxy
+    restart: AsyncExitStack
+    worker_flags: list[Sequence[str]]
+    directory: Path
+
+    async def submit(self, number: int, prompt: Sequence[int], *, ready_in_s: float, **sampling: Any) -> None:
+        lease = secrets.token_bytes(16)
+        endpoint = replace(self.prefill.welcomes[-1].kv_endpoint, address=self.proxy.address)
+        greedy = {"max_tokens": 1, "temperature": 0.0}
+        await self.prefill.submit(number, prompt, sampling=greedy, kv_lease=lease)
+        source = KvSource(endpoint, lease, ready_in_s)
+        await self.decode.submit(number, prompt, sampling=sampling, kv_source=source)
+
+    async def result(self, number: int, frontend: FakeFrontend | None = None) -> list[int]:
+        frontend = frontend or self.decode
+        async with asyncio.timeout(DEADLINE_S):
+            while number not in frontend.ends:
+                await asyncio.sleep(0.02)
+        end = frontend.ends[number]
+        assert isinstance(end, FinishedRequest), end
+        return frontend.tokens[number]
+
+    async def start_worker(self, index: int) -> None:
+        """Start a worker again at its port."""
+        process = service_process("worker", self.directory, *self.worker_flags[index])
+        self.workers[index] = await self.restart.enter_async_context(process)
+
+
+@asynccontextmanager
+async def processes(directory: Path, *flags: str) -> AsyncIterator[Processes]:
+    async with AsyncExitStack() as stack:
+        workers, engines, frontends, worker_flags = [], [], [], []
+        for role in ("prefill", "decode"):
+            own = (
+                f"--worker.port={(port := free_port())}",
+                "--worker.kv-transfer=true",
+                "--worker.kv-transfer-port=0",
+                *flags,
+            )
+            worker_flags.append(own)
+            workers.append(await stack.enter_async_context(service_process("worker", directory, *own)))
+            engine = service_process(
+                "enginecore",
+                directory,
+                f"--engine.role={role}",
+                f"--engine.worker-address=127.0.0.1:{port}",
+                "--engine.kv-lease-s=2",
+                "--engine.resume-ttl-s=2",
+                *flags,
+            )
+            engines.append(await stack.enter_async_context(engine))
+        proxy = stack.enter_context(kv_proxy())
+        for engine in engines:
+            frontend = FakeFrontend(f"127.0.0.1:{await engine.port()}")
+            await frontend.start()
+            stack.push_async_callback(frontend.stop)
+            frontends.append(frontend)
+        async with asyncio.timeout(DEADLINE_S):
+            for frontend in frontends:
+                while not (frontend.welcomes and frontend.welcomes[-1].ready):
+                    await asyncio.sleep(0.02)
+        host, _, port_text = frontends[0].welcomes[-1].kv_endpoint.address.rpartition(":")
+        proxy.target = (host, int(port_text))
+        yield Processes(workers, engines, *frontends, proxy, stack, worker_flags, directory)
+
+
+def make_prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1000, 40_000, length).tolist()
+
+
+async def test_real_blocks_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
+    async with processes(tmp_path, *REAL) as stack:
+        for number, (length, temperature) in enumerate([(300, 0.0), (517, 1.0), (64, 0.7)], start=1):
+            prompt, sampling = make_prompt(length, number), {"max_tokens": 12, "temperature": temperature}
+            await stack.submit(number, prompt, ready_in_s=30.0, **sampling)
+            tokens = await stack.result(number)
+            end = stack.decode.ends[number]
+            assert isinstance(end, FinishedRequest)
+            assert end.num_cached_tokens == min(length // BLOCK_SIZE * BLOCK_SIZE, length - 1)
+            await stack.prefill.submit(100 + number, prompt, sampling=sampling, seed=number)
+            assert tokens == await stack.result(100 + number, stack.prefill)
+        for frontend in (stack.prefill, stack.decode):
+            await frontend.wait_status(lambda status: status.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        ("prefill worker", signal.SIGKILL),
+        ("prefill worker", signal.SIGSTOP),
+        ("prefill engine", signal.SIGKILL),
+        ("decode worker", signal.SIGKILL),
+    ],
+)
+async def test_a_death_in_the_middle_of_transfers_changes_no_token(
+    tmp_path: Path, victim: str, kind: signal.Signals
+) -> None:
+    async with processes(tmp_path, *SIMULATED) as stack:
+        prompts = {number: make_prompt(1000 + 100 * number, number) for number in range(1, 7)}
+        sampling = {"max_tokens": 20, "temperature": 1.0}
+        expected = {}
+        for number, prompt in prompts.items():
+            await stack.prefill.submit(
+                100 + number, prompt, sampling=sampling, seed=number, cache_salt="other"
+            )
+            expected[number] = await stack.result(100 + number, stack.prefill)
+        stack.proxy.damage = slow(30_000)
+        for number, prompt in prompts.items():
+            await stack.submit(number, prompt, ready_in_s=4.0, **sampling)
+        await stack.decode.wait_status(lambda status: status.num_used_blocks > 100)
+        await asyncio.sleep(0.1)
+        tier, index = victim.split()[1], ("prefill", "decode").index(victim.split()[0])
+        service = (stack.workers if tier == "worker" else stack.engines)[index]
+        os.kill(service.process.pid, kind)
+        if victim == "decode worker":
+            await service.process.wait()
+            await stack.start_worker(index)
+        for number in prompts:
+            assert await stack.result(number) == expected[number]
+        await stack.decode.wait_status(lambda status: status.num_used_blocks == 0)
+        if victim == "decode worker":
+            await stack.prefill.wait_status(lambda status: status.num_used_blocks == 0)
+        if kind is signal.SIGSTOP:
+            os.kill(service.process.pid, signal.SIGCONT)
