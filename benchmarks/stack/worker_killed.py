@@ -17,15 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc.aio
 import numpy as np
 
 from benchmarks.harness.cluster import running
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from triptych.client.grpc_client import GenerationClient
+from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.launcher.launch import config_from_overrides
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.rpc.channel import open_channel
 from triptych.types.events import DeltaEvent
+from triptych.types.facts import Phase
 from triptych.types.outputs import TokenLogprobs
 
 PROMPT_LENS = (24, 128)
@@ -58,8 +62,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     overrides |= {"simulation.enabled": True} if arguments.sim else {"dtype": "float32"}
     for _ in range(arguments.rounds):
         with running(config_from_overrides(overrides)) as cluster:
-            undisturbed = asyncio.run(all_streams(cluster, arguments, num_kills=0))
-            disturbed = asyncio.run(all_streams(cluster, arguments, num_kills=arguments.kills))
+            undisturbed, _ = asyncio.run(all_streams(cluster, arguments, num_kills=0))
+            disturbed, restarts_s = asyncio.run(all_streams(cluster, arguments, num_kills=arguments.kills))
         title = f"{arguments.streams} streams of {arguments.tokens} tokens, {arguments.kills} kills"
         pairs = list(zip(undisturbed, disturbed, strict=True))
         missing = sum(len(after.token_ids) < len(before.token_ids) for before, after in pairs)
@@ -73,12 +77,19 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         gaps_s = [stream.longest_gap_s for stream in disturbed]
         yield Figure(f"{title}: longest silence, median stream", "s", (float(np.median(gaps_s)),))
         yield Figure(f"{title}: longest silence, worst stream", "s", (max(gaps_s),))
+        yield Figure(f"{title}: longest restart, kill to ready", "s", (max(restarts_s),))
+        yield Figure(f"{title}: longest silence beyond the restart", "s", (max(gaps_s) - max(restarts_s),))
 
 
 async def all_streams(
     cluster: LocalCluster, arguments: argparse.Namespace, *, num_kills: int
-) -> list[Stream]:
-    """Run all streams, and kill the worker whenever they have reached the next of equal parts of their tokens."""
+) -> tuple[list[Stream], list[float]]:
+    """Run all streams, and kill the worker whenever they have reached the next of equal parts of their tokens.
+
+    Returns:
+        The streams, and the seconds from each kill until a worker is ready again.
+    """
+    restarts_s: list[float] = []
     streams = [Stream() for _ in range(arguments.streams)]
     sampling: dict[str, Any] = {"max_tokens": arguments.tokens} | ({} if arguments.sim else {"logprobs": 2})
 
@@ -88,12 +99,29 @@ async def all_streams(
             while sum(len(stream.token_ids) for stream in streams) < num_tokens:
                 await asyncio.sleep(0.005)
             os.kill(cluster.pids["worker"], signal.SIGKILL)
+            restarts_s.append(await time_to_ready(cluster))
 
     async with GenerationClient(cluster.address) as client, asyncio.TaskGroup() as group:
         group.create_task(kill())
         for number, stream in enumerate(streams):
             group.create_task(stream.follow(client, number, dict(sampling)))
-    return streams
+    return streams, restarts_s
+
+
+async def time_to_ready(cluster: LocalCluster) -> float:
+    """Wait until the worker that was killed just now is ready again, and return the seconds that it took."""
+    killed_s = time.monotonic()
+    while True:
+        async with open_channel(cluster.config.engine.worker_address) as channel:
+            try:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                response = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=0.5)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.02)
+                continue
+        if response.info.phase == Phase.READY:
+            return time.monotonic() - killed_s
+        await asyncio.sleep(0.02)
 
 
 def first_difference(before: Stream, after: Stream) -> str:

@@ -68,10 +68,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return delays
 
 
-async def test_delays_double_from_50_ms_to_1_s(clock: list[float]) -> None:
+async def test_delays_double_from_50_ms_to_250_ms(clock: list[float]) -> None:
     client, dialer = make(*[EngineUnavailable("refused")] * 7, FRESH)
     assert await dialer.dial() is FRESH
-    assert clock == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert clock == [0.05, 0.1, 0.2, 0.25, 0.25, 0.25, 0.25]
     assert client.failures == ["refused"] * 7
     assert dialer.has_session
 
