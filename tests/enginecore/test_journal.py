@@ -117,12 +117,13 @@ def carry_out(run: RecordedRun, action: tuple[Any, ...]) -> None:
     script=st.lists(scenes, min_size=2, max_size=12),
     policy=st.sampled_from(["fcfs", "priority"]),
     limit=st.sampled_from([1, 4]),
+    num_stages=st.sampled_from([1, 1, 3]),
 )
 def test_whatever_happened_happens_again(
-    tmp_path_factory: Any, script: list[Any], policy: str, limit: int
+    tmp_path_factory: Any, script: list[Any], policy: str, limit: int, num_stages: int
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
-    run = RecordedRun(directory, policy=policy, max_samples_per_row=limit).start()
+    run = RecordedRun(directory, policy=policy, max_samples_per_row=limit, num_stages=num_stages).start()
     run.engine.open_session(2)
     for scene in script:
         for action in scene:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, naive_generation
+from services.enginecore.engine import EngineCore
+from tests.helpers.scheduling import (
+    Engine,
+    NaiveWorker,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+)
+from tests.helpers.stack import NaiveRunner, make_config
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych.types.submit import single_choice
 
 
 def make_engine(num_stages: int, **config: Any) -> Engine:
@@ -111,3 +122,17 @@ def test_tokens_and_ends_are_those_of_one_stage() -> None:
     for number in range(12):
         expected = naive_generation(make_prompt(23, number), number, SamplingParams(max_tokens=30), (), 128)
         assert engine.end_of(number) == expected
+
+
+def test_an_operator_who_wants_fewer_steps_in_flight_gets_larger_ones() -> None:
+    core = EngineCore(make_config(steps_in_flight=2, max_num_seqs=8, max_num_batched_tokens=64))
+    core.worker_ready(replace(NaiveRunner(make_config()).facts, num_stages=4), after_crash=False)
+    core.open_session(1)
+    for number in range(8):
+        core.submit(1, single_choice(number, str(number), [1, 2], SamplingParams(max_tokens=9), seed=number))
+    worker = NaiveWorker()
+    prompts = core.plan()
+    assert prompts is not None
+    core.apply(worker.execute(prompts))
+    plans = [core.plan() for _ in range(2)]
+    assert [plan.num_tokens for plan in plans if plan is not None] == [4, 4], "halves, not quarters"

@@ -37,6 +37,7 @@ class RecordedRun:
         max_bytes: int = 1 << 20,
         engine_id: str = "engine-0",
         max_samples_per_row: int = 1,
+        num_stages: int = 1,
         **scheduler: Any,
     ) -> None:
         config = make_config(**{"max_num_seqs": 4, "max_num_batched_tokens": 48, **scheduler})
@@ -48,6 +49,7 @@ class RecordedRun:
         self.clock = Clock()
         self.engine: EngineCore = create_engine(config, started_at_ms, lambda: self.clock())
         self.runner = NaiveRunner(config, num_blocks, max_model_len, max_samples_per_row)
+        self.runner.facts = replace(self.runner.facts, num_stages=num_stages)
         self.plans: deque[StepPlan] = deque()
         self._numbers: dict[int, int] = {}
 
@@ -106,7 +108,7 @@ class RecordedRun:
     def run(self, max_turns: int = 10_000) -> RecordedRun:
         """Plan and apply as the loop does, until nothing is left."""
         for _ in range(max_turns):
-            while len(self.plans) < 2 and self.plan():
+            while len(self.plans) <= self.runner.facts.num_stages and self.plan():
                 pass
             if not self.plans:
                 break
