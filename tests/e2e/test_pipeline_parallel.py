@@ -9,6 +9,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from tests.e2e.test_worker_groups import (
@@ -19,6 +20,7 @@ from tests.e2e.test_worker_groups import (
     tokens_of,
     wait_until,
 )
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
 from triptych.hub import resolve_model
 
@@ -107,5 +109,13 @@ async def test_the_end_of_any_stage_is_that_of_all_and_costs_no_token(
 async def test_two_stages_of_two_ranks_say_what_one_says(model: Path, expected: list[list[int]]) -> None:
     with group_of_ranks(**flags_of(model, 2, 2)) as (stack, _):
         assert len(ranks_of(stack)) == 4
-        async with GenerationClient(stack.address) as client:
+        async with (
+            GenerationClient(stack.address) as client,
+            grpc.aio.insecure_channel(stack.admin_address) as channel,
+        ):
             assert await generate(client) == expected
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            async with asyncio.timeout(DEADLINE_S):
+                await admin.Sleep(admin_pb2.SleepRequest(level=2, mode=admin_pb2.PAUSE_MODE_KEEP))
+                await admin.Wake(admin_pb2.WakeRequest())
+            assert await generate(client) == expected, "all stages have read their weights again"
