@@ -41,6 +41,8 @@ class RequestRecord:
         """Kept up to date by the generator."""
         self.finish = ""
         """How it ended well; empty until it has."""
+        self.num_moves = 0
+        """Times that it moved to another engine."""
 
     @property
     def elapsed_s(self) -> float:
@@ -129,6 +131,8 @@ class RequestRecord:
             "total_ms": total_s * 1000,
             "finish": outcome,
         }
+        if self.num_moves:
+            fields["moves"] = self.num_moves
         if self._key_name:
             fields["key"] = self._key_name
         if self._time_to_first_token_s is not None:

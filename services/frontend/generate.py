@@ -177,6 +177,7 @@ class Generator:
             finally:
                 outputs.close()
                 record.usage = _usage(request.prompt_token_ids, outputs)
+                record.num_moves = outputs.num_moves
                 self._rate_limits.charge(caller, outputs.num_tokens)
                 if alarm is not None:
                     alarm.cancel()

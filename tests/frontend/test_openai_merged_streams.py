@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from openai.types import CompletionUsage
 
+from services.frontend.openai.objects import usage_object
 from services.frontend.openai.streams import merge
 from triptych.errors import ContextLengthExceeded, FieldViolation, GenerationLost, InvalidRequest, QueueFull
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -118,3 +120,21 @@ async def test_prompts_that_are_too_long_are_a_context_error_together() -> None:
 
 async def test_a_refusal_that_a_retry_helps_is_not_waited_for() -> None:
     assert isinstance(await refusal_of(None, QueueFull("full", 1.0)), QueueFull)
+
+
+async def test_an_answer_says_that_its_request_has_moved() -> None:
+    ends = [
+        FinishedEvent(Usage(1, 2), StageTimings(), 0, *moves) for moves in ((0, True), (2, False), (1, True))
+    ]
+    assert "triptych" not in usage_object(ends[0])
+    assert usage_object(ends[1])["triptych"] == {"moves": 2, "exact": False}
+
+    async def stream(end: FinishedEvent) -> AsyncGenerator[Event]:
+        yield AdmittedEvent("r", "m", 0, [1])
+        yield end
+
+    *_, together = [event async for event in merge([stream(end) for end in ends], 1)]
+    assert isinstance(together, FinishedEvent)
+    usage = usage_object(together)
+    assert usage["triptych"] == {"moves": 2, "exact": False}
+    assert CompletionUsage.model_validate(usage).model_extra == {"triptych": usage["triptych"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import grpc
 import grpc.aio
 
 from services.frontend.engines.attachment import Attachment
+from services.frontend.engines.liveness import Liveness
 from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
@@ -35,7 +35,7 @@ from triptych.rpc.session.handshake import (
     greet,
     session_hello,
 )
-from triptych.rpc.status import from_rpc_error, is_connection_refused
+from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 
 _READER_END_S = 1.0
 _GOODBYE_S = 1.0
-BEAT_S = 0.33
-"""Seconds of silence after which an engine with requests is asked for a sign of life, and asked again."""
 # Errors that a status without our details is read as: gRPC itself, or the network, ended the stream.
 _UNTYPED = (EngineUnavailable, GenerationLost, DeadlineExceeded, TriptychError)
 
@@ -87,17 +85,7 @@ class EngineClient:
         self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
         """Knows whether there is a session, and for how long it can be resumed."""
         self._why_lost = "not connected yet"
-        self.heard_at = 0.0
-        """When the last message came, on the monotonic clock, as all times here."""
-        self._beat_at = 0.0
-        """When a sign of life was asked for last."""
-        self._lost_at = 0.0
-        """When the last stream broke."""
-        self._is_refused = False
-        """The address refuses connections: the process has ended."""
-        self._has_died = False
-        """The process that the session was with has ended, unless it has said that it would."""
-        self._has_beats = False
+        self.life = Liveness()
         self._call: grpc.aio.StreamStreamCall | None = None
         """The stream. None: there is none."""
 
@@ -123,25 +111,12 @@ class EngineClient:
 
     def silent_for(self, now: float) -> float:
         """Return the seconds for which a stream on which choices are in flight has brought nothing; 0 without one."""
-        session = self._session
-        if session is None or not session.num_in_flight or not self._is_connected or not self._has_beats:
-            return 0.0
-        return now - self.heard_at
-
-    def is_silent(self, now: float) -> bool:
-        """Return whether a sign of life should be asked for."""
-        return self.silent_for(now) >= BEAT_S
+        return self.life.silent_for(now) if self.num_in_flight else 0.0
 
     def beat(self, now: float) -> None:
         """Ask for a sign of life, unless one has come or was asked for a moment ago."""
-        is_due = now - max(self.heard_at, self._beat_at) >= BEAT_S
-        if is_due and self._session is not None and self._is_connected and self._has_beats:
-            self._beat_at = now
+        if self._session is not None and self.life.take_beat(now):
             self._session.outbox.beat()
-
-    def pardon_silence(self, now: float) -> None:
-        """Forget a silence: this process did not listen."""
-        self.heard_at = max(self.heard_at, now)
 
     def is_lost(self, now: float, *, after_s: float) -> bool:
         """Return whether choices are in flight on a stream that broke and is not resumed.
@@ -151,7 +126,7 @@ class EngineClient:
         """
         if self._is_connected or not self.dialer.has_session or not self.num_in_flight:
             return False
-        return self._is_refused or now - self._lost_at >= after_s
+        return self.life.is_refused or now - self.life.lost_at >= after_s
 
     def give_up(self, why: str) -> None:
         """End the session, which is never resumed, and its stream if there is one."""
@@ -264,11 +239,9 @@ class EngineClient:
             call.cancel()
             raise
         before, self.welcome = self.welcome, welcome_from_proto(welcome)
-        if before is not None and self.welcome.boot_id != before.boot_id:
-            self._has_died = before.ready
-        self._has_beats = terms.agreement.has(BEATS)
+        self.life.note_process(before, self.welcome)
         session.outlook.note_hash(self.welcome.prefix_hash)
-        return _Stream(call, session, terms.is_resumed, terms.resume_ttl_s, abandoned)
+        return _Stream(call, session, terms, abandoned)
 
     def _open_channel(self) -> grpc.aio.Channel:
         return open_channel(self.address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=self._credentials)
@@ -284,8 +257,8 @@ class EngineClient:
         """Take a stream that the engine has welcomed into use."""
         session = self._session = stream.session
         self._is_connected = True
-        self._has_died = self._is_refused = False
-        self._call, self.heard_at = stream.call, time.monotonic()
+        self._call = stream.call
+        self.life.begin(has_beats=stream.terms.agreement.has(BEATS))
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
             self._abandoned = ""
         fields = with_fields(resumed=stream.is_resumed, in_flight=session.num_in_flight)
@@ -323,7 +296,7 @@ class EngineClient:
 
     async def _read(self, call: grpc.aio.StreamStreamCall, session: EngineSession) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
-            self.heard_at = time.monotonic()
+            self.life.note_message()
             match message.WhichOneof("message"):
                 case "outputs":
                     batch = outputs_from_proto(message.outputs)
@@ -344,11 +317,8 @@ class EngineClient:
             log.warning("engine %s at %s lost: %s", self.name, self.address, why)
         elif why != self._why_lost:  # a redial that fails as the one before is no news
             log.info("engine %s at %s not reached: %s", self.name, self.address, why)
-        if self._is_connected:
-            self._lost_at = time.monotonic()
         self._is_connected, self._why_lost = False, why
-        self._is_refused = is_connection_refused(error)
-        self._has_died = self._is_refused and self.welcome is not None and self.welcome.ready
+        self.life.end(error, self.welcome)
         is_torn = self._session is not None and self._session.is_torn
         is_over = error is None or _is_refusal(error) or is_torn
         self.dialer.note_broken(why, is_futile=not _is_of_the_network(error), is_over=is_over)
@@ -359,7 +329,7 @@ class EngineClient:
         session, self._session = self._session, None
         if session is not None:
             self._abandoned = session.name
-            session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self._has_died))
+            session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self.life.has_died))
 
     def _explain(self, error: BaseException | None) -> str:
         match error:
@@ -382,10 +352,17 @@ class _Stream:
 
     call: grpc.aio.StreamStreamCall
     session: EngineSession
-    is_resumed: bool
-    resume_ttl_s: float
+    terms: SessionTerms
     abandoned: str
     """Name of the given-up session that its hello has named. Empty: none."""
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.terms.is_resumed
+
+    @property
+    def resume_ttl_s(self) -> float:
+        return self.terms.resume_ttl_s
 
 
 def _is_of_the_network(error: BaseException | None) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.frontend.engines.client import BEAT_S, EngineClient
+from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.liveness import BEAT_S
 from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss
 from triptych.config import FrontendConfig
@@ -158,17 +159,16 @@ class Mover:
             return
         if is_late:
             for engine in engines:
-                engine.pardon_silence(now)
+                engine.life.pardon_silence(now)
             return
-        silent = [engine for engine in engines if engine.is_silent(now)]
-        if silent:
+        if any(engine.silent_for(now) >= BEAT_S for engine in engines):
             for engine in engines:
                 engine.beat(now)
         for engine in engines:
             if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine):
                 engine.give_up("others can go on with its requests")
             elif engine.silent_for(now) >= terms.after_silence_s:
-                living = [e for e in engines if now - e.heard_at < _FRESH_S]
+                living = [e for e in engines if now - e.life.heard_at < _FRESH_S]
                 if self._has_peer(engine, among=living):
                     engine.give_up(f"no sign of life for {engine.silent_for(now):.1f} s")
 

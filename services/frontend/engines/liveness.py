@@ -1,0 +1,68 @@
+"""Signs of life of one engine: its messages, its answers to beats, and how its streams end."""
+
+from __future__ import annotations
+
+import time
+
+from triptych.rpc.status import is_connection_refused
+from triptych.types.submit import EngineWelcome
+
+BEAT_S = 0.33
+"""Seconds of silence after which an engine with requests is asked for a sign of life, and asked again."""
+
+
+class Liveness:
+    """Owned by the engine's client. All times are on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.heard_at = 0.0
+        """When the last message came."""
+        self.lost_at = 0.0
+        """When the last stream broke."""
+        self.is_refused = False
+        """The address refuses connections: the process has ended."""
+        self.has_died = False
+        """The process that the session was with has ended, unless it has said that it would."""
+        self._beat_at = 0.0
+        """When a sign of life was asked for last."""
+        self._has_stream = False
+        self._has_beats = False
+        """The engine answers beats."""
+
+    def begin(self, *, has_beats: bool) -> None:
+        """Note that a stream has begun. `has_beats`: The engine answers beats on it."""
+        self._has_stream, self._has_beats = True, has_beats
+        self.has_died = self.is_refused = False
+        self.note_message()
+
+    def note_message(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def note_process(self, before: EngineWelcome | None, welcome: EngineWelcome) -> None:
+        """Note which process answers. `before`: the last welcome, maybe of another one."""
+        if before is not None and welcome.boot_id != before.boot_id:
+            self.has_died = before.ready
+
+    def end(self, error: BaseException | None, welcome: EngineWelcome | None) -> None:
+        """Note that the stream, or the attempt at one, has ended. `welcome`: the last one."""
+        if self._has_stream:
+            self.lost_at = time.monotonic()
+        self._has_stream = False
+        self.is_refused = is_connection_refused(error)
+        self.has_died = self.is_refused and welcome is not None and welcome.ready
+
+    def silent_for(self, now: float) -> float:
+        """Return the seconds for which the stream has brought nothing; 0 if there is none, or no answer to beats."""
+        return now - self.heard_at if self._has_stream and self._has_beats else 0.0
+
+    def take_beat(self, now: float) -> bool:
+        """Return whether to ask for a sign of life now: none has come or was asked for within a moment."""
+        is_due = now - max(self.heard_at, self._beat_at) >= BEAT_S
+        if not (is_due and self._has_stream and self._has_beats):
+            return False
+        self._beat_at = now
+        return True
+
+    def pardon_silence(self, now: float) -> None:
+        """Forget a silence: this process did not listen."""
+        self.heard_at = max(self.heard_at, now)
