@@ -103,6 +103,7 @@ async def test_an_engine_started_again_says_that_the_one_before_died() -> None:
     async with two_engines() as (first, second, core):
         task, choice = await submitted_to(first, second, core)
         first.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
         await first.die()
         moved = await second.next_submit()
         assert moved.request.num_engine_deaths == 1
@@ -133,6 +134,7 @@ async def test_a_refusal_sends_it_on_and_another_error_ends_it() -> None:
     async with two_engines(is_mute=True) as (first, second, core):
         task, choice = await submitted_to(first, second, core)
         first.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
         await first.die()
         moved = await second.next_submit()
         second.fail(moved, "QUEUE_FULL", "full", retry_after_ms=100)
