@@ -17,6 +17,7 @@ from typing import Any
 
 from triptych.config.fields import EngineConfig
 from triptych.config.option import ENV_PREFIX, WORKER, Option
+from triptych.config.orchestrator import place_in_group
 from triptych.errors import ConfigError, HandshakeMismatch
 
 CONFIG_FILE_ENV = "TRIPTYCH_CONFIG"
@@ -55,6 +56,7 @@ def load_config(
     file: Path | None = None,
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None,
+    is_worker: bool = False,
 ) -> EngineConfig:
     """Build the config from its four sources.
 
@@ -62,6 +64,7 @@ def load_config(
         file: yaml; None: the file named by $TRIPTYCH_CONFIG, if it is set.
         env: the environment; None: this process's.
         flags: key (`scheduler.max_num_seqs`) to text, as given on the command line.
+        is_worker: whether this process is a worker, whose place among the ranks Kubernetes may tell.
 
     Raises:
         ConfigError: an unknown key or a bad value; names key, value, allowed range and source.
@@ -77,6 +80,8 @@ def load_config(
     for key, text in (flags or {}).items():
         option = _find(key, options, f"flag --{key}")
         values[key] = _parse(option, text, f"flag {option.flag}")
+    if is_worker:
+        values |= place_in_group(env, values)
     leaves = {
         leaf.name: _leaf_class(leaf)(
             **{key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == leaf.name}
@@ -110,10 +115,10 @@ def add_config_flags(parser: argparse.ArgumentParser, leaves: Sequence[str] | No
         )
 
 
-def config_from_arguments(arguments: argparse.Namespace) -> EngineConfig:
-    """The config that parsed flags of `add_config_flags` mean."""
+def config_from_arguments(arguments: argparse.Namespace, *, is_worker: bool = False) -> EngineConfig:
+    """The config that parsed flags of `add_config_flags` mean; `is_worker` as of `load_config`."""
     flags = {key: text for key, text in vars(arguments).items() if "." in key}
-    return load_config(file=arguments.config, flags=flags)
+    return load_config(file=arguments.config, flags=flags, is_worker=is_worker)
 
 
 def parse_service_arguments(service: str, description: str, argv: Sequence[str]) -> ServiceArguments:
@@ -123,7 +128,8 @@ def parse_service_arguments(service: str, description: str, argv: Sequence[str])
     add_config_flags(parser)
     arguments = parser.parse_args(argv)
     try:
-        return ServiceArguments(config_from_arguments(arguments), arguments.ready_file)
+        config = config_from_arguments(arguments, is_worker=service == "worker")
+        return ServiceArguments(config, arguments.ready_file)
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from triptych.config import EngineConfig
 from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
+from triptych.config.orchestrator import LWS_VARIABLES
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
 from triptych.launcher.readiness import Progress, ReadinessProbe
@@ -283,7 +284,9 @@ class LocalCluster:
 
     def _start(self, service: _Service, rank: int) -> ServiceProcess:
         config = self.config
-        flags = to_flags(config if service.num_processes == 1 else rank_config_of(config, rank))
+        flags = to_flags(config)
+        if service.num_processes > 1:
+            flags = [*to_flags(rank_config_of(config, rank)), f"--worker.rank={rank}"]
         return ServiceProcess(service.module, flags, self._env, self._on_log_line)
 
     def _end_rest(self, processes: Sequence[ServiceProcess]) -> tuple[int, ServiceProcess, Exit]:
@@ -381,7 +384,7 @@ def _quote(process: ServiceProcess) -> str:
 
 def _child_environment() -> dict[str, str]:
     """Ours without the options: the flags say it all, and a default among them must stay one."""
-    dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV}
+    dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV, *LWS_VARIABLES}
     kept = {name: text for name, text in os.environ.items() if name not in dropped}
     # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.
     return {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept}
