@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from tests.worker.ranks import save_checkpoint
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
 from triptych.config.loader import load_config
 from triptych.errors import ConfigError
+from triptych.hub import resolve_model
 from triptych.launcher.launch import with_free_ports
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
@@ -116,6 +119,88 @@ async def test_sleep_and_drain_are_those_of_all_ranks() -> None:
             assert await tokens_of(client, []) == expected
         assert not any("rank" in line and "ends, and all" in line for line in lines), "they left in order"
     assert not any(map(is_running, stack.pids.values()))
+
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49157,  # which no number of ranks divides
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "torch_dtype": "float32",
+}
+PROMPTS = [list(range(100 + 37 * number, 100 + 37 * number + 5 + 7 * number)) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of odd sizes, whose logits differ."""
+    directory = save_checkpoint(tmp_path_factory.mktemp("model"), SIZES)
+    shutil.copy(resolve_model("embedded") / "tokenizer.json", directory)
+    return directory
+
+
+async def answers_of(client: GenerationClient) -> list[list[int]]:
+    """Tokens of all prompts at once, greedy and drawn."""
+
+    async def answer(number: int) -> list[int]:
+        sampling = {"max_tokens": 16, "temperature": float(number % 2), "seed": number, "ignore_eos": True}
+        tokens: list[int] = []
+        async for event in client.generate(PROMPTS[number], sampling):
+            if isinstance(event, DeltaEvent):
+                tokens += event.token_ids
+        return tokens
+
+    return await asyncio.gather(*map(answer, range(len(PROMPTS))))
+
+
+@pytest.fixture(scope="module")
+def answers_of_one_rank(checkpoint: Path) -> list[list[int]]:
+    with group_of_ranks(**real(checkpoint)) as (stack, _):
+        return asyncio.run(first_answers(stack))
+
+
+async def first_answers(stack: LocalCluster) -> list[list[int]]:
+    async with GenerationClient(stack.address) as client:
+        return await answers_of(client)
+
+
+def real(checkpoint: Path, **more: str) -> dict[str, str]:
+    flags = {"model.model": str(checkpoint), "model.dtype": "float32", "cache.num_blocks": "200"}
+    return {**flags, "worker.device": "cpu", **more}
+
+
+@pytest.mark.parametrize(("tensor_parallel", "stages"), [(2, 1), (4, 1), (2, 2)])
+async def test_ranks_say_what_one_says_through_the_whole_stack(
+    tensor_parallel: int, stages: int, checkpoint: Path, answers_of_one_rank: list[list[int]]
+) -> None:
+    sizes = {
+        "parallel.tensor_parallel_size": str(tensor_parallel),
+        "parallel.pipeline_parallel_size": str(stages),
+    }
+    with group_of_ranks(**real(checkpoint, **sizes)) as (stack, _):
+        assert len(ranks_of(stack)) == tensor_parallel * stages
+        async with (
+            GenerationClient(stack.address) as client,
+            grpc.aio.insecure_channel(stack.admin_address) as channel,
+            asyncio.timeout(READY_S),
+        ):
+            assert await answers_of(client) == answers_of_one_rank
+            assert len({tuple(tokens) for tokens in answers_of_one_rank}) == len(PROMPTS), "they differ"
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            for level in (1, 2):
+                await admin.Sleep(admin_pb2.SleepRequest(level=level))
+                await admin.Wake(admin_pb2.WakeRequest())
+                assert await answers_of(client) == answers_of_one_rank
 
 
 def test_heads_that_ranks_do_not_divide_are_refused_by_name() -> None:

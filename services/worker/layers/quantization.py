@@ -24,6 +24,22 @@ _INT8_ON_CPUS = QuantizedFormat(8, is_affine=False)  # its products' inputs are 
 _HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # no later layer averages out its errors
 
 
+ReadPart = Callable[[int, int, int], Tensor]
+"""Reads a part of a checkpoint's tensor: (dim, start, length), as `Tensor.narrow` takes them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnreadTensor:
+    """A tensor of a checkpoint, of which a rank reads only the part that it holds."""
+
+    shape: tuple[int, ...]
+    read: ReadPart
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return a part, as `Tensor.narrow` does."""
+        return self.read(dim, start, length)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlocks:
     """A matrix as its file stores it, for weights that keep the blocks."""
@@ -33,8 +49,12 @@ class StoredBlocks:
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
-    dequantize: Callable[[], Tensor]
-    """Returns [rows, columns] floating point, for weights that cannot keep the blocks."""
+    read: ReadPart
+    """Reads rows or columns in floating point, for weights that cannot keep the blocks."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return a part in floating point, as `Tensor.narrow` does."""
+        return self.read(dim, start, length)
 
 
 def choose_format(

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from services.worker.context.model_context import ModelContext
-from services.worker.layers.quantization import StoredBlocks, choose_format, create_quantized_weight
+from services.worker.layers.quantization import (
+    StoredBlocks,
+    UnreadTensor,
+    choose_format,
+    create_quantized_weight,
+)
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
+
+LoadedTensor = Tensor | UnreadTensor | StoredBlocks
+"""A tensor of a checkpoint on its way into a model."""
 
 AnyWeight = nn.Parameter | LinearWeight
 """[out_features, in_features] in the form that the device's product reads; the ops take either."""
@@ -46,7 +54,7 @@ class WeightTarget:
         """Number of elements of this rank's share."""
         return math.prod(self.checkpoint_shape) // self.checkpoint_shape[self.dim] * self.length
 
-    def load(self, name: str, tensor: Tensor | StoredBlocks) -> None:
+    def load(self, name: str, tensor: LoadedTensor) -> None:
         """Pass this rank's share of `tensor` to `fill`, or of its blocks to `fill_blocks`.
 
         Raises:
@@ -57,16 +65,14 @@ class WeightTarget:
                 f"{name}: the checkpoint holds {list(tensor.shape)}, "
                 f"the model needs {list(self.checkpoint_shape)}"
             )
-        if isinstance(tensor, StoredBlocks):
-            if self.fill_blocks is not None:
-                start, length = self.start, self.length
-                if self.dim == 1:
-                    # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
-                    row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
-                    start, length = start * row_bytes // columns, length * row_bytes // columns
-                self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
-                return
-            tensor = tensor.dequantize()
+        if isinstance(tensor, StoredBlocks) and self.fill_blocks is not None:
+            start, length = self.start, self.length
+            if self.dim == 1:
+                # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
+                row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
+                start, length = start * row_bytes // columns, length * row_bytes // columns
+            self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
+            return
         self.fill(tensor.narrow(self.dim, self.start, self.length))
 
 
@@ -232,7 +238,7 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
 
 
 def load_weights(
-    model: nn.Module, tensors: Iterable[tuple[str, Tensor | StoredBlocks]], *, ignored: Collection[str] = ()
+    model: nn.Module, tensors: Iterable[tuple[str, LoadedTensor]], *, ignored: Collection[str] = ()
 ) -> None:
     """Fill every parameter of `model` exactly once, holding one checkpoint tensor at a time.
 

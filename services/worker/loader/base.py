@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -46,6 +49,18 @@ class Checkpoint(ABC):
             KeyError: There is no tensor of that name.
         """
 
+    def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
+        """Read a part of one tensor; otherwise as `read`.
+
+        Args:
+            dim, start, length: As of `Tensor.narrow`.
+        """
+        return self.read(name, dtype).narrow(dim, start, length)
+
+    def release(self, name: str) -> None:
+        """Note that this tensor has been copied: what of its file is mapped takes no memory of this process."""
+        return
+
     def read_blocks(self, name: str) -> Tensor:
         """Read the rows of a matrix as they are stored, [rows, bytes of a row] uint8, in Hugging Face's order.
 
@@ -81,6 +96,17 @@ class MappedFile:
     def read(self, offset: int, size: int) -> Tensor:
         """Return [size] uint8, a view of the file."""
         return self._bytes[offset : offset + size]
+
+
+def release_pages(view: Tensor) -> None:
+    """Give back the memory behind a view of a mapped file, which has not been written to. It can be read again."""
+    if sys.platform != "linux" or not view.nbytes:
+        return
+    page = mmap.PAGESIZE
+    start = -(-view.data_ptr() // page) * page
+    length = (view.data_ptr() + view.nbytes) // page * page - start
+    if length > 0:  # a failure only means that the pages stay
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def fingerprint(

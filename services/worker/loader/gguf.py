@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.worker.context.device import STORED_DTYPES
-from services.worker.loader.base import Checkpoint, MappedFile, StoredTensor
+from services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
 from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
 from triptych.errors import ModelError
 
@@ -44,6 +44,26 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = self._entries[name]
         return dequantize(self._stored(tensor), tensor.type, dtype).view(tensor.shape)
+
+    def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
+        tensor = self._entries[name]
+        if len(tensor.shape) != 2 or tensor.type in STORED_DTYPES:
+            return self.read(name, dtype).narrow(dim, start, length)
+        rows, columns = tensor.shape
+        blocks = self.read_blocks(name)
+        if dim == 0:
+            part, shape = blocks.narrow(0, start, length), (length, columns)
+        else:
+            row_bytes, per_block = blocks.shape[1], _BLOCK_FORMATS[tensor.type].num_weights
+            if start % per_block or length % per_block:  # a block would be cut
+                return self.read(name, dtype).narrow(dim, start, length)
+            first, num_bytes = start * row_bytes // columns, length * row_bytes // columns
+            part, shape = blocks.narrow(1, first, num_bytes), (rows, length)
+        return dequantize(part.reshape(-1), tensor.type, dtype).view(shape)
+
+    def release(self, name: str) -> None:
+        tensor = self._entries[name]
+        release_pages(self._file.read(tensor.offset, tensor.size))
 
     def read_blocks(self, name: str) -> Tensor:
         tensor = self._entries[name]

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from services.worker.context.model_context import ModelContext
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.quantization import StoredBlocks, keeps_blocks
-from services.worker.layers.weights import linear_weights
+from services.worker.layers.quantization import StoredBlocks, UnreadTensor, keeps_blocks
+from services.worker.layers.weights import LoadedTensor, linear_weights
 from services.worker.loader.base import Checkpoint
 from services.worker.loader.gguf import GgufCheckpoint
 from services.worker.loader.random import RandomCheckpoint
@@ -121,8 +121,8 @@ def _one_thread() -> Iterator[None]:
 
 def _stream(
     checkpoint: Checkpoint, names: Sequence[str], config: ResolvedConfig, progress: Progress | None
-) -> Iterator[tuple[str, Tensor | StoredBlocks]]:
-    """Yield (name, tensor) one by one; the model copies each to its device before it reads the next."""
+) -> Iterator[tuple[str, LoadedTensor]]:
+    """Yield (name, tensor) one by one; the model copies its part of each to its device before it reads the next."""
     is_plain = config.quantization == "none"
     # what is quantized is rounded once, from float32
     dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
@@ -132,12 +132,13 @@ def _stream(
     done = 0
     for name in names:
         stored = checkpoint.tensors[name]
-        read = partial(checkpoint.read, name, own_dtypes.get(stored.type, dtype))
+        read = partial(checkpoint.read_part, name, own_dtypes.get(stored.type, dtype))
         if len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
             rows, columns = stored.shape
             yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)
         else:
-            yield name, read()
+            yield name, UnreadTensor(stored.shape, read)
+        checkpoint.release(name)
         done += stored.size
         if progress is not None:
             progress(done, total)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.loader.base import Checkpoint, StoredTensor
+from services.worker.loader.base import Checkpoint, StoredTensor, release_pages
 from triptych.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
@@ -46,7 +46,20 @@ class SafetensorsCheckpoint(Checkpoint):
                 )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        return self._convert(self._view(name), dtype)
+
+    def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
+        return self._convert(self._view(name).narrow(dim, start, length), dtype)
+
+    def release(self, name: str) -> None:
+        release_pages(self._view(name))
+
+    def _view(self, name: str) -> Tensor:
+        """Return a tensor as it is mapped."""
+        view: Tensor = self._files[name].get_tensor(name)
+        return view
+
+    def _convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if tensor.dtype != dtype:
             # a GPU converts faster than it receives the numbers, and bfloat16 is half as much to send as float32
             tensor = tensor.to(self._device)

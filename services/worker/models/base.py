@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from services.worker.context.model_context import ModelContext
-from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.step_context import StepContext
+from services.worker.layers.weights import LoadedTensor
 
 
 class CausalLM(Protocol):
@@ -43,7 +43,7 @@ class CausalLM(Protocol):
         """Return the float32 logits [num_rows, vocab_size] of some hidden states [num_rows, hidden_size]."""
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor | StoredBlocks]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
         """Fill every parameter exactly once from Hugging Face-named tensors.
 
         Each tensor is copied before the next is read.

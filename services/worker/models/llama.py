@@ -16,10 +16,9 @@ from services.worker.layers.attention import Attention
 from services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
 from services.worker.layers.norm import RMSNorm
-from services.worker.layers.quantization import StoredBlocks
 from services.worker.layers.rotary import RotaryEmbedding
 from services.worker.layers.step_context import StepContext
-from services.worker.layers.weights import load_weights
+from services.worker.layers.weights import LoadedTensor, load_weights
 from services.worker.parallel.shares import stage_layers
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
@@ -110,7 +109,7 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor | StoredBlocks]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
         # older checkpoints store the rotary frequencies, and some tied ones the head a second time
         ignored = ["rotary_emb.inv_freq"]
         if self._is_tied:
