@@ -121,9 +121,28 @@ def test_a_burst_sees_itself() -> None:
     assert sorted(counts.values()) == [10, 10, 10, 10]
 
 
-def test_a_burst_of_one_prompt_spreads_and_is_computed_once_at_each_engine() -> None:
+def test_a_prompt_that_many_send_is_copied_and_one_that_few_send_is_not() -> None:
+    """A copy costs each of those that use it a little; then the emptier engine is the sooner one."""
     _, engines = make_engines(4)
-    policy, prompt, num_computed, counts = SoonestFirstToken(), make_prompt(1000), 0, Counter[int]()
+    policy, hot, num_computed, counts = SoonestFirstToken(Clock()), make_prompt(1000), 0, Counter[int]()
+    engines[0].cache(hot, 62)
+    for seed in range(1, 201):
+        rare = make_prompt(1000, seed)
+        engines[1].cache(rare, 62)
+        assert policy.choose(engines, rare, 1) == 1
+        index = policy.choose(engines, hot, 1)
+        num_computed += 1000 - engines[index].outlook.count_cached_tokens(hot)
+        (number,) = engines[index].send(hot)
+        engines[index].tell(admitted=u32(number))
+        counts[index] += 1
+        engines[index].tell(replace(IDLE, num_running=counts[index], num_free_rows=100))
+    assert num_computed == 3 * 1000 + 197 * 8
+    assert max(counts.values()) <= 1.3 * 50
+
+
+def test_a_burst_of_one_prompt_is_computed_once_at_each_engine() -> None:
+    _, engines = make_engines(4)
+    policy, prompt, num_computed, counts = SoonestFirstToken(Clock()), make_prompt(1000), 0, Counter[int]()
     for _ in range(80):
         index = policy.choose(engines, prompt, 1)
         num_computed += 1000 - engines[index].outlook.count_cached_tokens(prompt)

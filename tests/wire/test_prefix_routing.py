@@ -11,7 +11,7 @@ import numpy as np
 
 from services.enginecore.frontends import outputs as outputs_module
 from services.frontend.engines.client import EngineClient
-from services.frontend.engines.prefix_index import keys_of
+from services.frontend.engines.prefix_index import count_leading, keys_of
 from services.frontend.engines.router import Router
 from services.frontend.engines.routing_policy import RoundRobin
 from tests.helpers.scheduling import BLOCK_SIZE, make_prompt
@@ -115,11 +115,11 @@ async def test_what_was_said_is_known_to_be_where_it_was_said() -> None:
             ) // BLOCK_SIZE  # the last token is not computed
             await eventually(
                 lambda engine=engine, keys=keys, n=num_computed: (
-                    engine.outlook.cached.count_leading(keys) == n
+                    count_leading(keys, engine.outlook.cached) == n
                 )
             )
             (other,) = (client for client in router.engines if client is not engine)
-            assert other.outlook.cached.count_leading(keys) == 0
+            assert count_leading(keys, other.outlook.cached) == 0
 
 
 def submission_of(prompt: list[int], sampling: SamplingParams, numbers: Sequence[int]) -> SubmitRequest:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt
+from services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt, count_leading
 from triptych.prefix_hash import why_unknown
 from triptych.types.outputs import EngineLoad, OutputBatch
 from triptych.types.submit import PrefixHash
@@ -57,16 +57,13 @@ class EngineOutlook:
             return 0
         keys = prompt.keys(self.block_size)
         self._forget_expected()
-        num_blocks = self.cached.count_leading(keys)
         latest, earlier = self._expected
-        while num_blocks < len(keys):
-            key = keys[num_blocks]
-            if key not in latest and key not in earlier and key not in self.cached:
-                break
-            num_blocks += 1
+        num_blocks = max(
+            count_leading(keys, self.cached), count_leading(keys, latest), count_leading(keys, earlier)
+        )
         return min(num_blocks * self.block_size, prompt.num_tokens - 1)
 
-    def first_token_s(self, num_tokens: int, num_choices: int, prefill_token_s: float) -> float:
+    def first_token_s(self, num_tokens: float, num_choices: int, prefill_token_s: float) -> float:
         """Return in how many seconds a request would have its first token.
 
         Args:

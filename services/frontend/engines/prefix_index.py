@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -44,6 +44,24 @@ def keys_of(hashes: bytes) -> list[int]:
     return np.maximum(keys, 1).tolist()
 
 
+def count_leading(keys: Sequence[int], blocks: Container[int]) -> int:
+    """Return how many of a prompt's blocks are in a set that has no block without those before it.
+
+    So it is with an engine's cache, which loses the end of a prompt before its beginning. Two requests that compute
+    the same at the same time may leave a gap; then a few blocks too many are counted.
+    """
+    if not keys or keys[0] not in blocks:
+        return 0
+    low, high = 1, len(keys)  # the first `low` are there; those behind the first `high` are not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if keys[middle - 1] in blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class PrefixIndex:
     """A set of blocks. It is exact, since the stream that tells it is numbered and resumed, and it has no more entries
     than the engine has blocks. The session with the engine owns it.
@@ -63,24 +81,13 @@ class PrefixIndex:
         """Return the number of blocks."""
         return self._num_entries
 
-    def __contains__(self, key: int) -> bool:
-        return self._find(key) >= 0
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int) and self._find(key) >= 0
 
     @property
     def num_bytes(self) -> int:
         """Size of the table."""
         return len(self._places) * self._places.itemsize
-
-    def count_leading(self, keys: Sequence[int]) -> int:
-        """Return how many blocks of a prompt are cached from its beginning on."""
-        places, shift = self._places, self._shift
-        for index, key in enumerate(keys):
-            place = key >> shift
-            while (entry := places[place]) != key:
-                if not entry:
-                    return index
-                place += 1
-        return len(keys)
 
     def take_in(self, news: CacheNews) -> None:
         """Follow the engine's cache."""

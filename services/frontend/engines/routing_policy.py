@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefix_index import RoutedPrompt
 
 _ALIKE_SHARE, _ALIKE_S = 0.05, 0.005  # by which expected times differ no more than they are known
+_LATELY_S = 5.0
 _UNMEASURED_TOKEN_S = 1e-4  # for each token of a prompt, where no engine has measured any yet
 
 
@@ -86,46 +88,74 @@ class SoonestFirstToken:
 
     looks_at_prompts = True
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic time in seconds."""
         self._least_loaded = LeastLoaded()
+        self._prefixes = _RecentPrefixes(clock)
 
     def choose(self, engines: Sequence[RoutableEngine], prompt: RoutedPrompt | None, num_choices: int) -> int:
         outlooks = [engine.outlook for engine in engines]
         if not all(outlook.is_known for outlook in outlooks):
             return self._least_loaded.choose(engines, prompt, num_choices)
         token_s = _mean_token_s(outlooks)
-        # An engine cannot be sooner than with all of the prompt cached: those that wait longest need no look-up.
-        floors = [
-            (outlook.first_token_s(1, num_choices, token_s), index) for index, outlook in enumerate(outlooks)
+        costs = [1.0] * len(engines) if prompt is None else self._count_tokens(outlooks, prompt)
+        seconds = [
+            outlook.first_token_s(cost, num_choices, token_s)
+            for outlook, cost in zip(outlooks, costs, strict=True)
         ]
-        floors.sort()
-        expected: list[tuple[float, int, int]] = []  # seconds, tokens to compute, index
-        limit_s = float("inf")
-        for floor_s, index in floors:
-            if floor_s > limit_s:
-                break
-            num_tokens = 1
-            if prompt is not None:
-                num_tokens = prompt.num_tokens - outlooks[index].count_cached_tokens(prompt)
-            seconds = outlooks[index].first_token_s(num_tokens, num_choices, token_s)
-            expected.append((seconds, num_tokens, index))
-            limit_s = min(limit_s, seconds + max(_ALIKE_SHARE * seconds, _ALIKE_S))
-        alike = [entry for entry in expected if entry[0] <= limit_s]
-        most_tokens = min(num_tokens for _, num_tokens, _ in alike) + _ALIKE_S / token_s
-        soonest = [index for _, num_tokens, index in alike if num_tokens <= most_tokens]
+        limit_s = min(seconds) + max(_ALIKE_SHARE * min(seconds), _ALIKE_S)
+        alike = [index for index in range(len(engines)) if seconds[index] <= limit_s]
+        most_tokens = min(costs[index] for index in alike) + _ALIKE_S / token_s
+        soonest = [index for index in alike if costs[index] <= most_tokens]
         drawn = random.sample(soonest, min(len(soonest), 2))
         return min(drawn, key=lambda index: outlooks[index].num_choices)
 
+    def _count_tokens(self, outlooks: Sequence[EngineOutlook], prompt: RoutedPrompt) -> list[float]:
+        """Return the tokens that each engine would have to compute, those of a copy divided among its users.
 
-def create_policy(name: str) -> RoutingPolicy:
-    """Return the policy that `frontend.routing` names."""
-    policies: dict[str, type[RoutingPolicy]] = {
-        "prefix": SoonestFirstToken,
+        What is cached at one engine and computed at another is a copy there, for the prompts to come as well: as many
+        as have come with the same beginning lately.
+        """
+        cached = [outlook.count_cached_tokens(prompt) for outlook in outlooks]
+        most = max(cached)
+        if not most:
+            return [float(prompt.num_tokens)] * len(outlooks)
+        block_size = outlooks[cached.index(most)].block_size
+        num_users = self._prefixes.count(prompt.keys(block_size)[-(-most // block_size) - 1])
+        return [prompt.num_tokens - most + (most - count) / max(num_users, 1) for count in cached]
+
+
+class _RecentPrefixes:
+    """Counts how often each beginning of prompts was asked for lately."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        """Key to how often: lately, and before that."""
+        self._since = clock()
+
+    def count(self, key: int) -> int:
+        """Count a key, and return how often it had been counted before."""
+        now = self._clock()
+        if now - self._since > _LATELY_S:
+            self._counts = ({}, self._counts[0] if now - self._since < 2 * _LATELY_S else {})
+            self._since = now
+        lately, before = self._counts
+        num_lately = lately.get(key, 0)
+        lately[key] = num_lately + 1
+        return num_lately + before.get(key, 0)
+
+
+def create_policy(name: str, clock: Callable[[], float] = time.monotonic) -> RoutingPolicy:
+    """Return the policy that `frontend.routing` names. `clock`: monotonic time in seconds."""
+    if name == "prefix":
+        return SoonestFirstToken(clock)
+    others: dict[str, type[RoutingPolicy]] = {
         "least_loaded": LeastLoaded,
         "round_robin": RoundRobin,
         "random": Random,
     }
-    return policies[name]()
+    return others[name]()
 
 
 def _mean_token_s(outlooks: Sequence[EngineOutlook]) -> float:

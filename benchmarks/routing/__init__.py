@@ -1,0 +1,1 @@
+"""Routing over several engines: policies in simulated time, and beside the routers of others over HTTP."""
