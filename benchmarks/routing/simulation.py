@@ -61,7 +61,7 @@ class Timeline:
             event()
 
 
-class _TimedDevice(SimulatedDevice):
+class TimedDevice(SimulatedDevice):
     """Says how long a step takes, and does not wait."""
 
     last_s = 0.0
@@ -111,7 +111,7 @@ class Engine:
     def __init__(self, number: int, config: EngineConfig, facts: WorkerFacts, fleet: Fleet) -> None:
         self.number = number
         self._config, self._facts, self._fleet, self._timeline = config, facts, fleet, fleet.timeline
-        self._device = _TimedDevice(STEP_TIMES)
+        self._device = TimedDevice(STEP_TIMES)
         self.busy_s = 0.0
         self.num_sent = 0
         self.is_alive = False

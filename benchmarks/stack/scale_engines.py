@@ -109,7 +109,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     workers, servers, ports = [], [], []
     for number in range(arguments.first, arguments.first + arguments.engines):
         worker = SlowedWorker(SimulatedRunner(facts=facts, device=device, word_ids=words), arguments.step_s)
-        server, port = _create(config, f"engine-{number}", worker)
+        server, port = create_engine(config, f"engine-{number}", worker)
         await server.start()
         workers.append(worker)
         servers.append(server)
@@ -127,7 +127,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     print("{}", flush=True)
 
 
-def _create(config: EngineConfig, engine_id: str, worker: SlowedWorker) -> tuple[RpcServer, int]:
+def create_engine(config: EngineConfig, engine_id: str, worker: SlowedWorker) -> tuple[RpcServer, int]:
     """Return an engine's server and port; the engine runs from now on."""
     config = replace(config, engine=replace(config.engine, engine_id=engine_id))
     loop = EngineLoop(

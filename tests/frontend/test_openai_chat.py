@@ -190,6 +190,8 @@ async def test_neutral_values_of_unsupported_fields_are_accepted(api: HttpApi) -
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
         "parallel_tool_calls": True, "store": False, "metadata": {"a": "b"}, "service_tier": "auto",
+        # SGLang's fields, which its router and those that come of it add to each request
+        "no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
     }  # fmt: skip
     answer = await api.client.chat.completions.create(model=MODEL, messages=USER, extra_body=neutral)
     assert answer.choices[0].message.content == ALL

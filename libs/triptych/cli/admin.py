@@ -165,6 +165,7 @@ def _show_engines(response: Any) -> str:
     return "\n".join(
         f"{engine.engine_id:<22} {engine.address:<22} {engine.model or '-':<22} "
         f"{'ready' if engine.ready else 'not ready: ' + engine.why_not_ready}"
+        f"{'; no affinity: ' + engine.why_no_affinity if engine.ready and engine.why_no_affinity else ''}"
         for engine in response.engines
     )
 

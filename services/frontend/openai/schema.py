@@ -244,7 +244,8 @@ class SamplingBody(GenerationBody):
     """Name the tokens in `logprobs` by their ids: `token_id:123`."""
     response_format: ResponseFormat | None = None
     """Force the answer into a form, as structured_outputs does; at most one of the two. Null: free text."""
-
+    no_stop_trim: Any = not_served(False)
+    return_hidden_states: Any = not_served(False)
     metadata: Any = ignored()
 
 
@@ -333,6 +334,8 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
     prediction: Any = not_served()
     prompt_cache_options: Any = ignored()
     verbosity: Any = not_served()
+    separate_reasoning: Any = not_served(True)
+    stream_reasoning: Any = not_served(True)
     web_search_options: Any = not_served()
 
 

@@ -7,18 +7,20 @@ triptych bench throughput                        64 prompts of 128 tokens, 128 n
 triptych bench latency --input-len 1024          one stream at a time
 triptych bench throughput --address HOST:PORT    a stack that runs; else one of its own is started
 triptych bench throughput --model.dtype float32  options of the stack of its own
+triptych bench routing                           ways to choose among several engines
 """
 
 from __future__ import annotations
 
 import argparse
 
-from triptych.cli.bench import rounds, serve
+from triptych.cli.bench import rounds, routing, serve
 
 _WHAT_TO_MODULE = {
     "serve": (serve, "latencies under load, open or closed loop, over gRPC or HTTP"),
     "throughput": (rounds, "rounds of many requests at once"),
     "latency": (rounds, "rounds of one request"),
+    "routing": (routing, "ways to choose among several engines, simulated, and beside other routers"),
 }
 
 
