@@ -15,7 +15,7 @@ VOCABULARY = (1000, 40000)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What a user says next."""
+    """The next words of a user."""
 
     tokens: Tokens
     num_output_tokens: int

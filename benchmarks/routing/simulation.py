@@ -28,7 +28,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
 
 STEP_TIMES = StepTimeModel(base_ms=6.0, prefill_token_us=50.0, decode_row_us=20.0, context_token_ns=0.0)
-"""Of an accelerator that computes 20,000 tokens of prompts a second."""
+"""The steps of an accelerator that computes 20,000 tokens of prompts a second."""
 NUM_BLOCKS = 4001
 """64,000 tokens at each engine."""
 MAX_MODEL_LEN = 8192

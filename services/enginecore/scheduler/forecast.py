@@ -15,6 +15,7 @@ _ADMISSION_WEIGHT = 0.05  # of the latest admission in the share of tokens that 
 _RUN_WEIGHT = 0.1  # of the latest run in the moving average: it forgets half within 7 endings
 _STEP_WEIGHT = 0.1  # of the latest step among those of its size
 _INTERVAL_WEIGHT = 0.05  # of the latest step in the moving average between two results
+_LEAST_SHARE = 1 / 8  # of a full step: smaller ones say little of what a token of a prompt costs
 _UNMEASURED_S = 1.0  # between two endings, before any request has ended
 _MIN_RETRY_S, _MAX_RETRY_S = 0.05, 30.0  # that a client refused for a full queue is asked to wait
 
@@ -74,6 +75,11 @@ class StepPace:
             size + _STEP_WEIGHT * (num_tokens - size),
             average + _STEP_WEIGHT * (seconds - average),
         )
+
+    @property
+    def largest(self) -> float:
+        """Tokens of the largest steps that were measured; 0: none was."""
+        return max((size for size, _ in self._classes.values()), default=0.0)
 
     def seconds(self, num_tokens: int) -> float:
         """Return the expected seconds of a step of so many tokens. At least one step must have been measured.
@@ -174,13 +180,14 @@ class FirstTokenForecast:
         num_tokens = round(num_here * self._computed_share)
         num_tokens += states.waiting.num_returning_tokens + int(wanted[wanted > 1].sum())
         is_measured = steps.num_steps > 0
+        knows_prompts = steps.largest >= self._budget * _LEAST_SHARE
         return EngineLoad(
             num_prefill_tokens=num_tokens,
             num_running=num_running,
             num_waiting=num_waiting,
             num_free_blocks=states.blocks.num_free,
             num_free_rows=states.num_usable_rows - num_running - num_waiting,
-            prefill_token_s=steps.seconds(self._budget) / self._budget if is_measured else 0.0,
+            prefill_token_s=steps.seconds(self._budget) / self._budget if knows_prompts else 0.0,
             decode_step_s=steps.seconds(max(num_running, 1)) if is_measured else 0.0,
             row_interval_s=self.endings.interval_s(states.num_usable_rows) or 0.0,
         )
