@@ -18,8 +18,10 @@ from triptych.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SimulationConfig,
+    WorkerConfig,
 )
 from triptych.errors import ConfigError, ModelError
 
@@ -110,6 +112,19 @@ def test_blocks_are_as_many_as_fit_into_the_simulated_memory(model):
     assert facts.kv.num_blocks == 10
     large = create(model, scheduler=SchedulerConfig(max_num_seqs=7)).facts
     assert large.kv.num_blocks == 7 * 64 // 16 + 1, "what all requests together can fill"
+
+
+def test_every_rank_simulates_all_stages(model):
+    config = {
+        "cache": CacheConfig(memory_fraction=0.5),
+        "simulation": SimulationConfig(free_memory_gib=21 * 16 * TOKEN_BYTES / 2**30),
+        "parallel": ParallelConfig(pipeline_parallel_size=2),
+    }
+    first, last = (create(model, worker=WorkerConfig(rank=rank), **config).facts for rank in range(2))
+    assert first.kv == last.kv
+    assert first.num_stages == last.num_stages == 2
+    assert first.max_steps_in_flight == 5
+    assert create(model, simulation=SimulationConfig(num_stages=3)).facts.num_stages == 3
 
 
 def test_the_operators_number_of_blocks_needs_no_memory(model):

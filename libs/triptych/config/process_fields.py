@@ -337,11 +337,11 @@ class SimulationConfig:
         le=16,
     )
     num_stages: int = value(
-        1,
-        "Stages of a simulated pipeline, each of which takes its part of a step's time; in one process, whatever "
-        "`parallel` says.",
+        0,
+        "Stages of a simulated pipeline, each of which takes its part of a step's time, all in one process; 0: "
+        "`parallel.pipeline_parallel_size`.",
         WORKER,
-        ge=1,
+        ge=0,
         le=64,
     )
     free_memory_gib: float = value(

@@ -220,6 +220,9 @@ def create_simulated_runner(
     config = resolve_for_device(
         engine, architecture, device=DEVICE, prefers_bfloat16=True, native_kernels=False
     )
+    # Every rank simulates all stages, and has as many blocks as the first one.
+    config = replace(config, rank=replace(config.rank, stage=0))
+    num_stages = simulation.num_stages or config.rank.num_stages
     _check_eos(simulation, architecture)
     word_ids = read_word_ids(directory, architecture.vocab_size, architecture.eos_token_ids)
     # The blocks have no memory, so any number that the operator sets is accepted.
@@ -236,7 +239,7 @@ def create_simulated_runner(
         max_samples_per_row=simulation.tokens_per_step,
         weight_bytes=0,
         load_s=time.perf_counter() - started,
-        num_stages=simulation.num_stages,
+        num_stages=num_stages,
     )
     use_precise_sleep()
     step_time = _step_time(simulation)
@@ -247,12 +250,12 @@ def create_simulated_runner(
         eos_probability=simulation.eos_probability,
         stages=SimulatedStages(
             step_time,
-            num_stages=simulation.num_stages,
+            num_stages=num_stages,
             max_num_seqs=facts.max_num_seqs,
             clock=time.perf_counter_ns,
             sleep=time.sleep,
         )
-        if simulation.num_stages > 1
+        if num_stages > 1
         else None,
         has_blocks=engine.worker.kv_transfer,
     )
