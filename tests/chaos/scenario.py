@@ -17,7 +17,7 @@ from tests.chaos.validators import Evidence, Home, Step
 from triptych.failpoints import PLACES
 from triptych.types.events import Event
 
-PROCESS_FAULTS = ("kill", "kill-at", "stop", "usurp")
+PROCESS_FAULTS = ("kill", "kill-at", "term", "stop", "usurp")
 LINK_FAULTS = ("cut", "half-cut", "hold", "hold-up", "hold-down")
 _SETTLE_S = 90.0
 """More than all times to live: what is not home by then never comes home."""
@@ -30,6 +30,7 @@ class Fault:
 
     | kill | a process, by SIGKILL; started again later |
     | kill-at:PLACE | the same, when it next comes to a place of `triptych.failpoints` |
+    | term | a process is stopped as operators do it, by SIGTERM, and started again later |
     | stop | a process, by SIGSTOP; goes on later |
     | usurp | a process is stopped, another one takes its name and address, and later it goes on |
     | cut | the streams of a link, at once; they may be dialed again |
@@ -114,6 +115,10 @@ class Ground(Protocol):
         """Kill a process when it comes to a failpoint. Return when that has happened, or after so many seconds."""
         ...
 
+    async def term(self, name: str) -> None:
+        """Let a process drain and end."""
+        ...
+
     def stop(self, name: str) -> None: ...
 
     async def usurp(self, name: str) -> Callable[[], None]:
@@ -156,14 +161,14 @@ def make_scenario(
     outer = [f"{frontend}>{engine}" for frontend in names["frontend"] for engine in names["enginecore"]]
     faults = []
     for _ in range(random.randint(1, 4)):
-        action = random.choice(("stop", *LINK_FAULTS, "kill", "kill", "kill"))
+        action = random.choice(("stop", "term", *LINK_FAULTS, "kill", "kill", "kill"))
         for_s = random.choice((random.uniform(0.05, 1.0), random.uniform(1.0, 6.0)))
         if action == "kill":
             target = random.choice([name for kind in victims for name in names[kind]])
             places = [place for place in PLACES if place.startswith(target.partition("-")[0])]
             if at_places and random.random() < 0.6:
                 action = f"kill-at:{random.choice(places)}"
-        elif action == "stop":
+        elif action in ("stop", "term"):
             target = random.choice([name for some in names.values() for name in some])
         else:
             target = random.choice(random.choice((inner, outer)))
@@ -229,6 +234,10 @@ async def _inflict(ground: Ground, fault: Fault) -> None:
                 await ground.kill_at(fault.target, place, fault.for_s)
             else:
                 ground.kill(fault.target)
+            await asyncio.sleep(fault.for_s)
+            await ground.start(fault.target)
+        case "term":
+            await ground.term(fault.target)
             await asyncio.sleep(fault.for_s)
             await ground.start(fault.target)
         case "stop":

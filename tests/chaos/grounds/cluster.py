@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 
 from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround
@@ -91,6 +91,16 @@ class ClusterGround(ProcessGround):
         except TimeoutError:
             self.kill(name)
             await member.process.wait()
+
+    async def term(self, name: str) -> None:
+        """Let a process drain and end."""
+        process = self.members[name].process
+        if process is None or process.returncode is not None:
+            return
+        await self.wait_listening(name)
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await self.wait_ended(name)
 
     def stop(self, name: str) -> None:
         """Send SIGSTOP."""

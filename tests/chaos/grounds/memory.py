@@ -63,6 +63,7 @@ from triptych.types.facts import Phase
 from triptych.types.step import StepPlan, StepResult
 
 STEP_S = 0.02
+DRAIN_S = 30.0
 UNREAD_EVENTS = 16
 """Events that a client has not read, after which the frontend waits for it."""
 
@@ -146,6 +147,7 @@ class MemoryGround:
         self.processes: dict[str, Process] = {}
         self.num_engines, self.num_frontends = num_engines, num_frontends
         self._lives: dict[str, int] = {}
+        self._workers: dict[str, tuple[StatusPublisher, WorkerLease]] = {}
         self._engines: dict[str, EngineLoop] = {}
         self._sessions: dict[str, EngineCoreServicer] = {}
         self._generators: dict[str, Generator] = {}
@@ -231,6 +233,39 @@ class MemoryGround:
             self.reached.add(place)
             self.kill(process.name)
             raise asyncio.CancelledError
+
+    async def term(self, name: str) -> None:
+        """Let a process drain and end, as its app does."""
+        process = self.processes[name]
+        if process.is_dead:
+            return
+        with process.running():
+            draining = asyncio.create_task(self._drain(name))
+        await asyncio.wait([draining])  # until it has drained, or is killed meanwhile
+        for task in tuple(process.tasks):
+            task.cancel()
+        await asyncio.sleep(0.1)  # for farewells
+        self.kill(name)
+
+    async def _drain(self, name: str) -> None:
+        until = asyncio.get_running_loop().time() + DRAIN_S
+        match name.partition("-")[0]:
+            case "worker":
+                publisher, lease = self._workers[name]
+                publisher.change(phase=Phase.DRAINING, progress=0.0)
+                lease.drain()
+                await self._wait_none(lambda: lease.num_in_flight, until)
+            case "enginecore":
+                self._engines[name].stop_taking()
+                await self._wait_none(lambda: self._engines[name].num_requests, until)
+                self._sessions[name].close()
+            case _:
+                await self._generators[name].drain(DRAIN_S)
+        await asyncio.sleep(0.05)
+
+    async def _wait_none(self, count: Callable[[], int], until: float) -> None:
+        while count() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.02)
 
     def stop(self, name: str) -> None:
         """Send SIGSTOP."""
@@ -369,6 +404,7 @@ class MemoryGround:
             return grant
 
         lease.open = open_noted  # type: ignore[method-assign]
+        self._workers[name] = (publisher, lease)
         sleep = SleepControl(lease, thread, publisher, set_ready=_do_nothing)  # type: ignore[arg-type]
         servicer = WorkerServicer(lease, sleep, publisher, WorkerMetrics.create(CollectorRegistry()))
         handlers = HandlerCollector()
