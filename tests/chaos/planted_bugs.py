@@ -17,8 +17,8 @@ from services.frontend import generate
 from services.frontend.choice import Choice
 from services.frontend.engines import client as engine_client
 from services.frontend.engines import session as engine_session
-from services.frontend.generate import Generator
 from services.worker.service.lease import WorkerLease
+from triptych.client.resumption import ResumableStream
 from triptych.text.stop import StopChecker
 from triptych.types.events import FinishedEvent
 from triptych.types.step import U32, NewRow, RowContent, empty_u32
@@ -144,15 +144,15 @@ def _take_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def _end_twice(patch: pytest.MonkeyPatch) -> None:
-    right = Generator.generate
+    right = ResumableStream.events
 
-    async def wrong(self: Generator, raw: Any) -> Any:
-        async for event in right(self, raw):
+    async def wrong(self: ResumableStream, first_call: Any = None) -> Any:
+        async for event in right(self, first_call):
             yield event
             if isinstance(event, FinishedEvent):
                 yield event
 
-    patch.setattr(Generator, "generate", wrong)
+    patch.setattr(ResumableStream, "events", wrong)
 
 
 def _hold_a_share(patch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ class Recorder:
                         self._note(request.name, "left")
                         return False
         except TriptychError as error:
-            if error.code in REFUSED and not has_output:
+            if error.code in REFUSED and not has_output and request.timeout_s is None:
                 return True
             self._note(request.name, "failed", error=f"{error.code}: {error.message}")
         return False

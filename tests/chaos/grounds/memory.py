@@ -28,7 +28,7 @@ from services.frontend.engines.client import EngineClient
 from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
-from services.frontend.requests.raw import RawRequest
+from services.frontend.grpc.generation_servicer import GenerationServicer
 from services.frontend.text_model import TextModel
 from services.worker.service.lease import WorkerLease
 from services.worker.service.servicer import WorkerServicer
@@ -46,21 +46,21 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.scheduling import VOCAB_SIZE, NaiveWorker, WorkerRow, prefix_fingerprints, sample
 from tests.helpers.stack import NaiveRunner
 from triptych import failpoints
+from triptych.client import dialer as client_dialer
+from triptych.client.grpc_client import GenerationClient
 from triptych.config import EngineConfig
+from triptych.config.fields import FrontendConfig
 from triptych.config.loader import shared_config
 from triptych.errors import (
-    DeadlineExceeded,
     EngineFailure,
-    EngineUnavailable,
-    GenerationLost,
     StaleEpoch,
-    TriptychError,
 )
 from triptych.internal.v1 import engine_core_pb2_grpc, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetrics
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from triptych.types.events import Event
 from triptych.types.facts import Phase
 from triptych.types.step import StepPlan, StepResult
+from triptych.v1 import generation_pb2_grpc
 
 STEP_S = 0.02
 DRAIN_S = 30.0
@@ -153,13 +153,14 @@ class MemoryGround:
         self._generators: dict[str, Generator] = {}
         self._clients: dict[str, list[EngineClient]] = {}
         self.bugs: list[str] = []
+        self._client = Process("client")
         self._armed: dict[str, str] = {}
         """Process -> the failpoint at which it is killed."""
         self.reached: set[str] = set()
         """Failpoints at which one was killed."""
         monkeypatch.setattr(failpoints, "ARMED", True)
         monkeypatch.setattr(failpoints, "reach", self._reach)
-        for module in (engine_client, grpc_executor):
+        for module in (engine_client, grpc_executor, client_dialer):
             monkeypatch.setattr(module, "open_channel", self._open_channel)
 
     @property
@@ -285,61 +286,19 @@ class MemoryGround:
         self.processes[name].go_on()
 
     async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
-        """Have a frontend answer a request: each attempt another one. A frontend that dies breaks the stream."""
-        names = list(self._generators)
-        name = names[(hash(request.prompt) + attempt) % len(names)]
-        process = self.processes[name]
-        if process.is_dead:
-            raise EngineUnavailable(f"{name} is not there")
-        sampling = dict(request.sampling)
-        raw = RawRequest(
-            api="chaos", prompt=list(request.prompt), sampling=sampling, deadline_s=request.timeout_s
-        )
-        events: asyncio.Queue[Event | Exception | None] = asyncio.Queue(UNREAD_EVENTS)
-
-        async def answer() -> None:
-            try:
-                async with aclosing(self._generators[name].generate(raw)) as stream:
-                    async for event in stream:
-                        await events.put(event)
-            except TriptychError as error:
-                await events.put(error)
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                self.bugs.append(f"{name}: {type(error).__name__}: {error}")
-                await events.put(GenerationLost("internal error"))
-            else:
-                await events.put(None)
-
-        with process.running():
-            task = asyncio.create_task(answer())
-        has_output, loop = False, asyncio.get_running_loop()
-        until = None if request.timeout_s is None else loop.time() + request.timeout_s
-        try:
-            while True:
-                getter = asyncio.ensure_future(events.get())
-                left_s = None if until is None else max(0.0, until - loop.time())
-                done, _ = await asyncio.wait(
-                    (getter, task), return_when=asyncio.FIRST_COMPLETED, timeout=left_s
-                )
-                if not done:  # as gRPC does for its client
-                    getter.cancel()
-                    raise DeadlineExceeded(f"{name} has not answered within {request.timeout_s} s")
-                if not getter.done() and events.empty():
-                    getter.cancel()
-                    lost = GenerationLost if has_output else EngineUnavailable
-                    raise lost(f"{name} has died")
-                event = await getter
-                if event is None:
-                    return
-                if isinstance(event, Exception):
-                    raise event
-                has_output = has_output or isinstance(event, DeltaEvent | AdmittedEvent)
-                yield event
-        finally:
-            if not process.is_dead:
-                task.cancel()
+        """Have the frontends answer a request, by our own client: each attempt begins at another one."""
+        first = (hash(request.prompt) + attempt) % self.num_frontends
+        order = [(first + place) % self.num_frontends for place in range(self.num_frontends)]
+        addresses = ",".join(f"frontend-{index}:1" for index in order)
+        with self._client.running():
+            async with (
+                GenerationClient(addresses) as client,
+                aclosing(
+                    client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
+                ) as events,
+            ):
+                async for event in events:
+                    yield event
 
     def cut(self, client: str, server: str, *, is_server_told: bool) -> None:
         self.network.cut(client, server, is_server_told=is_server_told)
@@ -447,8 +406,13 @@ class MemoryGround:
         ]
         metrics = FrontendMetrics.create(CollectorRegistry())
         mover = Mover(router, metrics, MoveTerms())
-        generator = self._generators[name] = Generator(router, metrics, mover)
+        config = FrontendConfig()
+        generator = self._generators[name] = Generator(router, metrics, mover, keep_s=config.keep_s)
         generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
+        handlers = HandlerCollector()
+        servicer = GenerationServicer(generator, config.client_timeout_s)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, handlers)
+        self.network.serve(f"{name}:1", handlers.handlers)
         for work in (mover.run(), *(client.run() for client in router.engines)):
             self._watch(asyncio.create_task(work), name)
 

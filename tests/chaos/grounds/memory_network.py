@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextvars import Context
+from contextlib import aclosing
+from contextvars import Context as NoProcess
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
 from triptych.rpc.status import internal_status, to_status
 
 LATENCY_S = 0.0005
+WINDOW = 64
+"""Messages that a client has not read, after which the server waits."""
+_FLOW_S = 0.005
 _APART_S = 1e-6  # two messages on one way: timers that are due together fire in any order
 ATTEMPT_S = 2.0
 """After so long a connection that nobody answers is given up."""
@@ -123,7 +127,7 @@ class Pipe:
         loop = asyncio.get_running_loop()
         self._arrives_at = max(self._arrives_at + _APART_S, loop.time() + self._link.latency_s)
         loop.call_at(
-            self._arrives_at, self._arrive, message, context=Context()
+            self._arrives_at, self._arrive, message, context=NoProcess()
         )  # whatever becomes of the sender
 
     def release(self) -> None:
@@ -143,11 +147,40 @@ class Pipe:
 _END = object()
 
 
+class Context:
+    """The part of `grpc.aio.ServicerContext` that our servicers use."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self._deadline = deadline
+
+    def time_remaining(self) -> float | None:
+        if self._deadline is None:
+            return None
+        return self._deadline - asyncio.get_running_loop().time()
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", metadata: Any = ()) -> None:
+        raise AssertionError(f"a call is aborted: {code} {details}")
+
+
 class Call:
-    """One stream, as its client sees it: the part of `grpc.aio.StreamStreamCall` that we use."""
+    """One stream, as its client sees it: the part of `grpc.aio.StreamStreamCall` that we use.
+
+    With a request of its own it is a call with one request and many responses.
+    """
 
     def __init__(
-        self, network: Network, address: str, path: str, serialize: Callable[[Any], bytes], deserialize: Any
+        self,
+        network: Network,
+        address: str,
+        path: str,
+        serialize: Callable[[Any], bytes],
+        deserialize: Any,
+        *,
+        request: Any = None,
+        timeout_s: float | None = None,
     ) -> None:
         client = current_process()
         assert client is not None, "only a process dials"
@@ -167,9 +200,20 @@ class Call:
         self._up = Pipe(self._link, "up", self._requests.put_nowait)
         self._down = Pipe(self._link, "down", self._take)
         loop = self._loop
+        self._context = Context(None if timeout_s is None else loop.time() + timeout_s)
+        if timeout_s is not None:
+            loop.call_later(
+                timeout_s,
+                self._end,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "Deadline Exceeded",
+                context=NoProcess(),
+            )
+        if request is not None:
+            self._up.send(serialize(request))
         if any(self._link.is_held.values()) or (found is not None and found[0].is_stopped):
             loop.call_later(
-                ATTEMPT_S, self._end, grpc.StatusCode.UNAVAILABLE, "connection timed out", context=Context()
+                ATTEMPT_S, self._end, grpc.StatusCode.UNAVAILABLE, "connection timed out", context=NoProcess()
             )
         elif found is None:
             loop.call_later(
@@ -177,7 +221,7 @@ class Call:
                 self._end,
                 grpc.StatusCode.UNAVAILABLE,
                 "connection refused",
-                context=Context(),
+                context=NoProcess(),
             )
         else:
             self.server, handlers = found
@@ -205,6 +249,14 @@ class Call:
         if code is grpc.StatusCode.CANCELLED and details == "Locally cancelled":
             raise asyncio.CancelledError
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details=details)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (message := await self.read()) is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
 
     def cancel(self) -> bool:
         if self._status.done():
@@ -249,7 +301,7 @@ class Call:
     def watch_silence(self) -> None:
         """Break the stream when it has been silent for too long."""
         if self._silence is None:
-            self._silence = self._loop.call_later(SILENCE_S, self._fall_silent, context=Context())
+            self._silence = self._loop.call_later(SILENCE_S, self._fall_silent, context=NoProcess())
 
     def _fall_silent(self) -> None:
         self._silence = None
@@ -272,7 +324,7 @@ class Call:
         """End the call from the client's side; the server hears of it."""
         self._end_client(code, details)
         if not self._up.is_broken:
-            self._loop.call_later(self._link.latency_s, self._end_server, context=Context())
+            self._loop.call_later(self._link.latency_s, self._end_server, context=NoProcess())
 
     def _end_client(self, code: grpc.StatusCode, details: str, metadata: Any = None) -> None:
         if not self._status.done():
@@ -284,14 +336,16 @@ class Call:
         self._stop_watching()
         self._requests.put_nowait(_END)
         if self._server_task is not None:
-            self._loop.call_soon(self._server_task.cancel, context=Context())
+            self._loop.call_soon(self._server_task.cancel, context=NoProcess())
 
     # -- the server's end ---------------------------------------------------------------------------------------
 
     async def _serve(self, handler: Any) -> None:
         try:
-            async for response in handler.stream_stream(self._read_requests(handler), None):
+            async for response in self._responses(handler):
                 self._answer(handler.response_serializer(response))
+                while self._inbox.qsize() > WINDOW and not self._status.done():
+                    await asyncio.sleep(_FLOW_S)
         except TriptychError as error:
             status = to_status(error)
             self._answer((status.code, status.details, grpc.aio.Metadata(*status.trailing_metadata)))
@@ -305,6 +359,16 @@ class Call:
             self._answer((grpc.StatusCode.OK, ""))
         self._link.calls.discard(self)
         self._stop_watching()
+
+    async def _responses(self, handler: Any) -> AsyncIterator[Any]:
+        if handler.stream_stream is not None:
+            responses = handler.stream_stream(self._read_requests(handler), self._context)
+        else:
+            request = await anext(aiter(self._read_requests(handler)))
+            responses = handler.unary_stream(request, self._context)
+        async with aclosing(responses) as stream:
+            async for response in stream:
+                yield response
 
     def _answer(self, message: Any) -> None:
         if self.server is not None and not self.server.is_dead:
@@ -327,6 +391,19 @@ class Channel:
     ) -> Callable[[], Call]:
         def dial() -> Call:
             call = Call(self._network, self._address, path, request_serializer, response_deserializer)
+            self._calls.append(call)
+            return call
+
+        return dial
+
+    def unary_stream(
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., Call]:
+        def dial(request: Any, timeout: float | None = None) -> Call:
+            call = Call(
+                self._network, self._address, path, request_serializer, response_deserializer,
+                request=request, timeout_s=timeout,
+            )  # fmt: skip
             self._calls.append(call)
             return call
 
