@@ -160,6 +160,9 @@ async def _find(
 
     refusal: NotKept | EngineUnavailable = NotKept(f"no engine here is named {token.engine_id!r:.80}")
     for engine in router.engines:
+        if engine.welcome is None:  # this frontend has just been started: it may be the one
+            refusal = EngineUnavailable(f"engine {engine.name} has not been reached yet; try again")
+    for engine in router.engines:
         if engine.welcome is None or engine.welcome.engine_id != token.engine_id:
             continue
         attachment = Attachment(token.num_choices)

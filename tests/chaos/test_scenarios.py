@@ -16,7 +16,7 @@ from tests.chaos.scenario import Fault, Scenario, make_scenario
 FIRST = int(os.environ.get("FIRST_SCENARIO", "0"))
 COUNT = int(os.environ.get("SCENARIOS", "12"))
 LAST_FAULT_S = 2.0
-VICTIMS = tuple(os.environ.get("VICTIMS", "worker enginecore").split())
+VICTIMS = tuple(os.environ.get("VICTIMS", "worker enginecore frontend").split())
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))

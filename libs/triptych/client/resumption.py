@@ -14,7 +14,14 @@ import grpc
 import grpc.aio
 
 from triptych.client.dialer import Dialer
-from triptych.errors import AttachedElsewhere, EngineUnavailable, GenerationLost, NotKept, TriptychError
+from triptych.errors import (
+    AttachedElsewhere,
+    DeadlineExceeded,
+    EngineUnavailable,
+    GenerationLost,
+    NotKept,
+    TriptychError,
+)
 from triptych.types.events import (
     AdmittedEvent,
     DeltaEvent,
@@ -108,8 +115,20 @@ class ResumableStream:
                 raise first_error from None
             log.info("the stream of request %s broke, and goes on: %s", self._request.request_id, error)
             self._dialer.turn_from(address)
-            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+            await self._pause(first_error)
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+
+    async def _pause(self, error: TriptychError) -> None:
+        """Wait before the next call.
+
+        Raises:
+            DeadlineExceeded: There is no time for another one.
+        """
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        if self._deadline is not None and time.monotonic() + pause_s >= self._deadline:
+            await asyncio.sleep(max(0.0, self._deadline - time.monotonic()))
+            raise DeadlineExceeded(f"its time was over before the stream could go on: {error.message}")
+        await asyncio.sleep(pause_s)
 
     def _may_go_on(self, broken: grpc.RpcError, error: TriptychError) -> bool:
         """Return whether another call may bring what this one has not."""
