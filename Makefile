@@ -99,6 +99,12 @@ $(CLIENTS): tests/clients/requirements.txt
 test-clients: $(DEV) native model $(CLIENTS) ## Run clients of others against the stack: LangChain, lm-eval, GuideLLM (GBs)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
+SCENARIOS ?= 60
+CLUSTER_SCENARIOS ?= 6
+.PHONY: test-chaos
+test-chaos: $(DEV) native model ## Break things under load: SCENARIOS=2000 in fake time, CLUSTER_SCENARIOS=6 with processes (docs/robustness.md)
+	SCENARIOS=$(SCENARIOS) CLUSTER_SCENARIOS=$(CLUSTER_SCENARIOS) $(BIN)/python -m pytest -n 2 tests/chaos $(ARGS)
+
 .PHONY: test-all
 test-all: $(DEV) native model ## Run all tests that need no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
