@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from services.worker.kv_transfer import socket_pull
+from services.worker.kv_transfer.base import PullSink, PullStopped
 from services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind, PullRequest
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
@@ -212,6 +213,30 @@ async def test_a_stopped_pull_writes_nothing_more() -> None:
         assert not any(map(any, target.store.blocks))
 
 
+class Held:
+    """A transport that brings nothing by itself."""
+
+    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
+        self.sink = sink
+        return lambda: None
+
+
+@pytest.mark.parametrize("ending", ["stop", "close"])
+async def test_bytes_that_come_late_are_not_written(ending: str) -> None:
+    store, transport = Memory(), Held()
+    session = KvTransferSession(store, transport, lambda progress: None)
+    pull = KvPull(1, "x:1", LEASE, 0, (5,), (name_of(0),))
+    session.begin_step(StepPlan(1, 0, kv_orders=KvOrders(pulls=(pull,))))
+    transport.sink.write(0, 0, memoryview(b"abc"))
+    if ending == "stop":
+        session.begin_step(StepPlan(2, 0, kv_orders=KvOrders(stopped=(1,))))
+    else:
+        session.close()
+    with pytest.raises(PullStopped):
+        transport.sink.write(0, 0, memoryview(b"xyz"))
+    assert store.blocks[5][:3] == b"abc"
+
+
 async def test_a_withdrawn_lease_ends_its_pull() -> None:
     async with two_workers() as (source, target, proxy):
         source.offer(0, 4)
@@ -221,6 +246,15 @@ async def test_a_withdrawn_lease_ends_its_pull() -> None:
         ended = await target.ended(8)
         assert "lease has ended" in ended.failure
         assert not ended.is_spoiled
+
+
+async def test_a_lease_that_ends_before_its_step_is_computed_is_not_offered_again() -> None:
+    async with two_workers() as (source, _, _):
+        indices = (0, 1)
+        step = source.step(exports=(KvExport(LEASE, ROW, 0, indices, tuple(map(name_of, indices))),))
+        source.step(released=(LEASE,))
+        source.compute(step)
+        assert not source.session.exports.is_known(LEASE)
 
 
 async def test_a_row_that_failed_spoils_its_lease() -> None:

@@ -35,9 +35,8 @@ class KvLeases:
         self._blocks = blocks
         self._lease_s = lease_s
         self._leases: dict[bytes, _Lease] = {}
-        self.exports: list[KvExport] = []
-        """Not ordered yet, as the next."""
         self.released: list[bytes] = []
+        """Leases whose end the worker has not been told."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -51,12 +50,13 @@ class KvLeases:
         """Hold the blocks of a new request's prompt as they are computed."""
         self._leases.setdefault(request.kv_lease, _Lease(request.kv_lease, request))
 
-    def note_planned(self, computed: NDArray[np.int64]) -> None:
-        """Export the blocks that the steps planned so far fill.
+    def exports(self, computed: NDArray[np.int64]) -> list[KvExport]:
+        """Return the blocks that the steps planned so far fill, and hold them from now on. None comes twice.
 
         Args:
             computed: [max_num_seqs] computed count of each slot.
         """
+        exports = []
         for lease in self._leases.values():
             request = lease.request
             if request.state is not RequestState.RUNNING:
@@ -68,7 +68,8 @@ class KvLeases:
                 self._blocks.hold(lease.table, ids)
                 hashes = tuple(request.blocks.hashes[first:end])
                 row = RowKey(request.slot, request.slot_version)
-                self.exports.append(KvExport(lease.name, row, first, tuple(ids), hashes))
+                exports.append(KvExport(lease.name, row, first, tuple(ids), hashes))
+        return exports
 
     def end(self, request: Request, now: float, *, is_trusted: bool) -> None:
         """Take in that a request has ended. The lease stays if its prompt is computed, and can be trusted."""
@@ -109,7 +110,6 @@ class KvLeases:
         for lease in self._leases.values():
             self._blocks.free(lease.table)
         self._leases.clear()
-        self.exports.clear()
         self.released.clear()
 
     def _release_if_pulled(self, lease: _Lease) -> None:
@@ -120,5 +120,4 @@ class KvLeases:
         """Give back the blocks. The next step says so to the worker, before anything is written to them."""
         del self._leases[lease.name]
         self._blocks.free(lease.table)
-        self.exports = [export for export in self.exports if export.lease != lease.name]
         self.released.append(lease.name)

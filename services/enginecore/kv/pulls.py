@@ -51,8 +51,9 @@ class KvPulls:
         """By arrival."""
         self._last_id = 0
         self.begun: list[KvPull] = []
-        """Not ordered yet, as the next."""
+        """Pulls that the worker has not been told of."""
         self.stopped: list[int] = []
+        """Pulls whose end the worker has not been told."""
         self.num_pulled_blocks = 0
         """Blocks that have come from other workers since the start."""
 

@@ -44,9 +44,9 @@ class KvTransfers:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the next step has something to say to the worker."""
+        """Whether the worker is to be told something, if only by a step that computes nothing."""
         leases, pulls = self.leases, self.pulls
-        return bool(leases.exports or leases.released or pulls.begun or pulls.stopped)
+        return bool(leases.released or pulls.begun or pulls.stopped)
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -60,14 +60,11 @@ class KvTransfers:
             computed: [max_num_seqs] computed count of each slot, this step included.
         """
         leases, pulls = self.leases, self.pulls
-        if len(leases):
-            leases.note_planned(computed)
-        if not self.has_orders:
+        exports = leases.exports(computed)
+        if not exports and not self.has_orders:
             return None
-        orders = KvOrders(
-            tuple(leases.exports), tuple(leases.released), tuple(pulls.begun), tuple(pulls.stopped)
-        )
-        leases.exports, leases.released, pulls.begun, pulls.stopped = [], [], [], []
+        orders = KvOrders(tuple(exports), tuple(leases.released), tuple(pulls.begun), tuple(pulls.stopped))
+        leases.released, pulls.begun, pulls.stopped = [], [], []
         return orders
 
     def end(self, request: Request, now: float, *, is_trusted: bool) -> None:
