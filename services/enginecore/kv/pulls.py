@@ -6,6 +6,7 @@ held, for blocks ──► pulling ──► complete: cached, and the request e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from services.enginecore.kv.block_table import BlockTable
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request
 from triptych.types.kv_transfer import KvPull, KvSource, PullProgress
+
+log = logging.getLogger(__name__)
 
 MAX_PULLS = 16
 """Pulls at once. Each has a thread and a connection in the worker."""
@@ -125,7 +128,9 @@ class KvPulls:
             return
         num_wanted = len(pull.table.block_ids) - pull.table.num_hits
         pull.num_arrived = 0 if progress.is_spoiled else min(progress.num_blocks, num_wanted)
-        if progress.failure or pull.num_arrived == num_wanted:
+        if progress.failure:
+            self._give_up(pull, progress.failure)
+        elif pull.num_arrived == num_wanted:
             self._end(pull)
 
     def expire(self, now: float, recompute_s: Callable[[int], float | None]) -> None:
@@ -144,13 +149,13 @@ class KvPulls:
             num_here = (pull.table.num_hits + pull.num_arrived) * self._blocks.block_size
             rest_s = recompute_s(pull.request.num_prompt_tokens - num_here)
             if now > due_at + (self._lease_s if rest_s is None else min(rest_s, self._lease_s)):
-                self._end(pull)
+                self._give_up(pull, f"late by {now - due_at:.2f} s")
 
     def give_way(self) -> bool:
         """Give up the latest pull that holds blocks, since running requests need some; False: there is none."""
         for pull in reversed(list(self._pulls.values())):
             if pull.pull_id:
-                self._end(pull)
+                self._give_up(pull, "running requests need its blocks")
                 return True
         return False
 
@@ -168,6 +173,16 @@ class KvPulls:
         self._pulls.clear()
         self.begun.clear()
         self.stopped.clear()
+
+    def _give_up(self, pull: _Pull, why: str) -> None:
+        """End a pull that is not complete, and say why: many of these are a network or a forecast to be seen to."""
+        log.warning(
+            "request %s computes its prompt itself behind %d pulled blocks: %s",
+            pull.request.request_id,
+            pull.num_arrived,
+            why,
+        )
+        self._end(pull)
 
     def _end(self, pull: _Pull) -> None:
         """Cache what has arrived, give back the blocks, and let the request be admitted.

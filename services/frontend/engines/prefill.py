@@ -27,8 +27,8 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, PromptLogprobs
 from triptych.types.submit import SubmitRequest
 
-_BYTES_PER_S = 1e9
-"""Speed at which blocks come over: half of what one plain connection was measured to carry."""
+_BYTES_PER_S = 5e8
+"""Speed at which blocks come over: what one connection carried between two processes on two busy cores."""
 _NUM_PARTS = 4
 """Parts in which a prompt is computed and pulled: the last one is pulled when all are computed."""
 _UNMEASURED_TOKEN_S = 1e-4  # for each token of a prompt, where no engine has measured any yet
