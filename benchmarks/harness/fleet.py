@@ -81,6 +81,14 @@ class Fleet:
         assert process is not None, "it was started"
         os.kill(process.pid, signal.SIGKILL)
 
+    async def freeze(self, name: str, for_s: float) -> None:
+        """Stop a process for a while, as SIGSTOP does: its connections stand, and it says nothing."""
+        process = self._members[name].process
+        assert process is not None, "it was started"
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(for_s)
+        os.kill(process.pid, signal.SIGCONT)
+
     async def stop(self) -> None:
         for supervisor in self._supervisors:
             supervisor.cancel()

@@ -91,7 +91,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         differences.add(expected[stream.number], stream)
     errors = [stream.error for stream in streams if stream.error]
     moved = [stream for stream in streams if stream.num_moves]
-    title = f"{num_kills} kills of {arguments.victim}s, {arguments.streams} streams"
+    what = f"freezes of {arguments.freeze_s:g} s" if arguments.freeze_s else "kills"
+    title = f"{num_kills} {what} of {arguments.victim}s, {arguments.streams} streams"
     note = f"{sum(sum(map(len, s.choices.values())) for s in streams)} tokens of {len(streams)} streams"
     yield Figure(f"{title}: streams that failed", "", (len(errors),), note="; ".join(errors[:3]))
     for name in ("changed", "lost", "repeated"):
@@ -137,7 +138,10 @@ async def _measure(arguments: argparse.Namespace) -> tuple[dict[int, Stream], li
                 group.create_task(load(number))
             num_kills = 0
             async for name in victims(fleet, arguments):
-                fleet.kill(name)
+                if arguments.freeze_s:
+                    await fleet.freeze(name, arguments.freeze_s)
+                else:
+                    fleet.kill(name)
                 num_kills += 1
             is_over.set()
     return expected, streams, num_kills
@@ -158,6 +162,7 @@ if __name__ == "__main__":
     parser = create_parser(__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--victim", choices=("engine", "worker"), default="engine")
+    parser.add_argument("--freeze-s", type=float, default=0.0, help="freeze for so long instead of a kill")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="of each choice (default: 200)")
