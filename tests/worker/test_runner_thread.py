@@ -24,6 +24,8 @@ DEADLINE_S = 10.0
 class HeldStep:
     """A `PendingStep` that ends when a test says so."""
 
+    poll_s = 1e-4
+
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.may_end = threading.Event()

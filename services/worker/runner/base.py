@@ -28,6 +28,11 @@ def do_nothing() -> None:
 class PendingStep(Protocol):
     """A step that has been launched. Used on its runner's thread only."""
 
+    @property
+    def poll_s(self) -> float:
+        """Seconds after which `is_done` should be asked again while there is nothing else to do."""
+        ...
+
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
         ...
@@ -46,6 +51,10 @@ class CompletedStep:
     """A `PendingStep` that was complete when it had been launched."""
 
     result: StepResult
+
+    @property
+    def poll_s(self) -> float:
+        return 0.0
 
     def is_done(self) -> bool:
         return True

@@ -32,6 +32,8 @@ from triptych.types.step import StepResult, StepTimings, empty_u32
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 200e-6  # a result that a step waits for is taken at once; the cores may be those of other stages
+
 ComputeStates = Callable[[StepSizes], Tensor]
 """Computes a stage's states from gathered inputs: [num_tokens, hidden_size] float32, valid until the next step."""
 
@@ -181,6 +183,10 @@ class _StepElsewhere:
     timings: StepTimings
     expected: ExpectedResult
     result: StepResult | None = field(default=None)
+
+    @property
+    def poll_s(self) -> float:
+        return _POLL_S
 
     def is_done(self) -> bool:
         return self.result is not None or self.expected.is_done()

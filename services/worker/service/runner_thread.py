@@ -41,10 +41,6 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[StepResult | Exception], None]
 T = TypeVar("T")
 
-# Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
-# by then or has none, so this delays a result, not a step.
-_POLL_S = 50e-6
-
 _LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")  # how torch, cuBLAS by way of torch, and Triton begin
 
 
@@ -191,7 +187,7 @@ class RunnerThread:
         """Return the next item and the idle time before it. Results are delivered while waiting."""
         while steps.are_any:
             try:
-                return self._inbox.get(timeout=_POLL_S), 0
+                return self._inbox.get(timeout=steps.poll_s), 0
             except queue.Empty:
                 steps.collect_done()
                 steps.deliver()
@@ -245,6 +241,11 @@ class _StepsInFlight:
     @property
     def are_any(self) -> bool:
         return bool(self._launched)
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds until the oldest step should be looked at again."""
+        return self._launched[0].pending.poll_s
 
     def open(self, deliver: Deliver) -> None:
         """A session begins; of the steps of the one before that are in flight nobody hears."""

@@ -77,6 +77,10 @@ class StepInStages:
     clock: Callable[[], int]
     sleep: Callable[[float], None]
 
+    @property
+    def poll_s(self) -> float:
+        return max(self.done_at_ns - self.clock(), 0) / 1e9
+
     def is_done(self) -> bool:
         return self.clock() >= self.done_at_ns
 

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
+# by then or has none, so this delays a result, not a step.
+_POLL_S = 50e-6
+
 
 class DeviceSteps:
     """A `StepLauncher`. Owned by the `ModelRunner`; uses its rows and its sampler."""
@@ -208,6 +212,10 @@ class _LaunchedStep:
     read_back: ReadBack
     launch_ns: int
     result: StepResult | None = field(default=None)
+
+    @property
+    def poll_s(self) -> float:
+        return _POLL_S
 
     def is_done(self) -> bool:
         return self.result is not None or self.read_back.is_done()
