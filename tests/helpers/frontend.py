@@ -19,6 +19,7 @@ from services.frontend.requests.raw import RawRequest
 from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
+from tests.helpers.stack import EngineStack
 from triptych.observe.metrics import FrontendMetrics
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -51,13 +52,14 @@ class FrontendCore:
 
 @asynccontextmanager
 async def frontend_core(
-    *engines: FakeEngine,
+    *engines: FakeEngine | EngineStack,
     tokenizer: Tokenizer | None = None,
     defaults: Mapping[str, float] | None = None,
     waits: bool = True,
     aliases: Mapping[str, str] | None = None,
     directory: Path = Path("no-checkpoint"),
     moves: MoveTerms = NEVER,
+    keep_s: float = 0.0,
     policy: RoutingPolicy | None = None,
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
@@ -72,7 +74,7 @@ async def frontend_core(
     ]
     metrics = FrontendMetrics.create(registry)
     mover = Mover(router, metrics, moves)
-    generator = Generator(router, metrics, mover)
+    generator = Generator(router, metrics, mover, keep_s=keep_s)
     generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, directory, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
     tasks.append(asyncio.create_task(mover.run()))
