@@ -1,4 +1,4 @@
-"""Several engines with a worker each behind one frontend, as processes that are started again when they die."""
+"""Several engines with a worker each behind frontends, as processes that are started again when they die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Member:
 class Fleet:
     """The processes of one stack. Use `running_fleet`."""
 
-    def __init__(self, num_engines: int, options: Mapping[str, str]) -> None:
+    def __init__(self, num_engines: int, options: Mapping[str, str], num_frontends: int = 1) -> None:
         """`options`: Of all processes, by key."""
         flags = tuple(f"--{key.replace('_', '-')}={value}" for key, value in options.items())
         worker_ports, engine_ports = _free_ports(num_engines), _free_ports(num_engines)
@@ -46,14 +46,18 @@ class Fleet:
                 f"--engine.worker-address=127.0.0.1:{worker_port}",
             )  # fmt: skip
             self._members[f"engine-{number}"] = _Member("services.enginecore", (*flags, *of_engine))
-        (port,) = _free_ports(1)
-        of_frontend = (
-            f"--frontend.port={port}", "--frontend.metrics-port=0", "--frontend.admin-port=0",
-            "--frontend.serve-http=false", f"--frontend.engine-addresses={','.join(self.engine_addresses)}",
-        )  # fmt: skip
-        self._members["frontend"] = _Member("services.frontend", (*flags, *of_frontend))
-        self.address = f"127.0.0.1:{port}"
-        """Address of the frontend."""
+        ports, http_ports = _free_ports(num_frontends), _free_ports(num_frontends)
+        for number, (port, http_port) in enumerate(zip(ports, http_ports, strict=True)):
+            of_frontend = (
+                f"--frontend.port={port}", "--frontend.metrics-port=0", "--frontend.admin-port=0",
+                f"--frontend.http-port={http_port}", f"--frontend.serve-http={str(num_frontends > 1).lower()}",
+                f"--frontend.engine-addresses={','.join(self.engine_addresses)}",
+            )  # fmt: skip
+            self._members[f"frontend-{number}"] = _Member("services.frontend", (*flags, *of_frontend))
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        """Addresses of the frontends."""
+        self.http_urls = [f"http://127.0.0.1:{port}" for port in http_ports]
+        """The same over HTTP, which only several frontends serve."""
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -63,7 +67,17 @@ class Fleet:
             self._supervisors.append(asyncio.create_task(_supervise(member)))
         for number in range(len(self.engine_addresses)):
             await self.wait_ready(number)
-        async with GenerationClient(self.address) as client:
+        for address in self.addresses:
+            await self.wait_frontend(address)
+
+    @property
+    def address(self) -> str:
+        """Address of the first frontend."""
+        return self.addresses[0]
+
+    async def wait_frontend(self, address: str) -> None:
+        """Return when a frontend serves."""
+        async with GenerationClient(address) as client:
             await client.wait_ready(READY_S)
 
     async def wait_ready(self, number: int) -> None:
@@ -100,9 +114,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(num_engines: int, options: Mapping[str, str]) -> AsyncIterator[Fleet]:
+async def running_fleet(
+    num_engines: int, options: Mapping[str, str], num_frontends: int = 1
+) -> AsyncIterator[Fleet]:
     """Start a fleet, and end it with the block."""
-    fleet = Fleet(num_engines, options)
+    fleet = Fleet(num_engines, options, num_frontends)
     try:
         await fleet.start()
         yield fleet
