@@ -1,11 +1,16 @@
-"""Many requests over one BatchGenerate stream: each is an item with a tag, and fails by itself."""
+"""Many requests over one BatchGenerate stream: each is an item with a tag, and fails by itself.
+
+When the stream breaks, its items go on one by one, at the same frontend or another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, cast
@@ -13,15 +18,18 @@ from typing import Any, cast
 import grpc
 
 from triptych.client.collect import OutputCollector
+from triptych.client.dialer import Dialer
 from triptych.client.prompts import Prompt, is_token_ids
 from triptych.client.request import RequestOptions, Sampling, build_generation
+from triptych.client.resumption import ResumableStream
 from triptych.errors import GenerationLost, TriptychError
 from triptych.rpc.status import from_rich_status
-from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent
+from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.outputs import RequestOutput
 from triptych.v1 import generation_pb2, generation_pb2_grpc
-from triptych.wire.generation import event_from_proto
 
+_MAX_GOING_ON = 64
+"""Calls at once that go on with the items of a stream that broke."""
 _FIRST_ANSWER_S = 0.1
 """For the server to answer the first item or to refuse the stream. A message that is written while a refusal is under
 way would turn it into an INTERNAL of grpc.aio's own, which does not say why the stream was refused."""
@@ -32,8 +40,22 @@ class _Item:
     prompt: Prompt
     options: RequestOptions
     collector: OutputCollector
+    stream: ResumableStream
+    """Knows what has come, and how it goes on."""
     answer: asyncio.Future[RequestOutput]
-    has_output: bool = False
+
+    def add(self, event: Event) -> None:
+        """Take in an event."""
+        if isinstance(event, AdmittedEvent):
+            event = with_prompt(event, self.prompt, self.options)
+        self.collector.add(event)
+        if isinstance(event, FinishedEvent) and not self.answer.done():
+            self.answer.set_result(self.collector.output)
+
+    def fail(self, error: Exception) -> None:
+        """End it by an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,24 +71,18 @@ class _Call:
 
 
 class BatchStream:
-    """Opened by the first item. A stream that breaks fails the items on it; the next item opens another.
+    """Opened by the first item. After a stream that breaks, the next item opens another.
 
     Owned by the coroutine that opened it, which closes it at the end: `async with`.
     """
 
-    def __init__(
-        self,
-        stub: generation_pb2_grpc.GenerationServiceStub,
-        to_typed_error: Callable[[grpc.RpcError, bool], TriptychError],
-    ) -> None:
-        """
-        Args:
-            to_typed_error: Explains the end of a stream, given whether output had come.
-        """
-        self._stub = stub
-        self._to_typed_error = to_typed_error
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
         self._tags = itertools.count(1)
         self._call: _Call | None = None
+        self._going_on: set[asyncio.Task[None]] = set()
+        """Items of streams that broke."""
+        self._turn = asyncio.Semaphore(_MAX_GOING_ON)
 
     async def __aenter__(self) -> BatchStream:
         return self
@@ -90,8 +106,15 @@ class BatchStream:
         request = generation_pb2.StreamGenerateRequest(
             request_id=options.request_id, generation=build_generation(prompt, sampling, options)
         )
-        collector = OutputCollector(prompt if isinstance(prompt, str) else None)
-        item = _Item(prompt, options, collector, asyncio.get_running_loop().create_future())
+        if not request.request_id and len(self._dialer.addresses) > 1:
+            request.request_id = uuid.uuid4().hex  # by which it is known if it has to be sent again
+        item = _Item(
+            prompt,
+            options,
+            OutputCollector(prompt if isinstance(prompt, str) else None),
+            ResumableStream(self._dialer, request, timeout_s),
+            asyncio.get_running_loop().create_future(),
+        )
         call, tag = self._open(), next(self._tags)
         message = generation_pb2.BatchGenerateRequest(tag=tag, request=request)
         if timeout_s is not None:
@@ -103,9 +126,10 @@ class BatchStream:
     async def close(self) -> None:
         """Abort what still runs."""
         call, self._call = self._call, None
-        if call is not None and call.reader is not None:
-            call.reader.cancel()
-            await asyncio.gather(call.reader, return_exceptions=True)
+        tasks = [*self._going_on, *([] if call is None or call.reader is None else [call.reader])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open(self) -> _Call:
         if self._call is None:
@@ -114,7 +138,9 @@ class BatchStream:
         return self._call
 
     async def _read(self, call: _Call) -> None:
-        stream: Any = self._stub.BatchGenerate(_requests(call))
+        address = self._dialer.address
+        stub = self._dialer.stub(generation_pb2_grpc.GenerationServiceStub)
+        stream: Any = stub.BatchGenerate(_requests(call))
         end: Exception = GenerationLost("the server ended the stream before all answers were finished")
         try:
             async for response in stream:
@@ -126,12 +152,33 @@ class BatchStream:
             stream.cancel()
             if self._call is call:
                 self._call = None
-            for item in call.items.values():
-                if not item.answer.done():
-                    item.answer.set_exception(self._explain(end, item))
+            self._leave(call, end, address)
 
-    def _explain(self, end: Exception, item: _Item) -> Exception:
-        return self._to_typed_error(end, item.has_output) if isinstance(end, grpc.RpcError) else end
+    def _leave(self, call: _Call, end: Exception, address: str) -> None:
+        """Let the items of a stream that has ended go on, or fail."""
+        is_broken = isinstance(end, grpc.RpcError) and self._dialer.is_broken(end)
+        if is_broken:
+            self._dialer.turn_from(address)
+        for item in call.items.values():
+            error = end
+            if isinstance(end, grpc.RpcError):
+                error = self._dialer.to_typed_error(end, item.stream.has_output, address)
+                if is_broken and item.stream.may_go_on(end, error):
+                    task = asyncio.create_task(self._go_on(item), name="go-on")
+                    self._going_on.add(task)
+                    task.add_done_callback(self._going_on.discard)
+                    continue
+            item.fail(error)
+
+    async def _go_on(self, item: _Item) -> None:
+        try:
+            async with self._turn, aclosing(item.stream.events()) as events:
+                async for event in events:
+                    item.add(event)
+        except Exception as error:
+            item.fail(error)
+        finally:
+            item.fail(GenerationLost("the batch was closed before the answer was finished"))
 
 
 def with_prompt(event: AdmittedEvent, prompt: Prompt, options: RequestOptions) -> AdmittedEvent:
@@ -158,19 +205,12 @@ def _take(call: _Call, response: generation_pb2.BatchGenerateResponse) -> None:
     try:
         if response.WhichOneof("result") == "error":
             raise from_rich_status(response.error)
-        event = event_from_proto(response.event)
+        event = item.stream.take(response.event)
     except TriptychError as error:
         del call.items[response.tag]
-        if not item.answer.done():
-            item.answer.set_exception(error)
+        item.fail(error)
         return
-    if event is None:
-        return
-    if isinstance(event, AdmittedEvent):
-        event = with_prompt(event, item.prompt, item.options)
-    item.has_output = item.has_output or isinstance(event, DeltaEvent)
-    item.collector.add(event)
+    if event is not None:
+        item.add(event)
     if isinstance(event, FinishedEvent):
         del call.items[response.tag]
-        if not item.answer.done():
-            item.answer.set_result(item.collector.output)

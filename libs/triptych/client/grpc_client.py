@@ -232,7 +232,7 @@ class GenerationClient:
 
     def open_batch(self) -> BatchStream:
         """Return a stream for many requests."""
-        return BatchStream(self._stub, self._dialer.to_typed_error)
+        return BatchStream(self._dialer)
 
     async def _ask(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Return the answer to a call that may be made again; a frontend that does not answer is passed over."""

@@ -74,11 +74,8 @@ class ResumableStream:
         """Whether output has come."""
         return bool(self._choices)
 
-    async def events(self, first_call: Any = None) -> AsyncGenerator[Event, None]:
-        """Yield each event once. Closing the iterator aborts the request.
-
-        Args:
-            first_call: A call that was made already, of responses as `StreamGenerate` has.
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield each event once, those after what `take` has noted. Closing the iterator aborts the request.
 
         Raises:
             TriptychError: What ends the request, or why it could not be gone on with.
@@ -90,10 +87,9 @@ class ResumableStream:
                 yield self._end_without_counts(self._admitted)
                 return
             address = self._dialer.address
-            call = first_call
+            call: Any = None
             try:
-                call = call or self._call()
-                first_call = None
+                call = self._call()
                 async for event in self._read(call):
                     first_error, self._pause_s = None, _FIRST_PAUSE_S
                     self._progress_at = time.monotonic()
@@ -105,7 +101,7 @@ class ResumableStream:
                 )
             except grpc.RpcError as broken:
                 error = self._dialer.to_typed_error(broken, self.has_output, address)
-                if not self._may_go_on(broken, error):
+                if not self.may_go_on(broken, error):
                     raise (first_error or error) from None
             finally:
                 if call is not None:
@@ -130,7 +126,7 @@ class ResumableStream:
             raise DeadlineExceeded(f"its time was over before the stream could go on: {error.message}")
         await asyncio.sleep(pause_s)
 
-    def _may_go_on(self, broken: grpc.RpcError, error: TriptychError) -> bool:
+    def may_go_on(self, broken: grpc.RpcError, error: TriptychError) -> bool:
         """Return whether another call may bring what this one has not."""
         if isinstance(error, AttachedElsewhere):
             return False
@@ -179,34 +175,35 @@ class ResumableStream:
             else:
                 generation.emitted.add(index=index, token_ids=choice.token_ids)
 
+    def take(self, message: generation_pb2.StreamGenerateResponse) -> Event | None:
+        """Note a message, and return its event; None if that is no news."""
+        self._last_sequence = message.sequence
+        event = event_from_proto(message)
+        match event:
+            case AdmittedEvent():
+                self._token, is_again = event.resume_token, self._admitted is not None
+                self._admitted = self._admitted or event
+                return None if is_again else event
+            case ResumableEvent():
+                self._token = event.resume_token
+                return None
+            case DeltaEvent():
+                choice = self._choices.setdefault(event.index, _Choice())
+                choice.token_ids += event.token_ids
+                choice.is_finished = event.finish_reason is not None
+            case PromptLogprobsEvent():
+                self._has_prompt_logprobs = True
+            case FinishedEvent() if self._num_others:
+                return self._with_others(event)
+        return event  # None for one of a later version; the stream ends with `finished` all the same
+
     async def _read(self, call: Any) -> AsyncIterator[Event]:
         """Yield what is new in a call."""
-        is_again = self._admitted is not None
         async for message in call:
-            if isinstance(message, generation_pb2.AttachResponse):
-                message = message.event
-            self._last_sequence = message.sequence
-            event = event_from_proto(message)
-            match event:
-                case AdmittedEvent():
-                    self._token = event.resume_token
-                    if is_again:
-                        continue
-                    self._admitted = event
-                case ResumableEvent():
-                    self._token = event.resume_token
-                    continue
-                case DeltaEvent():
-                    choice = self._choices.setdefault(event.index, _Choice())
-                    choice.token_ids += event.token_ids
-                    choice.is_finished = event.finish_reason is not None
-                case PromptLogprobsEvent():
-                    self._has_prompt_logprobs = True
-                case FinishedEvent() if self._num_others:
-                    event = self._with_others(event)
-                case None:  # of a later version; the stream ends with `finished` all the same
-                    continue
-            yield event
+            is_wrapped = isinstance(message, generation_pb2.AttachResponse)
+            event = self.take(message.event if is_wrapped else message)
+            if event is not None:
+                yield event
 
     @property
     def _is_complete(self) -> bool:
