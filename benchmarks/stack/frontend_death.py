@@ -49,7 +49,7 @@ class Stream:
     error: str = ""
     is_whole: bool = False
     event_id: str = ""
-    """Of the last event over HTTP."""
+    """Id of the last event over HTTP."""
     _last_s: float = 0.0
 
     def sampling(self, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def request(**fields: Any) -> RawRequest:
 
 @dataclass
 class Seen:
-    """What a client has."""
+    """Everything that a client has."""
 
     token: str = ""
     texts: dict[int, str] = field(default_factory=dict)

@@ -1,0 +1,158 @@
+"""Frontends die under streams: each client goes on at another one and gets the same answer, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.chaos.grounds.processes import Member, ProcessGround, process_ground
+from triptych.client.grpc_client import GenerationClient
+from triptych.client.request import RequestOptions
+from triptych.types.events import DeltaEvent, FinishedEvent
+
+DEADLINE_S = 60.0
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "n": 3},
+    {"seed": 3, "logprobs": 2},
+    {"seed": 4, "stop": ["zq", "#"]},
+    {"seed": 5, "ignore_eos": False, "structured_outputs": {"regex": "[a-f0-9 ]{400}"}},
+]
+LENGTH = {"max_tokens": 50, "ignore_eos": True}
+
+Outcome = tuple[dict[int, str], dict[int, list[int]], int]
+
+
+async def read(
+    client: GenerationClient, shape: dict[str, Any], has_begun: asyncio.Event | None = None
+) -> Outcome:
+    texts: dict[int, str] = {}
+    token_ids: dict[int, list[int]] = {}
+    num_logprobs = 0
+    events = client.generate("Once upon", {**LENGTH, **shape}, RequestOptions())
+    async with asyncio.timeout(DEADLINE_S), aclosing(events):
+        async for event in events:
+            match event:
+                case DeltaEvent():
+                    texts[event.index] = texts.get(event.index, "") + event.text
+                    token_ids.setdefault(event.index, []).extend(event.token_ids)
+                    num_logprobs += len(event.logprobs)
+                    if has_begun is not None and len(token_ids[event.index]) >= 10:
+                        has_begun.set()
+                case FinishedEvent():
+                    assert event.usage.num_output_tokens == sum(map(len, token_ids.values()))
+    assert num_logprobs in (0, sum(map(len, token_ids.values())))
+    return texts, token_ids, num_logprobs
+
+
+def kill(member: Member) -> None:
+    assert member.process is not None
+    member.process.send_signal(signal.SIGKILL)
+
+
+def ground(directory: Path, **options: tuple[str, ...]) -> Any:
+    return process_ground(
+        directory, num_engines=1, num_frontends=2, worker=("--simulation.base-ms=20",), **options
+    )
+
+
+async def check_blocks_are_back(stack: ProcessGround) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await stack.status("enginecore-0")).num_used_blocks:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.model
+async def test_our_client_goes_on_by_itself(tmp_path: Path) -> None:
+    async with ground(tmp_path) as stack:
+        first, second = stack.of_kind("frontend")
+        async with GenerationClient(f"{first.address},{second.address}") as client:
+            whole = [await read(client, shape) for shape in SHAPES]
+            begun = [asyncio.Event() for _ in SHAPES]
+            reading = [
+                asyncio.create_task(read(client, shape, event))
+                for shape, event in zip(SHAPES, begun, strict=True)
+            ]
+            await asyncio.wait_for(begun[1].wait(), DEADLINE_S)
+            kill(first)
+            assert await asyncio.gather(*reading) == whole
+        await check_blocks_are_back(stack)
+
+
+@pytest.mark.model
+async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
+    """The request is sent again, with what has come."""
+    async with ground(tmp_path) as stack:
+        first, second = stack.of_kind("frontend")
+        async with GenerationClient(f"{first.address},{second.address}") as client:
+            whole = [await read(client, shape) for shape in SHAPES[:3]]
+            begun = asyncio.Event()
+            reading = [asyncio.create_task(read(client, shape, begun)) for shape in SHAPES[:3]]
+            await asyncio.wait_for(begun.wait(), DEADLINE_S)
+            kill(stack.members["enginecore-0"])
+            kill(first)
+            await stack.members["enginecore-0"].process.wait()
+            await stack.start("enginecore-0")
+            assert await asyncio.gather(*reading) == whole
+
+
+@pytest.mark.model
+async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
+    body = {"model": "", "prompt": "Once upon", "stream": True, "seed": 7, **LENGTH}
+    async with ground(tmp_path) as stack, httpx.AsyncClient(timeout=DEADLINE_S) as http:
+        urls = [f"http://127.0.0.1:{member.http_port}" for member in stack.of_kind("frontend")]
+
+        async def follow(victim: Member | None, method: str) -> str:
+            text, event_id, headers = "", "", dict[str, str]()
+            verb, url = "POST", f"{urls[0]}/v1/completions"
+            while True:
+                try:
+                    async with http.stream(verb, url, json=body, headers=headers) as response:
+                        assert response.status_code == 200, await response.aread()
+                        async for line in response.aiter_lines():
+                            if line.startswith("id: "):
+                                event_id = line[4:]
+                            elif line == "data: [DONE]":
+                                return text
+                            elif line.startswith("data: "):
+                                text += json.loads(line[6:])["choices"][0]["text"]
+                                headers = {"Last-Event-ID": event_id}
+                                if victim is not None and len(text) > 30:
+                                    kill(victim)
+                                    victim = None
+                except httpx.TransportError:
+                    verb, url = method, f"{urls[1]}/v1/completions"
+                    if method == "GET":
+                        url = f"{urls[1]}/v1/streams/{event_id.partition(':')[0]}"
+
+        whole = await follow(None, "POST")
+        first = stack.of_kind("frontend")[0]
+        for method in ("POST", "GET"):
+            assert await follow(first, method) == whole
+            await first.process.wait()
+            await stack.start(first.name)
+            await stack.wait_ready(first.name)
+        await check_blocks_are_back(stack)
+
+
+@pytest.mark.model
+async def test_nobody_comes_back(tmp_path: Path) -> None:
+    keep = ("--frontend.keep-s=1",)
+    async with ground(tmp_path, frontend=keep, enginecore=("--engine.resume-ttl-s=0.5",)) as stack:
+        first = stack.of_kind("frontend")[0]
+        async with GenerationClient(first.address) as client:
+            begun = asyncio.Event()
+            reading = asyncio.create_task(read(client, {"seed": 1, "max_tokens": 5000}, begun))
+            await asyncio.wait_for(begun.wait(), DEADLINE_S)
+            kill(first)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await check_blocks_are_back(stack)
