@@ -17,6 +17,7 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
 from triptych.types.events import DeltaEvent, FinishedEvent
 
+pytestmark = pytest.mark.model
 DEADLINE_S = 60.0
 SHAPES: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -24,7 +25,6 @@ SHAPES: list[dict[str, Any]] = [
     {"seed": 2, "n": 3},
     {"seed": 3, "logprobs": 2},
     {"seed": 4, "stop": ["zq", "#"]},
-    {"seed": 5, "ignore_eos": False, "structured_outputs": {"regex": "[a-f0-9 ]{400}"}},
 ]
 LENGTH = {"max_tokens": 50, "ignore_eos": True}
 
@@ -70,7 +70,6 @@ async def check_blocks_are_back(stack: ProcessGround) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.model
 async def test_our_client_goes_on_by_itself(tmp_path: Path) -> None:
     async with ground(tmp_path) as stack:
         first, second = stack.of_kind("frontend")
@@ -87,7 +86,21 @@ async def test_our_client_goes_on_by_itself(tmp_path: Path) -> None:
         await check_blocks_are_back(stack)
 
 
-@pytest.mark.model
+async def test_a_form_is_kept_across_the_break(tmp_path: Path) -> None:
+    form = {"max_tokens": 60, "ignore_eos": False, "structured_outputs": {"regex": "([a-f]{3} ){60}"}}
+    real = ("--simulation.enabled=false",)
+    async with process_ground(tmp_path, num_engines=1, num_frontends=2, worker=real) as stack:
+        first, second = stack.of_kind("frontend")
+        async with GenerationClient(f"{first.address},{second.address}") as client:
+            shapes = [{**form, "temperature": 0.0}, {**form, "seed": 6}]
+            whole = [await read(client, shape) for shape in shapes]
+            begun = asyncio.Event()
+            reading = [asyncio.create_task(read(client, shape, begun)) for shape in shapes]
+            await asyncio.wait_for(begun.wait(), DEADLINE_S)
+            kill(first)
+            assert await asyncio.gather(*reading) == whole
+
+
 async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
     """The request is sent again, with what has come."""
     async with ground(tmp_path) as stack:
@@ -104,7 +117,6 @@ async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
             assert await asyncio.gather(*reading) == whole
 
 
-@pytest.mark.model
 async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
     body = {"model": "", "prompt": "Once upon", "stream": True, "seed": 7, **LENGTH}
     async with ground(tmp_path) as stack, httpx.AsyncClient(timeout=DEADLINE_S) as http:
@@ -143,7 +155,6 @@ async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
         await check_blocks_are_back(stack)
 
 
-@pytest.mark.model
 async def test_nobody_comes_back(tmp_path: Path) -> None:
     keep = ("--frontend.keep-s=1",)
     async with ground(tmp_path, frontend=keep, enginecore=("--engine.resume-ttl-s=0.5",)) as stack:
