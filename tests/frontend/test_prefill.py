@@ -10,6 +10,7 @@ import pytest
 from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefill import PromptJob, choose_source, prefill_elsewhere
 from services.frontend.engines.prefix_index import RoutedPrompt
+from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss
 from tests.helpers.fake_engine import MODEL
 from tests.helpers.scheduling import Clock
@@ -173,3 +174,14 @@ async def test_the_prompt_is_submitted_under_the_lease_that_is_pulled() -> None:
 async def test_an_engine_that_does_not_take_the_prompt_is_not_waited_for(answer: str) -> None:
     other, own = prefilling(answer=answer), decoding()
     assert await prefill_elsewhere([own, other], own, JOB) is None
+
+
+def test_an_engine_that_prefills_serves_only_where_there_is_no_other() -> None:
+    router, other, own = Router(), prefilling(max_model_len=1000), decoding()
+    other.num_in_flight, own.num_in_flight = 0, 9
+    router.engines = [other, own]  # type: ignore[list-item]
+    wanted = router.find("")
+    assert wanted is own.welcome
+    assert router.choose(wanted) is own
+    own.is_ready = False
+    assert router.choose(router.find("")) is other

@@ -80,7 +80,7 @@ class Router:
         serving = self._serving(model)
         if not serving:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
-        return self._welcome_of(self.least_loaded(serving))
+        return self._welcome_of(self.least_loaded(self._preferred(serving)))
 
     def aliases_of(self, model: str) -> tuple[str, ...]:
         """Return the other names of a model, as `engines` name it."""
@@ -165,9 +165,13 @@ class Router:
         raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
 
     def _alike(self, wanted: EngineWelcome, tried: Collection[EngineClient] = ()) -> list[EngineClient]:
-        """Return the ready engines with these facts. Those that prefill for others count only where there are none."""
+        """Return the ready engines with these facts."""
         alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
-        return [e for e in alike if self._welcome_of(e).role is not EngineRole.PREFILL] or alike
+        return self._preferred(alike)
+
+    def _preferred(self, engines: list[EngineClient]) -> list[EngineClient]:
+        """Leave out the engines that prefill for others, unless there are no others."""
+        return [e for e in engines if self._welcome_of(e).role is not EngineRole.PREFILL] or engines
 
     def _serving(self, model: str) -> list[EngineClient]:
         """Return the ready engines that serve a model; empty: any."""
