@@ -103,6 +103,7 @@ def _start_frontend(stack: ExitStack, ports: Sequence[int], policy: str) -> Serv
         "frontend.metrics-port": 0,
         "frontend.engine-addresses": ",".join(f"127.0.0.1:{port}" for port in ports),
         "frontend.routing": policy,
+        "frontend.moves": "never",  # engines that share a core may be silent for a while
         "log.level": "warning",
     }
     texts = [f"--{name}={value}" for name, value in flags.items()]

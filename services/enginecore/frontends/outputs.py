@@ -23,7 +23,7 @@ from triptych.types.submit import SubmitRequest
 
 MAX_STEPS_TOGETHER = 16
 """Steps for which tokens wait that no client reads yet. A message costs both sides as much as a step's plan."""
-_HASHES_TOGETHER = 1 << 16  # in one message: 1 MiB
+_HASHES_TOGETHER = 1 << 13  # in one message: 128 KiB, which a frontend takes in within 4 ms
 _MAX_TOGETHER_BYTES = 1 << 20  # of log-probabilities: a message stays far below its limit
 
 

@@ -96,12 +96,15 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_connected and self.welcome is not None and self.welcome.ready
+        has_session = self._is_connected and self._session is not None
+        return has_session and self.welcome is not None and self.welcome.ready
 
     @property
     def why_not_ready(self) -> str:
         if not self._is_connected or self.welcome is None:
             return self._why_lost
+        if self._session is None:
+            return "its session was given up"
         return self.welcome.why_not_ready
 
     @property
