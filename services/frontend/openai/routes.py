@@ -25,7 +25,7 @@ from services.frontend.openai.stream_ids import (
 from services.frontend.openai.streams import EventStream, StreamIds, chunks, merge
 from services.frontend.requests.raw import RawRequest
 from services.frontend.resumption import ResumeToken, SeenChoice
-from triptych.errors import InvalidRequest, ModelNotFound
+from triptych.errors import InvalidRequest, ModelNotFound, NotKept
 from triptych.types.events import Event
 
 TimeoutS = Annotated[
@@ -81,7 +81,10 @@ async def go_on_with_stream(request: Request, token: str) -> Response:
     """Go on with a stream that broke, behind the event of the header Last-Event-ID; without it, from its beginning."""
     event_id = request.headers.get(LAST_EVENT_ID_HEADER)
     if event_id is None:
-        return _go_on(request, ResumeToken.parse(token, "token"), None)
+        try:
+            return _go_on(request, ResumeToken.parse(token), None)
+        except InvalidRequest as error:
+            raise NotKept(error.message) from None
     parsed, seen = parse_event_id(event_id)
     if str(parsed) != token:
         raise InvalidRequest(LAST_EVENT_ID_HEADER, "is of another stream")
