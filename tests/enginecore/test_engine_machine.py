@@ -265,6 +265,9 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.num_requests:
                 break
             self.run_for_a_while(50, 2)
+            self.clock.now += 1
+            self.take_outputs()
+        self.clock.now += 1
         self.take_outputs()
         self.holds_together()
         assert self.expected.keys() <= self.ends.keys(), "each request ends"

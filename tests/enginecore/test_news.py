@@ -22,11 +22,11 @@ from triptych.types.submit import PrefixHash, single_choice
 class Stand:
     """An engine with a naive worker, and a clock that the test sets."""
 
-    def __init__(self, **scheduler: int) -> None:
+    def __init__(self, num_blocks: int = 200, max_model_len: int = 512, **scheduler: int) -> None:
         self.clock = Clock()
         config = make_config(**scheduler)
         self.engine = EngineCore(config, self.clock)
-        self.runner = NaiveRunner(config, 200, 512)
+        self.runner = NaiveRunner(config, num_blocks, max_model_len)
         self.engine.worker_ready(self.runner.facts, after_crash=False)
 
     def submit(self, session: int, number: int, prompt: list[int], **fields: str) -> None:
@@ -127,6 +127,59 @@ def test_the_load_is_in_seconds_once_steps_were_measured() -> None:
     assert load.prefill_token_s == pytest.approx(0.001 / 64)
     assert load.decode_step_s == pytest.approx(0.001)
     assert load.row_interval_s == pytest.approx(0.004, rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_told_is_what_is_cached(seed: int) -> None:
+    """Prompts with common beginnings in a cache that is too small for them; frontends come and go."""
+    rng, stand, told = (
+        np.random.default_rng(seed),
+        Stand(num_blocks=24, max_model_len=200),
+        dict[int, set[bytes]](),
+    )
+    prefixes, num_evicted = [make_prompt(64, seed=number) for number in range(4)], 0
+
+    def note(session: int, batch: OutputBatch) -> None:
+        nonlocal num_evicted
+        if batch.cache is not None:
+            told[session] = set() if batch.cache.is_cleared else told[session]
+            told[session] |= split(batch.cache.stored)
+            told[session] -= split(batch.cache.evicted)
+            num_evicted += len(split(batch.cache.evicted))
+
+    for number in range(1, 200):
+        if rng.random() < 0.1 or not told:
+            session, told[number] = number, set()
+            for batch in stand.engine.open_session(number):
+                note(number, batch)
+        prompt = prefixes[rng.integers(4)][: rng.integers(10, 65)] + make_prompt(
+            int(rng.integers(1, 60)), number
+        )
+        stand.submit(session, number, prompt)
+        for _ in range(rng.integers(0, 6)):
+            if (plan := stand.engine.plan()) is not None:
+                stand.engine.apply(stand.runner.execute(plan))
+            if rng.random() < 0.3:
+                stand.clock.now += INTERVAL_S
+                for at, batch in stand.engine.take_outputs().items():
+                    note(at, batch)
+        if rng.random() < 0.05:
+            stand.run()
+            stand.engine.reset_prefix_cache()
+    stand.run()
+    stand.clock.now += 20 * INTERVAL_S
+    for at, batch in stand.engine.take_outputs().items():
+        note(at, batch)
+    scheduler = stand.engine.scheduler
+    assert scheduler is not None
+    cached = set(scheduler._blocks.snapshot().hash_to_block)
+    assert cached
+    assert num_evicted > 100
+    assert all(known == cached for known in told.values())
+
+
+def split(column: bytes) -> set[bytes]:
+    return {column[first : first + HASH_BYTES] for first in range(0, len(column), HASH_BYTES)}
 
 
 def test_a_lost_worker_takes_its_cache_with_it() -> None:
