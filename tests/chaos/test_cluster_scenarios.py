@@ -16,15 +16,20 @@ pytestmark = pytest.mark.model  # of which the tokenizer is read
 FIRST = int(os.environ.get("FIRST_SCENARIO", "0"))
 COUNT = int(os.environ.get("CLUSTER_SCENARIOS", "0"))
 LAST_FAULT_S = 3.0
-VICTIMS = ("worker", "enginecore")
+VICTIMS = ("worker", "enginecore", "frontend")
 KILLS = (
     "seed=1 engines=2 frontends=1 requests=16: 0.800 kill worker-0 0.100; 1.500 kill enginecore-1 0.100; "
     "1.800 hold frontend-0>enginecore-0 1.000; 2.000 stop worker-1 0.700"
 )
+FRONTEND_DIES = (
+    "seed=2 engines=1 frontends=2 requests=16: 1.200 kill frontend-0 0.300; "
+    "1.400 cut frontend-1>enginecore-0 0.000"
+)
 
 
-async def test_a_worker_and_an_engine_core_die(tmp_path: Path) -> None:
-    await _check(Scenario.parse(KILLS), tmp_path)
+@pytest.mark.parametrize("text", [KILLS, FRONTEND_DIES], ids=["below", "frontend"])
+async def test_one_of_each_tier_dies(text: str, tmp_path: Path) -> None:
+    await _check(Scenario.parse(text), tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))

@@ -25,7 +25,7 @@ _OPTIONS = {"worker": ("--simulation.base-ms=10",)}
 
 
 class ClusterGround(ProcessGround):
-    """Every request goes over gRPC or HTTP, by turns."""
+    """Some frontends, engine cores and workers, as processes."""
 
     vocabulary = range(1000, 9000)
     max_tokens = 120
@@ -35,12 +35,23 @@ class ClusterGround(ProcessGround):
     is_exact_time = False
 
     def __init__(
-        self, directory: Path, stack: AsyncExitStack, *, num_engines: int, num_frontends: int
+        self,
+        directory: Path,
+        stack: AsyncExitStack,
+        *,
+        num_engines: int,
+        num_frontends: int,
+        uses_http: bool = True,
     ) -> None:
-        """`stack`: closes what the ground opens."""
+        """
+        Args:
+            stack: Closes what the ground opens.
+            uses_http: About half of the requests go over HTTP. A client of ours resumes streams, that one does not.
+        """
         super().__init__(directory, num_engines=num_engines, num_frontends=num_frontends, options=_OPTIONS)
         self.steps: list[Step] = []
         self._stack = stack
+        self._uses_http = uses_http
         self._proxies: dict[tuple[str, str], CutProxy] = {}
         self._clients: list[GenerationClient] = []
 
@@ -51,7 +62,10 @@ class ClusterGround(ProcessGround):
             servers = [dialed] if dialed else []
             if member.kind == "frontend":
                 servers = [engine.name for engine in self.of_kind("enginecore")]
-                self._clients.append(await self._stack.enter_async_context(GenerationClient(member.address)))
+                frontends = self.of_kind("frontend")
+                order = (*frontends[member.index :], *frontends[: member.index])
+                client = GenerationClient(",".join(frontend.address for frontend in order))
+                self._clients.append(await self._stack.enter_async_context(client))
             for server in servers:
                 proxy = await self._stack.enter_async_context(CutProxy(self.members[server].address))
                 self._proxies[member.name, server] = proxy
@@ -140,7 +154,7 @@ class ClusterGround(ProcessGround):
         """Have a frontend answer a request: each attempt another one."""
         number = hash(request.prompt) + attempt
         frontend = self.of_kind("frontend")[number % len(self._clients)]
-        if number // 2 % 2:
+        if number // 2 % 2 or not self._uses_http:
             client = self._clients[frontend.index]
             events = client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
         else:
@@ -177,7 +191,13 @@ async def play_in_cluster(scenario: Scenario, directory: Path) -> list[str]:
     """Play a scenario with real processes and return what is wrong with what was seen."""
     async with AsyncExitStack() as stack:
         ground = ClusterGround(
-            directory, stack, num_engines=scenario.num_engines, num_frontends=scenario.num_frontends
+            directory,
+            stack,
+            num_engines=scenario.num_engines,
+            num_frontends=scenario.num_frontends,
+            uses_http=not any(
+                fault.kills and fault.target.startswith("frontend") for fault in scenario.faults
+            ),
         )
         stack.push_async_callback(ground.end_all)
         try:
