@@ -52,6 +52,7 @@ class ClusterGround(ProcessGround):
         self.steps: list[Step] = []
         self._stack = stack
         self._uses_http = uses_http
+        self._killed: set[str] = set()
         self._proxies: dict[tuple[str, str], CutProxy] = {}
         self._clients: list[GenerationClient] = []
 
@@ -82,6 +83,9 @@ class ClusterGround(ProcessGround):
     async def start(self, name: str) -> None:
         """Start a process that is not there."""
         process = self.members[name].process
+        if process is not None and name in self._killed:  # its end may not be known here yet
+            await process.wait()
+            self._killed.discard(name)
         if process is None or process.returncode is not None:
             await super().start(name)
 
@@ -89,6 +93,7 @@ class ClusterGround(ProcessGround):
         process = self.members[name].process
         if process is not None and process.returncode is None:
             process.kill()
+            self._killed.add(name)
 
     async def kill_at(self, name: str, place: str, within_s: float) -> None:
         """Kill a process, start it with a failpoint, and return when that has killed it, or after so many seconds."""
