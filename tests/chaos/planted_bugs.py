@@ -146,8 +146,8 @@ def _take_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
 def _end_twice(patch: pytest.MonkeyPatch) -> None:
     right = ResumableStream.events
 
-    async def wrong(self: ResumableStream, first_call: Any = None) -> Any:
-        async for event in right(self, first_call):
+    async def wrong(self: ResumableStream, *call: Any) -> Any:
+        async for event in right(self, *call):
             yield event
             if isinstance(event, FinishedEvent):
                 yield event
