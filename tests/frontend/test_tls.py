@@ -148,7 +148,7 @@ async def test_our_client_takes_renewed_certificates(authority):
     async def start(of: Authority, port: int = 0) -> tuple[RpcServer, int]:
         ca_file.write_bytes(of.ca.cert_pem.bytes())
         tls = create_server_tls(replace(of.server("frontend"), client_ca=str(ca_file)))
-        server = create_server(FrontendConfig(), core.generator, StatusWatch(core.router), tls=tls)
+        server = create_server(FrontendConfig(), core.generator, StatusWatch(), tls=tls)
         port = server.bind("127.0.0.1", port, option="frontend.port")
         await server.start()
         return server, port

@@ -38,6 +38,8 @@ TABLE = [
     (errors.DeadlineExceeded("2 s are over"), "DEADLINE_EXCEEDED", 504),
     (errors.EngineUnavailable("no engine is ready"), "UNAVAILABLE", 503),
     (errors.GenerationLost("the engine was lost after 3 tokens"), "ABORTED", 503),
+    (errors.NotKept("no stream of this token is kept"), "NOT_FOUND", 404),
+    (errors.AttachedElsewhere("another frontend goes on with it"), "ABORTED", 409),
     (errors.HandshakeMismatch("cache.block_size: 16 here, 32 there"), "FAILED_PRECONDITION", 500),
     (errors.WorkerAsleep("the worker is asleep"), "UNAVAILABLE", 503),
     (errors.MemoryShort("waking takes 9 MiB, 2 are free"), "RESOURCE_EXHAUSTED", 503),
