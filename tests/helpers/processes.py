@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -48,15 +48,19 @@ class Service:
 
 
 @asynccontextmanager
-async def service_process(name: str, directory: Path, *flags: str) -> AsyncIterator[Service]:
+async def service_process(
+    name: str, directory: Path, *flags: str, prefix: Sequence[str] = ()
+) -> AsyncIterator[Service]:
     """`python -m services.NAME` with these flags, killed at the end if it still runs.
 
     Args:
         directory: there is, and takes its ready file.
+        prefix: of the command; it must execute the rest in its own process.
     """
     ready_file = directory / f"{name}-{next(_numbers)}.json"
     leaf = "engine" if name == "enginecore" else name
     process = await asyncio.create_subprocess_exec(
+        *prefix,
         sys.executable,
         "-m",
         f"services.{name}",
