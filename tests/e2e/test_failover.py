@@ -108,13 +108,13 @@ async def test_engines_that_are_killed_and_stopped_change_no_token(tmp_path: Pat
 
         async def kill() -> None:
             victim = await busiest(ground)
-            ground.kill(victim)
+            ground.signal(victim, signal.SIGKILL)
             await ground.wait_ended(victim)
             await ground.start(victim)
 
         async def stop() -> None:
             victim = await busiest(ground)
-            ground.send(victim, signal.SIGTERM)
+            ground.signal(victim, signal.SIGTERM)
             assert await ground.wait_ended(victim) == 0
 
         for disturb in (kill, stop):

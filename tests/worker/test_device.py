@@ -25,7 +25,6 @@ from services.worker.context.resolve import (
     choose_quantization,
     resolve_for_device,
 )
-from services.worker.service.startup import load_runner
 from tests.worker.tiny import tiny_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
@@ -105,22 +104,6 @@ def test_the_caches_precision_can_be_set_apart():
     engine = EngineConfig(cache=CacheConfig(dtype="float16"), worker=CPU)
     config = resolve_config(engine, tiny_architecture())
     assert (config.dtype, config.kv_dtype) == ("float32", "float16")
-
-
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        (EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)), "parallel.tensor_parallel_size = 2"),
-        (
-            EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3)),
-            "parallel.pipeline_parallel_size = 3",
-        ),
-        (EngineConfig(worker=WorkerConfig(rank=1)), "worker.rank = 1"),
-    ],
-)
-def test_several_ranks_are_refused_before_loading(engine, names):
-    with pytest.raises(FeatureDisabled, match=f"{names}: an engine does not feed several workers yet"):
-        load_runner(engine, lambda phase, progress: pytest.fail("it has begun"))
 
 
 def test_ranks_beyond_the_group_are_refused():
