@@ -19,11 +19,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.enginecore import loop as engine_loop
-from services.enginecore.frontends.servicer import SERVICE, EngineCoreServicer
+from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
+from triptych.admin.v1 import admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.step_times import StepTimeModel
 from triptych.errors import EngineUnavailable
@@ -136,9 +137,10 @@ def create_engine(config: EngineConfig, engine_id: str, worker: SlowedWorker) ->
         metrics=EngineMetrics.create(CollectorRegistry()),
         on_ready_change=lambda ready: None,
     )
-    server = RpcServer(services=(SERVICE,), limit_bytes=INTERNAL_MESSAGE_BYTES)
+    server = RpcServer(services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES)
     servicer = EngineCoreServicer(loop, resume_ttl_s=config.engine.resume_ttl_s)
     engine_core_pb2_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.grpc)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(loop), server.grpc)
     port = server.bind("127.0.0.1", 0, option="engine.port")
     task = asyncio.create_task(loop.run(), name=engine_id)
     task.add_done_callback(lambda task: task.result())
