@@ -1,4 +1,4 @@
-"""Holds hand-written sources outside the tests within 400 lines each, and prints the largest."""
+"""Holds hand-written sources outside the tests within 600 lines each, and names those above 400."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_LINES = 400
+WARN_LINES = 400
+"""Above it a file is named: it may have grown a second reason to change."""
+LIMIT_LINES = 600
 SUFFIXES = (".py", ".cpp", ".h", ".proto")
-NUM_SHOWN = 5
 
 
 def main() -> int:
     sizes = sorted(((line_count(path), path) for path in sources()), reverse=True)
-    for num_lines, path in sizes[:NUM_SHOWN]:
-        print(f"{num_lines:5} {path}")
+    for num_lines, path in sizes:
+        if num_lines > WARN_LINES:
+            print(f"{num_lines:5} {path}")
     too_long = [f"{path} has {num_lines} lines" for num_lines, path in sizes if num_lines > LIMIT_LINES]
     for problem in too_long:
         print(f"verify-sizes: {problem}, the limit is {LIMIT_LINES}: split it by nouns", file=sys.stderr)
