@@ -84,9 +84,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k signal", ARGS="-n0 --pdb"
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
-.PHONY: test-again
-test-again: $(DEV) ## Run the tests that failed last time once more, one at a time: those that pass were racing
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none $(ARGS)
+BUSY_LOOPS ?= 4
+.PHONY: test-loaded
+test-loaded: $(DEV) native model ## Run the tests beside busy loops: BUSY_LOOPS=4; a test that fails only here is a defect
+	tools/beside_busy_loops.sh $(BUSY_LOOPS) $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 # Clients of others and what they need: their versions do not agree with those of .venv.
 CLIENTS := build/clients-venv/.installed
@@ -125,8 +126,7 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 	PYTHON=$(GPU_PYTHON) tools/sanitize_gpu.sh $(ARGS)
 
 .PHONY: ci
-ci: verify ## Everything that must hold before a merge; tests that fail beside others have a second try, alone
-	$(MAKE) --no-print-directory test || $(MAKE) --no-print-directory test-again
+ci: verify test ## Everything that must hold before a merge
 
 .PHONY: verify
 verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos verify-native ## All checks but the tests

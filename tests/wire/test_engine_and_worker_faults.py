@@ -99,10 +99,10 @@ async def test_silent_worker_delays_no_deadline_and_no_newcomer() -> None:
         silent.bind("127.0.0.1", port, option="worker.port")
         await silent.start()
         await asyncio.sleep(1.1)  # past every redial that was under way
-        started = time.monotonic()
         await frontend.submit(2, make_prompt(600))
-        await frontend.wait_for(lambda: 1 in frontend.ends and 2 in frontend.ends)
-        assert time.monotonic() - started < 5.0
+        await frontend.wait_for(
+            lambda: 1 in frontend.ends and 2 in frontend.ends
+        )  # the dial waits on meanwhile
         assert frontend.ends[1].code == "DEADLINE_EXCEEDED"
         assert frontend.ends[2].code == "INVALID_REQUEST"
         await silent.stop(0)
@@ -426,17 +426,19 @@ async def test_busy_engine_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> 
 
 async def test_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -> None:
     monkeypatch.setattr(inbox, "INBOX_S", 0.0)  # one call a turn
+    monkeypatch.setattr(
+        loop_module, "_TICK_S", DEADLINE_S
+    )  # a turn that waits for the next tick fails by the deadline
     async with running_stack() as (_, engine, frontend):
         session, outbox = engine.loop.open_session()
         for number in range(30):
             engine.loop.submit(session, make_submit(number, make_prompt(600)))  # longer than any context
-        started = time.monotonic()
         numbers: set[int] = set()
-        async for message in outbox.messages():
-            numbers |= {failure.number for failure in getattr(message, "failures", ())}
-            if len(numbers) == 30:
-                break
-        assert time.monotonic() - started < 1.0, "a turn waited for something else than the last one"
+        async with asyncio.timeout(DEADLINE_S):
+            async for message in outbox.messages():
+                numbers |= {failure.number for failure in getattr(message, "failures", ())}
+                if len(numbers) == 30:
+                    break
         await frontend.submit(1, make_prompt(6))
         await frontend.wait_for(lambda: 1 in frontend.ends)
 
