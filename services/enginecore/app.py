@@ -107,6 +107,7 @@ def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineSta
     metrics.used_blocks.set(status.num_used_blocks)
     metrics.blocks.set(status.num_blocks)
     metrics.touched_blocks.set(status.num_touched_blocks)
+    metrics.steps_in_flight.set(status.steps_in_flight)
     metrics.asleep.set(status.asleep)
     for counter, name in (
         (metrics.steps, "num_steps"),

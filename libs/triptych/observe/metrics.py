@@ -207,6 +207,7 @@ class EngineMetrics:
     used_blocks: Gauge
     blocks: Gauge
     touched_blocks: Gauge
+    steps_in_flight: Gauge
     steps: Counter
     scheduled_tokens: Counter
     preemptions: Counter
@@ -232,6 +233,9 @@ class EngineMetrics:
             blocks=gauge("blocks", "KV blocks that requests may hold."),
             touched_blocks=gauge(
                 "touched_blocks", "KV blocks held at least once; on a CPU they take memory."
+            ),
+            steps_in_flight=gauge(
+                "steps_in_flight", "Steps to keep in flight towards the worker, as measured or configured."
             ),
             steps=counter("steps", "Steps completed."),
             scheduled_tokens=counter("scheduled_tokens", "Tokens planned, recomputed ones included."),
