@@ -140,7 +140,7 @@ async def test_a_fleet_is_dialed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     def create(address: str) -> EngineClient:
         return EngineClient(address, frontend_id="f", boot_id="b")
 
-    text = ",".join(f"127.0.0.1:{port}" for port in range(1, 21))
+    text = ",".join(f"127.0.0.1:{port}" for port in range(1, MAX_DIALED + 13))
     task = asyncio.create_task(EngineDiscovery(text, Router(), create, work=(never_welcomed,)).run())
     await eventually(lambda: len(started) == MAX_DIALED)
     await asyncio.sleep(0.05)

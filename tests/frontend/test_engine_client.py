@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
+from grpc.aio import Metadata
 
 from services.frontend.engines import outbox as outbox_module
 from services.frontend.engines import session as engine_session_module
+from services.frontend.engines.client import EngineClient
 from services.frontend.engines.outbox import Outbox
 from services.frontend.engines.session import EngineSession
 from tests.helpers.fake_engine import FakeEngine, eventually, u32
@@ -476,3 +480,20 @@ async def test_outputs_are_no_progress_while_a_message_is_unconfirmed() -> None:
     assert not session.take_in(OutputBatch(1), 0)  # the submit may be what breaks the streams
     assert session.take_in(OutputBatch(2), 1)
     assert not session.take_in(OutputBatch(2), 1)  # it comes again
+
+
+async def test_a_redial_that_fails_with_the_same_status_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """gRPC words one failure in many ways; an operator wants to read it once a minute."""
+    caplog.set_level("INFO", logger="services.frontend.engines.client")
+    client = EngineClient("127.0.0.1:1", frontend_id="f", boot_id="b")
+    dialing = asyncio.create_task(client.run())
+    for details in ("no route to host", "connection timed out", "handshaker shutdown"):
+        client._note_end(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details))
+    client._note_end(grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, Metadata(), Metadata(), "no key"))
+    dialing.cancel()
+    await asyncio.gather(dialing, return_exceptions=True)
+    lines = [record.getMessage() for record in caplog.records if "not reached" in record.getMessage()]
+    assert len(lines) == 2
+    assert "no route to host" in lines[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
 
 _ATTEMPT_MS = 2_000  # for a connection to be made, before it is tried again
+_RESOLVE_MS = 1_000  # between two look-ups of a name
 KEEPALIVE_TIME_S = 10
 KEEPALIVE_TIMEOUT_S = 5
 # gRPC's defaults kill a stream that is silent through a long prefill; both ends ping every 10 s, give up
@@ -59,6 +62,39 @@ def open_channel(
     )
 
 
+class RenewedChannel:
+    """A channel between the tiers for a client that dials again and again. The client owns it.
+
+    A channel keeps its credentials and the addresses that it has found. So another one is opened at a redial once
+    certificates were renewed, or where the host is a name, which may have other addresses by now.
+    """
+
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        """
+        Args:
+            address: host:port.
+            tls: None: plain text.
+        """
+        self._address = address
+        self._tls = tls
+        self._is_name = not _is_ip_address(address)
+        self._credentials = credentials_of(tls)
+        self.channel = self._open()
+        self._opened_at = time.monotonic()
+
+    async def renew(self) -> None:
+        """Make `channel` one that connects to where the server may be now. Calls on the one before end."""
+        credentials, now = credentials_of(self._tls), time.monotonic()
+        may_have_moved = self._is_name and (now - self._opened_at) * 1000 >= _RESOLVE_MS
+        if credentials is not self._credentials or may_have_moved:
+            self._credentials, old = credentials, self.channel
+            self.channel, self._opened_at = self._open(), now
+            await old.close(None)
+
+    def _open(self) -> grpc.aio.Channel:
+        return open_channel(self._address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=self._credentials)
+
+
 def open_blocking_channel(address: str, credentials: ClientCredentials | None = None) -> grpc.Channel:
     """Return a channel as `open_channel` does, for a thread without an event loop."""
     options = _channel_options(PUBLIC_MESSAGE_BYTES, credentials)
@@ -87,6 +123,15 @@ def with_api_key(stub: _Stub, api_key: str | None, metadata: Sequence[tuple[str,
     return stub
 
 
+def _is_ip_address(address: str) -> bool:
+    """Return whether the host in host:port is an address and not a name."""
+    try:
+        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def message_limits(limit_bytes: int) -> tuple[tuple[str, int], ...]:
     """Return the options that bound one message in both directions."""
     return (("grpc.max_receive_message_length", limit_bytes), ("grpc.max_send_message_length", limit_bytes))
@@ -107,4 +152,7 @@ def _channel_options(
         # This bounds an attempt: a handshake takes some round trips, and a busy machine some time to answer.
         ("grpc.min_reconnect_backoff_ms", _ATTEMPT_MS),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # By default a name is looked up once in 30 s at most: for so long a server that is back at another address
+        # would not be found.
+        ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),
     )

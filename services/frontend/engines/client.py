@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc
 from triptych.observe.logging import with_fields
-from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
+from triptych.rpc.channel import RenewedChannel
 from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
 from triptych.rpc.session.handshake import (
     BEATS,
@@ -43,6 +44,7 @@ from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
 log = logging.getLogger(__name__)
 
 _READER_END_S = 1.0
+_SAME_NEWS_S = 60.0  # before redials that fail in the same way are logged again
 _GOODBYE_S = 1.0
 # Errors that a status without our details is read as: gRPC itself, or the network, ended the stream.
 _UNTYPED = (EngineUnavailable, GenerationLost, DeadlineExceeded, TriptychError)
@@ -70,9 +72,7 @@ class EngineClient:
             tls: None: the engine is dialed in plain text.
         """
         self.address = address
-        self._tls = tls
-        self._credentials = credentials_of(tls)
-        self.channel: grpc.aio.Channel = self._open_channel()
+        self._connection = RenewedChannel(address, tls)
         self.welcome: EngineWelcome | None = None
         """The engine's state as last reported. It stays after a loss, so that the engine can still be named."""
         self._frontend_id = frontend_id
@@ -85,9 +85,16 @@ class EngineClient:
         self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
         """Knows whether there is a session, and for how long it can be resumed."""
         self._why_lost = "not connected yet"
+        self._logged: tuple[grpc.StatusCode | None, float] | None = None
+        """Status of the last failed dial that was logged, and when. None: none since the last stream."""
         self.life = Liveness()
         self._call: grpc.aio.StreamStreamCall | None = None
         """The stream. None: there is none."""
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel of the stream, on which operators' calls go, too."""
+        return self._connection.channel
 
     @property
     def name(self) -> str:
@@ -217,7 +224,7 @@ class EngineClient:
 
     async def _connect(self) -> _Stream:
         """Open a stream that resumes the session, or begins a new one."""
-        await self._renew_channel()
+        await self._connection.renew()
         session, abandoned = self._session, self._abandoned
         name, last_batch_seen = ("", 0) if session is None else (session.name, session.last_batch_seen)
         hello = engine_core_pb2.ConnectHello(
@@ -246,20 +253,10 @@ class EngineClient:
         session.outlook.note_hash(self.welcome.prefix_hash)
         return _Stream(call, session, terms, abandoned)
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        return open_channel(self.address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=self._credentials)
-
-    async def _renew_channel(self) -> None:
-        """Take certificates that were renewed since the channel was opened. Operators' calls on it end."""
-        if (credentials := credentials_of(self._tls)) is not self._credentials:
-            self._credentials, old = credentials, self.channel
-            self.channel = self._open_channel()
-            await old.close(None)
-
     def _begin(self, stream: _Stream) -> None:
         """Take a stream that the engine has welcomed into use."""
         session = self._session = stream.session
-        self._is_connected = True
+        self._is_connected, self._logged = True, None
         self._call = stream.call
         self.life.begin(has_beats=stream.terms.agreement.has(BEATS))
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
@@ -318,7 +315,7 @@ class EngineClient:
         why = self._explain(error)
         if self._is_connected:
             log.warning("engine %s at %s lost: %s", self.name, self.address, why)
-        elif why != self._why_lost:  # a redial that fails as the one before is no news
+        elif self._is_news(error):
             log.info("engine %s at %s not reached: %s", self.name, self.address, why)
         self._is_connected, self._why_lost = False, why
         self.life.end(error, self.welcome)
@@ -326,6 +323,18 @@ class EngineClient:
         is_over = error is None or _is_refusal(error) or is_torn
         self.dialer.note_broken(why, is_futile=not _is_of_the_network(error), is_over=is_over)
         self._on_change()
+
+    def _is_news(self, error: BaseException | None) -> bool:
+        """Return whether a dial has failed otherwise than those before it, or a while after one that was logged.
+
+        gRPC words one and the same failure in many ways, so that statuses are compared.
+        """
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        now, logged = time.monotonic(), self._logged
+        if logged is not None and logged[0] == code and now - logged[1] < _SAME_NEWS_S:
+            return False
+        self._logged = code, now
+        return True
 
     def _lose(self, why: str) -> None:
         """End every request of a session that is given up."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 """Seconds between two look-ups of a name."""
-MAX_DIALED = 8
+MAX_DIALED = 64
 """Engines that are dialed for the first time at once: a fleet that starts together is not held up by itself."""
 _LOOK_UP_S = 10.0  # that one look-up may take
 _FIRST_DIAL_S = 2.0  # after which an engine that does not answer makes room for the next
