@@ -118,6 +118,59 @@ async def test_malformed_form_is_refused_by_its_path(kind: str) -> None:
     assert is_good(await checker.compile(FORMS[kind if kind != "grammar" else "lark"], FACTS, "form"))
 
 
+EXPENSIVE = {
+    "ambiguous": StructuredOutputs(
+        grammar="start: s\ns: T | | " + " | ".join("s " * n for n in range(2, 25)) + "\nT: /[^\\x00]/"
+    ),
+    "1,800 optional properties": StructuredOutputs(
+        json={
+            "type": "object",
+            "properties": {f"p{i}": {} for i in range(1800)},
+            "additionalProperties": False,
+        }
+    ),
+}
+NODE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+    },
+    "required": ["name", "children"],
+}
+LARGE = {
+    "recursive": StructuredOutputs(json={"$ref": "#/$defs/node", "$defs": {"node": NODE}}),
+    "400 optional properties": StructuredOutputs(
+        json={
+            "type": "object",
+            "properties": {f"p{i}": {"type": "string"} for i in range(400)},
+            "additionalProperties": False,
+        }
+    ),
+    "any json": StructuredOutputs(json={}, any_whitespace=True),
+    "5,000 choices": StructuredOutputs(choice=[f"text {i}" for i in range(5000)]),
+    "sql": StructuredOutputs(
+        grammar="""
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table " where " condition
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+condition ::= column "= " number
+number ::= "1 " | "2 "
+"""
+    ),
+}
+
+
+async def test_forms_whose_masks_are_expensive_are_refused() -> None:
+    checker = GrammarChecker(byte_tokenizer())
+    for form in EXPENSIVE.values():
+        with pytest.raises(InvalidRequest, match=r"^form: cannot be enforced: .*(limit|max)"):
+            await checker.compile(form, FACTS, "form")
+    for form in LARGE.values():
+        assert is_good(await checker.compile(form, FACTS, "form"))
+
+
 async def test_tokenizer_without_the_end_token_serves_no_forms() -> None:
     assert MODEL.eos_token_ids[0] >= byte_tokenizer().vocab_size
     with pytest.raises(FeatureDisabled, match=r"^form: the tokenizer .*299"):

@@ -251,6 +251,32 @@ def test_step_behind_the_end_does_no_harm(bench):
         assert bench.sample(logits_at(0), [0]).failures == ()
 
 
+AMBIGUOUS = LLMatcher.grammar_from_lark(
+    "start: s\ns: T | | " + " | ".join("s " * n for n in range(2, 25)) + "\nT: /[^\\x00]/"
+)
+
+
+def test_mask_that_takes_too_many_items_fails_its_row_alone(bench):
+    alone = generate(bench, 3, regex("[a-f]+"), seed=9, length=1)
+    output = TOKENIZER.encode("abab")
+    params = SamplingParams(structured_outputs=compiled(AMBIGUOUS), top_k=7)  # its mask is always computed
+    bench.enter(1, params, output=output)
+    bench.enter(3, regex("[a-f]+"), seed=9)
+    sampled = bench.sample(logits_at(0, 2), [1, 3])
+    ((row, error),) = sampled.failures
+    assert row == 0
+    assert "Too many items (limit 4000" in error.message
+    assert sampled.token_ids[1] == alone[0]
+
+
+def test_token_refused_for_a_limit_tells_the_limit(bench):
+    properties = {f"p{i}": {} for i in range(600)}
+    params = json_of({"type": "object", "properties": properties, "additionalProperties": False})
+    error = failure_of(bench, params, output=TOKENIZER.encode('{"'))
+    assert error.code is RowErrorCode.INVALID_REQUEST
+    assert "max is 2000" in error.message
+
+
 class ExhaustedMatcher:
     """A matcher that gives up in its first mask, as llguidance's do: the mask allows the end only."""
 

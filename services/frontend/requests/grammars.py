@@ -17,7 +17,7 @@ from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
-from triptych.types.structured import GrammarSyntax, StructuredOutputs, compiled
+from triptych.types.structured import MAX_MASK_ITEMS, GrammarSyntax, StructuredOutputs, compiled
 
 COMPILE_LIMIT_S = 5.0
 """The longest that a form may take to compile."""
@@ -110,6 +110,7 @@ class _Process:
             "tokenizer": tokenizer.to_json(),
             "vocab_size": model.vocab_size,
             "eos_token_ids": model.eos_token_ids,
+            "max_mask_items": MAX_MASK_ITEMS,
         }
         try:
             answer = self.ask(message, _START_LIMIT_S)

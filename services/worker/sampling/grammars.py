@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from triptych.types.structured import MAX_MASK_ITEMS
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -96,7 +98,7 @@ class GrammarCompiler:
 
     def _prepare(self) -> Callable[[str], LLMatcher]:
         try:
-            from llguidance import LLMatcher, LLTokenizer
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
             text = self._tokenizer_file.read_text(encoding="utf-8")
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
@@ -108,8 +110,10 @@ class GrammarCompiler:
 
             return refuse
 
+        limits = LLParserLimits(step_max_items=MAX_MASK_ITEMS)
+
         def compile_one(grammar: str) -> LLMatcher:
-            matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
             if matcher.is_error():
                 raise GrammarError(matcher.get_error())
             return matcher

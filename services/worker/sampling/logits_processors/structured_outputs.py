@@ -34,9 +34,8 @@ MASKED_BY_OTHERS = RowError.of_client(
     "structured_outputs: allowed_token_ids, logit_bias or min_tokens mask every token that this form allows here; "
     "allow more, or leave them out"
 )
-_WRONG_OUTPUT = RowError.of_client(
-    "structured_outputs: the output so far does not have this form; go on with another request"
-)
+_NO_MATCH = "doesn't satisfy the grammar"
+"""How llguidance says that a token does not continue the form, rather than that a limit was reached."""
 
 
 class StructuredForms:
@@ -165,7 +164,7 @@ class _Output:
             if self.matcher is None or self._has_ended:
                 break
             if not self.matcher.consume_token(token_id):
-                self._fail(_WRONG_OUTPUT)
+                self._fail(_why_not_consumed(self.matcher))
         self._num_seen = output.size
 
     def may_come(self, token_id: int) -> bool:
@@ -213,6 +212,14 @@ def _unpacked(words: Tensor, num_bits: int) -> Tensor:
         )
     places = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> places) & 1).flatten(1)[:, :num_bits].bool()
+
+
+def _why_not_consumed(matcher: LLMatcher) -> RowError:
+    """Return the error of a row whose matcher has not taken a token."""
+    why = _first_line(matcher.get_error())
+    if _NO_MATCH in why:
+        why = f"the output so far does not have this form: {why}; go on with another request"
+    return RowError.of_client(f"structured_outputs: {why}")
 
 
 def _first_line(text: str) -> str:
