@@ -29,7 +29,7 @@ def fill(
     table = BlockTable(extras=extras or {})
     hits = manager.get_computed_blocks(table, token_ids)
     assert manager.allocate(table, len(token_ids), hits) is not None
-    manager.cache_full_blocks(table, token_ids, len(token_ids))
+    manager.cache_full_blocks([(table, token_ids, len(token_ids))])
     return table
 
 
@@ -103,7 +103,7 @@ def test_choices_share_hashes_until_one_goes_on() -> None:
     assert first.hashes is second.hashes
     longer = tokens(*prompt, 8, 9)
     assert manager.allocate(first, len(longer)) is not None
-    manager.cache_full_blocks(first, longer, len(longer))
+    manager.cache_full_blocks([(first, longer, len(longer))])
     assert (len(first.hashes), len(second.hashes)) == (4, 3)
     alone = hashes_of(longer.tolist(), salt=b"salt")
     assert first.hashes == alone
@@ -199,8 +199,8 @@ def test_of_equal_blocks_only_one_is_cached() -> None:
     one, other = BlockTable(), BlockTable()
     manager.allocate(one, SIZE)
     manager.allocate(other, SIZE)
-    manager.cache_full_blocks(one, ids, SIZE)
-    manager.cache_full_blocks(other, ids, SIZE)
+    manager.cache_full_blocks([(one, ids, SIZE)])
+    manager.cache_full_blocks([(other, ids, SIZE)])
     assert manager.get_computed_blocks(BlockTable(), ids) == one.block_ids
     manager.check_integrity([one, other])
     manager.free(one)
@@ -213,9 +213,9 @@ def test_only_full_computed_blocks_are_cached() -> None:
     ids = tokens(*range(3 * SIZE))
     table = BlockTable()
     manager.allocate(table, len(ids))
-    manager.cache_full_blocks(table, ids, 2 * SIZE - 1)
+    manager.cache_full_blocks([(table, ids, 2 * SIZE - 1)])
     assert manager.get_computed_blocks(BlockTable(), ids) == [1]
-    manager.cache_full_blocks(table, ids, 3 * SIZE)
+    manager.cache_full_blocks([(table, ids, 3 * SIZE)])
     assert manager.get_computed_blocks(BlockTable(), ids) == [1, 2, 3]
 
 

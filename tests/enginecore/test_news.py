@@ -202,12 +202,12 @@ def test_what_cancels_out_is_not_told() -> None:
     assert changes.take() == CacheNews(is_cleared=True)
     assert not changes
     changes.note_evicted(b"a")
-    changes.note_stored(b"a")
-    changes.note_stored(b"c")
+    changes.note_stored([b"a"])
+    changes.note_stored([b"c"])
     changes.note_evicted(b"c")
     assert not changes
     changes.note_evicted(b"b")
-    changes.note_stored(b"d")
+    changes.note_stored([b"d"])
     del cached[b"b"]
     cached[b"d"] = 4
     assert sorted(changes.base()) == [b"a", b"b"]

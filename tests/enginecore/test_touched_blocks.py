@@ -25,7 +25,7 @@ def fill(manager: BlockManager, *token_ids: int) -> BlockTable:
     """Return a table that holds these tokens, with its full blocks cached."""
     table, ids = BlockTable(), array("I", token_ids)
     assert manager.allocate(table, len(ids), manager.get_computed_blocks(table, ids)) is not None
-    manager.cache_full_blocks(table, ids, len(ids))
+    manager.cache_full_blocks([(table, ids, len(ids))])
     return table
 
 

@@ -49,7 +49,7 @@ class IndexMachine(RuleBasedStateMachine):
         for block_hash in map(self.name, numbers):
             if block_hash not in self.cached:
                 self.cached[block_hash] = 1
-                self.changes.note_stored(block_hash)
+                self.changes.note_stored([block_hash])
 
     @rule(numbers=st.sets(st.integers(0, 300), max_size=60))
     def evict(self, numbers: set[int]) -> None:

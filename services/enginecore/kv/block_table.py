@@ -44,7 +44,6 @@ class BlockTable:
             return
         if self.shares_hashes:
             self.hashes, self.shares_hashes = self.hashes[:], False
-        with memoryview(token_ids) as view:
-            content = view[first * block_size : num_blocks * block_size].tobytes()
+        content = token_ids[first * block_size : num_blocks * block_size].tobytes()
         parent = self.hashes[-1] if first else self.root_hash
         self.hashes += hash_blocks(parent, content, block_size, self.extras, first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from triptych.types.outputs import CacheNews
 
@@ -24,12 +24,14 @@ class CacheChanges:
     def __bool__(self) -> bool:
         return self._is_cleared or bool(self._stored) or bool(self._evicted)
 
-    def note_stored(self, block_hash: bytes) -> None:
-        """Note that a hash that was not cached is cached."""
-        if block_hash in self._evicted:
-            del self._evicted[block_hash]
-        else:
-            self._stored[block_hash] = None
+    def note_stored(self, block_hashes: Iterable[bytes]) -> None:
+        """Note that hashes that were not cached are cached."""
+        stored, evicted = self._stored, self._evicted
+        for block_hash in block_hashes:
+            if block_hash in evicted:
+                del evicted[block_hash]
+            else:
+                stored[block_hash] = None
 
     def note_evicted(self, block_hash: bytes) -> None:
         """Note that a hash that was cached is not cached any more."""

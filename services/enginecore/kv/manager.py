@@ -144,19 +144,41 @@ class BlockManager:
         table.block_ids += added
         return added
 
-    def cache_full_blocks(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> None:
-        """Let others find the blocks that the first `num_tokens` tokens fill.
+    def grow(self, tables: Sequence[BlockTable], nums_new: Sequence[int]) -> list[int]:
+        """Grow each table by a number of blocks. There must be enough free ones.
 
-        These tokens must be known, and a planned step must compute each of them. A request that hits such a block is
-        planned later, so it reads what was written.
+        Returns:
+            The blocks added, those of the first table first.
         """
-        num_full = num_tokens // self.block_size
-        if num_full <= table.num_cached or not self.is_cached(table):
-            return
-        table.extend_hashes(token_ids, num_full, self.block_size)
-        new = slice(table.num_cached, num_full)
-        self._newly_cached += self._pool.cache(table.block_ids[new], table.hashes[new])
-        table.num_cached = num_full
+        added = self._pool.take(sum(nums_new))
+        start = 0
+        for table, num_new in zip(tables, nums_new, strict=True):
+            table.block_ids += added[start : start + num_new]
+            start += num_new
+        return added
+
+    def cache_full_blocks(self, filled: Iterable[tuple[BlockTable, array[int], int]]) -> None:
+        """Let others find the blocks that tokens fill.
+
+        Args:
+            filled: A table, its request's tokens, and how many of these count: they must be known, and a planned step
+                must compute each of them. A request that hits such a block is planned later, so it reads what was
+                written.
+        """
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        caches_all, block_size = self.enable_prefix_caching, self.block_size
+        for table, token_ids, num_tokens in filled:
+            num_full, num_cached = num_tokens // block_size, table.num_cached
+            if num_full <= num_cached or not (caches_all or table.is_shared):
+                continue
+            if num_full > len(table.hashes):
+                table.extend_hashes(token_ids, num_full, block_size)
+            blocks += table.block_ids[num_cached:num_full]
+            hashes += table.hashes[num_cached:num_full]
+            table.num_cached = num_full
+        if blocks:
+            self._newly_cached += self._pool.cache(blocks, hashes)
 
     @property
     def cache_changes(self) -> CacheChanges:

@@ -156,6 +156,8 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._soft_limit = num_blocks if soft_num_blocks is None else soft_num_blocks
         self._num_touched = 0
+        self.num_free = num_blocks - 1
+        """Number of blocks that can be taken, the cached and the untouched ones included."""
         self._evicted = EvictedHashes()
         self._free = FreeQueue(num_blocks)
         self._references = [0] * num_blocks
@@ -166,11 +168,6 @@ class BlockPool:
         self._num_cached_free = 0
         self.num_shareable_gained = 0
         """Times since the start that a block came to be both held and cached. Hits in such a block cost no free one."""
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks that can be taken, the cached and the untouched ones included."""
-        return len(self._free) + self._num_untouched
 
     @property
     def num_touched(self) -> int:
@@ -205,6 +202,7 @@ class BlockPool:
         """Hold `count` free blocks: those without content, then untouched ones within the soft limit, then the least
         recently used ones, whose cached content is evicted, then further untouched ones. There must be as many."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        self.num_free -= count
         num_blank = min(count, len(self._free) - self._num_cached_free)
         num_evicted = min(max(count - num_blank - self._num_within_limit, 0), self._num_cached_free)
         num_untouched = count - num_blank - num_evicted
@@ -228,6 +226,7 @@ class BlockPool:
         for block in blocks:
             if not self._references[block]:
                 self._free.remove(block)
+                self.num_free -= 1
                 self._num_cached_free -= 1
                 self.num_shareable_gained += 1
             self._references[block] += 1
@@ -242,6 +241,7 @@ class BlockPool:
             assert references >= 0, f"block {block} released more often than held"
             if references:
                 continue
+            self.num_free += 1
             if self._block_to_hash[block] is None:
                 self._free.prepend(block)
             else:
@@ -255,14 +255,15 @@ class BlockPool:
             The blocks that are cached now. A block is left out if another one with its hash is cached already.
         """
         references, block_to_hash, hash_to_block = self._references, self._block_to_hash, self._hash_to_block
-        cached = []
+        cached, stored = [], []
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             assert references[block], f"block {block} is to be cached but not held"
             assert block_to_hash[block] is None, f"block {block} is cached already"
             if hash_to_block.setdefault(block_hash, block) == block:
                 block_to_hash[block] = block_hash
                 cached.append(block)
-                self.cache_changes.note_stored(block_hash)
+                stored.append(block_hash)
+        self.cache_changes.note_stored(stored)
         self.num_shareable_gained += len(cached)
         if num_again := self._evicted.forget(block_hashes):
             self._soft_limit = max(self._soft_limit, self._num_touched) + num_again
@@ -314,6 +315,8 @@ class BlockPool:
         for block in blocks:
             counted, noted = references.get(block, 0), self._references[block]
             assert counted == noted, f"block {block} has {noted} references, {counted} requests hold it"
+        num_unheld = self._references[1:].count(0)
+        assert num_unheld == self.num_free, f"{num_unheld} blocks are free, {self.num_free} are noted"
         touched, untouched = blocks[: self._num_touched], blocks[self._num_touched :]
         assert not any(self._references[block] for block in untouched), "an untouched block is held"
         self._free.check_integrity(block for block in touched if not self._references[block])

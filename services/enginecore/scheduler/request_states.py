@@ -187,7 +187,7 @@ class RequestStates:
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without enough blocks"
-        self.blocks.cache_full_blocks(table, request.token_ids, num_tokens)
+        self.blocks.cache_full_blocks([(table, request.token_ids, num_tokens)])
         self.shared_prompts.note_planned(request, num_tokens)
         self.rows.place(request, num_computed_tokens)
         emitted = request.token_ids[request.num_prompt_tokens :]
@@ -218,30 +218,25 @@ class RequestStates:
         Returns:
             In parallel, the slots that grow, once per block, and the blocks.
         """
-        rows, block_slots, block_ids = self.rows, [], []
-        num_filled = np.minimum(rows.known[slots], ends)
-        for slot, end, filled in zip(slots.tolist(), ends.tolist(), num_filled.tolist(), strict=True):
-            request = rows.slot_to_request[slot]
-            added = self.blocks.allocate(request.blocks, end)
-            assert added is not None, "grown without enough blocks"
-            self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
-            block_slots += [slot] * len(added)
-            block_ids += added
-        block_size = self.blocks.block_size
-        rows.capacity[slots] = -(-ends // block_size) * block_size
-        return block_slots, block_ids
+        rows, block_size = self.rows, self.blocks.block_size
+        nums_new = -(-(ends - rows.capacity[slots]) // block_size)
+        requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
+        block_ids = self.blocks.grow([request.blocks for request in requests], nums_new.tolist())
+        rows.capacity[slots] += nums_new * block_size
+        self._cache_full_blocks(requests, np.minimum(rows.known[slots], ends))
+        return slots.repeat(nums_new).tolist(), block_ids
 
     def fill_blocks(self, slots: Slots) -> None:
         """Close the open blocks of rows that have filled them with known tokens.
 
         Others may find a block once a planned step computes all of it.
         """
+        if not len(slots):
+            return
         rows = self.rows
-        num_filled = np.minimum(rows.known[slots], rows.computed[slots])
-        for slot, filled in zip(slots.tolist(), num_filled.tolist(), strict=True):
-            request = rows.slot_to_request[slot]
-            rows.close_block(request)
-            self.blocks.cache_full_blocks(request.blocks, request.token_ids, filled)
+        requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
+        rows.close_blocks(requests)
+        self._cache_full_blocks(requests, np.minimum(rows.known[slots], rows.computed[slots]))
 
     def preempt(self, request: Request) -> None:
         """Take a running request's row and blocks. It starts over with all its tokens, those in flight included."""
@@ -349,9 +344,22 @@ class RequestStates:
         self.rows.remove(request)
         if is_trusted:
             num_filled = min(num_computed_tokens, len(request.token_ids))
-            self.blocks.cache_full_blocks(request.blocks, request.token_ids, num_filled)
+            self.blocks.cache_full_blocks([(request.blocks, request.token_ids, num_filled)])
         self.blocks.free(request.blocks)
         self.removed_slots.append(request.slot)
+
+    def _cache_full_blocks(self, requests: Sequence[Request], nums_filled: Ints) -> None:
+        """Let others find the blocks that the first tokens of some requests fill.
+
+        Args:
+            nums_filled: [len(requests)] known tokens of each that are computed by the step planned last.
+        """
+        self.blocks.cache_full_blocks(
+            [
+                (request.blocks, request.token_ids, filled)
+                for request, filled in zip(requests, nums_filled.tolist(), strict=True)
+            ]
+        )
 
     def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
         request.state = RequestState.WAITING

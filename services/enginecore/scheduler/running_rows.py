@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -136,7 +136,7 @@ class RunningRows:
 
     def remove(self, request: Request) -> None:
         """Bring a request's tokens up to date and empty its slot. Later results for the row match no row."""
-        self.close_block(request)
+        self.close_blocks([request])
         slot = request.slot
         request.num_in_flight = int(self.num_expected[slot] - self.known[slot])
         self.slot_version[slot] += 1
@@ -238,13 +238,16 @@ class RunningRows:
         tail = self.open_block[slot, offset + max(start - num_full, 0) : offset + num_known - num_full]
         return np.concatenate((np.array(request.token_ids[start:], np.uint32), tail))
 
-    def close_block(self, request: Request) -> None:
-        """Move the tokens of the row's open block to its request."""
-        slot, start = request.slot, len(request.token_ids)
-        count = int(self.known[slot]) - start
-        if count:
-            offset = start % self._block_size
-            request.token_ids.frombytes(self.open_block[slot, offset : offset + count].tobytes())
+    def close_blocks(self, requests: Sequence[Request]) -> None:
+        """Move the tokens of the rows' open blocks to their requests."""
+        slots = [request.slot for request in requests]
+        for request, tokens, known in zip(
+            requests, self.open_block[slots], self.known[slots].tolist(), strict=True
+        ):
+            start = len(request.token_ids)
+            if known > start:
+                offset = start % self._block_size
+                request.token_ids.frombytes(tokens[offset : offset + known - start].tobytes())
 
     def check_integrity(self) -> None:
         """Check every row.
