@@ -208,7 +208,7 @@ class SamplingParams:
         trial=1.1,
     )
     seed: int | None = _integer(
-        None, 0, (1 << 64) - 1, "The same seed gives the same output. None: one is drawn at admission."
+        None, 0, (1 << 64) - 1, "The same seed gives the same output. None and -1: one is drawn at admission."
     )
     stop: Sequence[str] = _declare(
         FieldKind.STRINGS,
@@ -298,6 +298,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise ValueError if numbers are out of range or none at all; names each field, value and limit."""
+        if self.seed == -1:  # many clients say so that they name none
+            object.__setattr__(self, "seed", None)
         if set(map(type, _get_lists(self))) != {tuple}:
             for name, _ in _LISTS:
                 object.__setattr__(self, name, _to_tuple(name, getattr(self, name)))
@@ -369,11 +371,16 @@ def _find_problems(params: SamplingParams) -> Iterator[str]:
             yield f"{name}: {number!r:.40} is not a number"
         elif number < low:
             how = "must be above" if spec.excludes_low else "is below the limit"
-            yield f"{name}: {number} {how} {spec.low}"
+            yield f"{name}: {_show(number)} {how} {_show(spec.low)}"
         elif number > high:
-            yield f"{name}: {number} is above the limit {spec.high}"
+            yield f"{name}: {_show(number)} is above the limit {_show(spec.high)}"
         elif math.isnan(number):
             yield f"{name}: {number} is not a finite number"
+
+
+def _show(number: Any) -> str:
+    """Return a number as its writer knows it: a float32 of 0.01 is 0.01."""
+    return f"{number:.7g}" if isinstance(number, float) else str(number)
 
 
 def _to_tuple(name: str, values: Any) -> tuple[Any, ...]:
