@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from triptych.types.outputs import (
     StageTimings,
     TokenLogprobs,
     Usage,
-    as_dicts,
 )
 from triptych.types.step import PromptLogprobs
 
@@ -83,14 +82,64 @@ async def test_every_output_of_a_stream_has_them(is_cumulative: bool) -> None:
     assert all(output.prompt_logprobs == ENTRIES for output in outputs)
 
 
-def test_logprobs_have_the_form_that_users_of_vllm_know() -> None:
+def test_a_row_of_logprobs_maps_token_ids_to_entries() -> None:
     output = collected(events(*PARTS)).output
     assert output.prompt_logprobs is not None
-    first, second, *_ = as_dicts(output.prompt_logprobs)
+    first, row, *_ = output.prompt_logprobs
     assert first is None
-    assert second is not None
-    assert list(second) == [66, 65]  # the chosen one first, and once
-    assert (second[65].logprob, second[65].rank, second[65].decoded_token) == (-16.25, 1, "A")
+    assert row is not None
+    assert list(row) == [66, 65]  # the chosen one first, and once
+    assert (len(row), 65 in row, 64 in row, row.get(64)) == (2, True, False, None)
+    assert [(entry.logprob, entry.rank, entry.decoded_token) for entry in row.values()] == [
+        (-16.5, 9, "B"),
+        (-16.25, 1, "A"),
+    ]
+    with pytest.raises(KeyError):
+        row[64]
+
+
+class CountedIds(list[int]):
+    """Token ids that count how often all of them are read."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("is_cumulative", [False, True])
+async def test_outputs_share_the_prompts_ids(is_cumulative: bool) -> None:
+    prompt = CountedIds(range(1000))
+    deltas = [DeltaEvent(0, "x", [i]) for i in range(49)]
+    deltas.append(DeltaEvent(0, "x", [49], finish_reason=FinishReason.LENGTH))
+    stream = replayed([AdmittedEvent("r", "m", 0, prompt), *deltas, FinishedEvent(Usage(), StageTimings())])
+    outputs = [output async for output in stream_outputs(stream, None, is_cumulative=is_cumulative)]
+    assert len(outputs) == 50
+    assert prompt.num_reads == 1
+    assert len({id(output.prompt_token_ids) for output in outputs}) == 1
+    assert outputs[0].prompt_token_ids == list(range(1000))
+
+
+async def test_cumulative_outputs_do_not_change_once_they_are_out() -> None:
+    rows = tuple(TokenLogprobs.of(Logprob(i, -1.0)) for i in range(3))
+    deltas = [DeltaEvent(0, "x", [i], (rows[i],)) for i in range(3)]
+    stream = replayed([AdmittedEvent("r", "m", 0, [1]), *deltas, FinishedEvent(Usage(), StageTimings())])
+    outputs = [output async for output in stream_outputs(stream, None, is_cumulative=True)]
+    choices = [output.outputs[0] for output in outputs[:3]]
+    assert [(choice.text, choice.token_ids, choice.logprobs) for choice in choices] == [
+        ("x" * n, list(range(n)), list(rows[:n])) for n in (1, 2, 3)
+    ]
+    assert choices[-1].cumulative_logprob == -3.0
+
+
+def test_a_collector_extends_logprobs_in_place() -> None:
+    collector = OutputCollector(None)
+    collector.add(DeltaEvent(0, "x", [1], (TokenLogprobs.of(Logprob(1, -1.0)),)))
+    before = collector.output.outputs[0].logprobs
+    collector.add(DeltaEvent(0, "x", [2], (TokenLogprobs.of(Logprob(2, -1.0)),)))
+    assert collector.output.outputs[0].logprobs is before
+    assert len(before or ()) == 2
 
 
 def test_times_are_told_in_seconds() -> None:

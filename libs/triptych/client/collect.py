@@ -47,23 +47,30 @@ async def stream_outputs(
     A choice's last delta waits for the event after it (which follows at once), so that the last output
     carries text and totals together.
 
+    All outputs share one list of the prompt's ids. An output does not change once it has been yielded.
+
     Args:
         is_cumulative: Each output holds all of its choice so far. Otherwise it holds what is new.
     """
-    admitted = AdmittedEvent("", "", 0, ())
+    request_id = ""
+    prompt_token_ids: list[int] = []
     index_to_total: dict[int, CompletionOutput] = {}
     held: RequestOutput | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def output_of(choices: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(request_id, prompt, prompt_token_ids, choices, prompt_logprobs=prompt_logprobs)
+
     async for event in events:
         if isinstance(event, AdmittedEvent):
-            admitted = event
+            request_id, prompt_token_ids = event.request_id, list(event.prompt_token_ids)
             continue
         if isinstance(event, PromptLogprobsEvent):
             prompt_logprobs = prompt_logprobs or [None]
             prompt_logprobs += _prompt_entries(event)
             continue
         if isinstance(event, FinishedEvent):
-            last = held or _delta_output(admitted, prompt, [], prompt_logprobs)
+            last = held or output_of([])
             last.finished, last.usage, last.timings = True, event.usage, event.timings
             yield last
             return
@@ -78,8 +85,9 @@ async def stream_outputs(
         _append(choice, event)
         if is_cumulative:
             calls = [replace(call) for call in choice.tool_calls]
-            choice = replace(choice, token_ids=choice.token_ids.copy(), tool_calls=calls)
-        output = _delta_output(admitted, prompt, [choice], prompt_logprobs)
+            rows = None if choice.logprobs is None else choice.logprobs.copy()
+            choice = replace(choice, token_ids=choice.token_ids.copy(), logprobs=rows, tool_calls=calls)
+        output = output_of([choice])
         if event.finish_reason is not None:
             held = output
         else:
@@ -100,28 +108,15 @@ def _prompt_entries(event: PromptLogprobsEvent) -> list[TokenLogprobs]:
     return entries
 
 
-def _delta_output(
-    admitted: AdmittedEvent,
-    prompt: str | None,
-    choices: list[CompletionOutput],
-    prompt_logprobs: list[TokenLogprobs | None] | None,
-) -> RequestOutput:
-    return RequestOutput(
-        admitted.request_id,
-        prompt,
-        list(admitted.prompt_token_ids),
-        choices,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
 def _append(choice: CompletionOutput, delta: DeltaEvent) -> None:
     choice.text += delta.text
     choice.reasoning += delta.reasoning
     append_calls(choice.tool_calls, delta.tool_calls)
     choice.token_ids.extend(delta.token_ids)
     if delta.logprobs:
-        choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+        if choice.logprobs is None:
+            choice.logprobs = []
+        choice.logprobs.extend(delta.logprobs)
         choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + _sum_chosen(delta.logprobs)
     if delta.finish_reason is not None:
         choice.finish_reason = delta.finish_reason.word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -193,8 +193,11 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The chosen token's log-probability and its best rivals', at one position: columns, the chosen one first."""
+class TokenLogprobs(Mapping[int, Logprob]):
+    """The chosen token's log-probability and its best rivals', at one position: columns, the chosen one first.
+
+    As in vLLM it is a mapping of token ids to entries, in this order: `for token_id, entry in row.items()`.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -222,9 +225,17 @@ class TokenLogprobs:
     def top(self) -> tuple[Logprob, ...]:
         return tuple(map(self._entry, range(1, len(self.token_ids))))
 
-    def as_dict(self) -> dict[int, Logprob]:
-        """Return vLLM's form: token id -> its entry, the chosen one first."""
-        return {entry.token_id: entry for entry in (self.chosen, *self.top)}
+    def __getitem__(self, token_id: int) -> Logprob:
+        try:
+            return self._entry(self.token_ids.index(token_id))
+        except ValueError:
+            raise KeyError(token_id) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(dict.fromkeys(self.token_ids))  # the chosen one may be among the best as well
+
+    def __len__(self) -> int:
+        return len(set(self.token_ids))
 
     def _entry(self, place: int) -> Logprob:
         return Logprob.of_bytes(
@@ -278,11 +289,6 @@ def append_calls(calls: list[ToolCall], deltas: Sequence[ToolCallDelta]) -> None
         calls[-1].arguments += delta.arguments
 
 
-def as_dicts(logprobs: Sequence[TokenLogprobs | None]) -> list[dict[int, Logprob] | None]:
-    """Return log-probabilities in vLLM's form: for each position its candidates by token id."""
-    return [None if entry is None else entry.as_dict() for entry in logprobs]
-
-
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request; grows while it streams."""
@@ -294,7 +300,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the chosen tokens' natural log-probabilities; only if `logprobs` are asked for."""
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per token; only if asked for. `as_dicts` has vLLM's form."""
+    """One entry per token; only if asked for."""
     finish_reason: str | None = None
     """stop, length, abort, tool_calls, or unknown for one of a later version; None while it runs."""
     stop_reason: int | str | None = None
@@ -338,7 +344,7 @@ class RequestOutput:
     usage: Usage = Usage()
     timings: StageTimings = StageTimings()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry per token of the prompt, None for the first; only if asked for. `as_dicts` has vLLM's form."""
+    """One entry per token of the prompt, None for the first; only if asked for."""
     error: Exception | None = None
     """The reason for which there is no output, a typed error of `triptych.errors`. Only with `on_error="return"` and in
     `PartialFailure.outputs`."""
