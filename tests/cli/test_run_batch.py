@@ -128,6 +128,26 @@ def test_an_interrupted_batch_goes_on(api, batch, tmp_path):
     assert len(api.generator.requests) == num_sent + 2
 
 
+def test_a_second_batch_on_one_output_is_refused(api, batch, tmp_path, capsys):
+    api.generator.hold_after_words = 1
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(line(str(n), max_tokens=1 if n < 3 else 5)) for n in range(5)))
+    target.write_text("half a li")  # the first one puts a new file into its place
+    url = f"http://127.0.0.1:{api.port}"
+    words = ["run-batch", "-i", str(source), "-o", str(target), "--base-url", url]
+    with subprocess.Popen([sys.executable, "-m", "triptych.cli", *words], stderr=subprocess.PIPE) as child:
+        wait_until(lambda: target.read_text().count("\n") == 3)
+        before = target.read_bytes()
+        assert exit_code(*words) == 2
+        assert f"{target}: another run-batch is writing to it" in capsys.readouterr().err
+        assert target.read_bytes() == before
+        os.kill(child.pid, signal.SIGINT)
+        child.communicate(timeout=30)
+    api.generator.hold_after_words = None
+    assert exit_code(*words) == 0  # the lock ends with its process
+    assert target.read_text().count("\n") == 5
+
+
 def test_bad_lines_are_all_named_and_nothing_is_sent(batch, api, capsys):
     bad = [
         "{",
@@ -182,7 +202,9 @@ def test_a_connection_that_breaks_is_an_error_in_the_output(tmp_path):
     output.close()
     entry = json.loads((tmp_path / "out").read_text())
     assert (entry["response"], entry["error"]["message"]) == (None, "gone")
-    assert BatchOutput(tmp_path / "out").answered == set()
+    output = BatchOutput(tmp_path / "out")
+    assert output.answered == set()
+    output.close()
 
 
 def test_a_full_disk_and_what_is_no_file_are_said(tmp_path, monkeypatch):

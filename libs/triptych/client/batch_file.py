@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from triptych.client.http_client import HttpAnswer
 from triptych.errors import ConfigError, TriptychError
@@ -67,7 +68,7 @@ def read_requests(file: Path, but: Collection[str]) -> Iterator[BatchRequest]:
 
 
 class BatchOutput:
-    """The file that answers are added to. One that is there is gone on with."""
+    """The file that answers are added to. One that is there is gone on with. No other process may write to it."""
 
     def __init__(self, file: Path) -> None:
         """Keep the answers that the file has, and drop those that another attempt may better, and half a line.
@@ -79,11 +80,14 @@ class BatchOutput:
         self.answered: set[str] = set()
         """Ids of the requests that need not be sent again."""
         try:
-            if file.exists():
-                if not file.is_file():
-                    raise ConfigError(f"{file}: is no file that can be read again and gone on with")
+            if file.exists() and not file.is_file():
+                raise ConfigError(f"{file}: is no file that can be read again and gone on with")
+            self._stream = _open_locked(file)
+            try:
                 self._take_over(file)
-            self._stream = file.open("ab")
+            except BaseException:
+                self._stream.close()
+                raise
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror or error}") from None
 
@@ -122,8 +126,10 @@ class BatchOutput:
     def _take_over(self, file: Path) -> None:
         new = file.with_name(f".{file.name}.new")
         is_changed = False
+        kept = new.open("wb")
         try:
-            with file.open("rb") as old, new.open("wb") as kept:
+            _lock(kept, file)
+            with file.open("rb") as old:
                 for number, line in enumerate(old, start=1):
                     custom_id, is_final = _read_answer(line) if line.endswith(b"\n") else ("", False)
                     if custom_id is None:
@@ -135,12 +141,44 @@ class BatchOutput:
                         kept.write(line)
                     else:
                         is_changed = True
+            if is_changed:
                 kept.flush()
                 os.fsync(kept.fileno())
-            if is_changed:
                 os.replace(new, file)
+                self._stream, kept = kept, self._stream  # the old file stays locked until the new one is there
         finally:
+            kept.close()
             new.unlink(missing_ok=True)
+
+
+def _open_locked(file: Path) -> BinaryIO:
+    """Open a file to add to it, and keep other processes that open it in this way out until it is closed.
+
+    Raises:
+        ConfigError: Another process writes to it.
+    """
+    while True:
+        stream = file.open("ab")
+        try:
+            _lock(stream, file)
+            if os.path.samestat(os.fstat(stream.fileno()), file.stat()):
+                return stream
+        except FileNotFoundError:
+            pass  # moved away since it was opened
+        except BaseException:
+            stream.close()
+            raise
+        stream.close()  # another process has put a new file into its place since
+
+
+def _lock(stream: BinaryIO, file: Path) -> None:
+    """Lock an open file until it is closed; `file` is for the error."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{file}: another run-batch is writing to it; wait for its end, or name another output"
+        ) from None
 
 
 def _read_answer(line: bytes) -> tuple[str | None, bool]:
