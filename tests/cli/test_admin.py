@@ -12,7 +12,9 @@ import grpc
 import pytest
 
 from tests.helpers.command import exit_code
+from triptych import LLM
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.errors import FeatureDisabled
 
 
 def status(step: int) -> admin_pb2.EngineStatus:
@@ -115,6 +117,21 @@ def test_the_key_may_come_from_a_file(service, tmp_path):
     file.write_text("tk-1\n")
     assert exit_code("admin", "status", "--api-key-file", str(file)) == 0
     assert service.keys == ["Bearer tk-1"]
+
+
+def test_a_public_port_is_told_from_an_admin_port(frontend, capsys):
+    for action in ("engines", "watch", "sleep"):
+        assert exit_code("admin", action, "--address", frontend.address) == 1
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == 1
+        assert f"{frontend.address} does not serve this call; a frontend does on its admin port" in shown
+        assert "127.0.0.1:50050" in shown
+
+
+def test_a_program_that_names_the_public_port_is_told_the_same(frontend):
+    with LLM(address=frontend.address, admin_address=frontend.address) as llm:
+        with pytest.raises(FeatureDisabled, match=r"does not serve this call; .*frontend\.admin_port"):
+            llm.sleep()
 
 
 def test_what_an_engine_does_not_serve_is_one_line(service, capsys):

@@ -31,15 +31,14 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli.access import add_access_arguments, api_key_of
 from triptych.cli.tls import tls_of
 from triptych.cli.watch import watch
+from triptych.client.admin_client import DEFAULT_ADDRESS, admin_error
 from triptych.rpc.channel import credentials_of, open_blocking_channel, with_api_key
-from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import create_client_tls
 from triptych.types.facts import PauseMode, SleepLevel
 from triptych.wire.admin import LOG_LEVELS, log_level_to_proto, pause_mode_to_proto
 
 ADDRESS_ENV = "TRIPTYCH_ADMIN_ADDRESS"
 """The variable that has the address for commands which are given none."""
-DEFAULT_ADDRESS = "127.0.0.1:50050"
 _MIB = 1 << 20
 _MODES = {
     "wait": (PauseMode.WAIT, "let running requests finish"),
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 response = call(request, timeout=arguments.timeout_s)
                 print(json.dumps(_plain(response)) if arguments.json else action.say(response))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise admin_error(error, arguments.address) from error
     return 0
 
 

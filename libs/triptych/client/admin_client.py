@@ -7,16 +7,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
+
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.dialer import Dialer
 from triptych.config import TlsConfig
-from triptych.errors import InvalidRequest
+from triptych.errors import FeatureDisabled, InvalidRequest, TriptychError
+from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
 from triptych.wire.admin import pause_mode_to_proto, sleep_level_to_proto, status_from_proto
 
 CALL_TIMEOUT_S = 600.0
 """For a call to end: a sleep may wait for running requests, and a large model takes long to wake."""
 _LIST_TIMEOUT_S = 60.0
+DEFAULT_ADDRESS = "127.0.0.1:50050"
+"""The admin port of a frontend whose config does not say otherwise."""
 
 _Response = TypeVar("_Response")
 
@@ -131,13 +136,33 @@ class AdminClient:
 
     async def _each(self, ask: Callable[[str], Awaitable[_Response]]) -> list[_Response]:
         listed = self._stub.ListEngines(admin_pb2.ListEnginesRequest(), timeout=_LIST_TIMEOUT_S)
-        engines = (await self._dialer.answer(listed)).engines
-        calls = (self._dialer.answer(ask(engine.engine_id)) for engine in engines)
+        engines = (await self._answer(listed)).engines
+        calls = (self._answer(ask(engine.engine_id)) for engine in engines)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def _answer(self, call: Awaitable[_Response]) -> _Response:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise admin_error(error, self._dialer.address) from None
+            raise self._dialer.to_typed_error(error, has_output=False) from None
+
+
+def admin_error(error: grpc.RpcError, address: str) -> TriptychError:
+    """Return the typed error of a call to an admin server: one that is none, as a public port, is named as such."""
+    typed = from_rpc_error(error)
+    if error.code() is not grpc.StatusCode.UNIMPLEMENTED or isinstance(typed, FeatureDisabled):
+        return typed
+    return FeatureDisabled(
+        "triptych.admin.v1.AdminService",
+        f"{address} does not serve this call; a frontend does on its admin port (frontend.admin_port, by default "
+        f"{DEFAULT_ADDRESS}), and an engine does but for those of a frontend",
+    )
 
 
 def to_sleep_level(level: int) -> SleepLevel:
