@@ -63,6 +63,31 @@ def test_wrong_usage_exits_with_2(words):
     assert exit_code(*words) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "usage", "told"),
+    [
+        (("serv",), "triptych [-h]", "'serv' (choose from"),
+        (("serv",), "triptych [-h]", "; did you mean serve?"),
+        (
+            ("complete", "a", "--temprature", "0.5"),
+            "triptych complete",
+            "--temprature 0.5; did you mean --temperature?",
+        ),
+        (("complete", "a", "--temprature=0.5"), "triptych complete", "; did you mean --temperature?"),
+        (("serve", "--frontend.portt", "1"), "triptych serve", "; did you mean --frontend.port?"),
+        (("bench", "serve", "--request-rte", "1"), "triptych bench serve", "; did you mean --request-rate?"),
+        (("bench", "sreve"), "triptych bench", "; did you mean serve?"),
+        (("admin", "sleep", "--mode", "abbort"), "triptych admin sleep", "; did you mean abort?"),
+        (("complete", "a", "--qqqq"), "triptych complete", "unrecognized arguments: --qqqq\n"),
+    ],
+)
+def test_wrong_words_show_the_commands_own_usage_and_what_is_meant(words, usage, told, capsys):
+    assert exit_code(*words) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: {usage}")
+    assert told in shown
+
+
 def test_version(capsys):
     assert exit_code("--version") == 0
     assert capsys.readouterr().out.startswith("triptych 0.")

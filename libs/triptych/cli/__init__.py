@@ -6,7 +6,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 
@@ -63,7 +64,7 @@ def _advice(error: TriptychError, arguments: argparse.Namespace) -> str:
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser with only `command`'s own arguments filled in; None: those of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="triptych",
         description="Serve large language models as three gRPC services: frontend, engine core, worker.",
         epilog=_EPILOG,
@@ -81,6 +82,37 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses what it does not know itself, so that a command shows its own usage, and names what is meant instead.
+
+    Its subparsers are of the same class.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            known = [option for action in self._actions for option in action.option_strings]
+            hint = "".join(filter(None, (_hint(option, known) for option in options)))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = _hint(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """Return the most similar of the known words as a question, empty if none is similar."""
+    import difflib  # only where something is wrong
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

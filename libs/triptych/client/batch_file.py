@@ -145,7 +145,10 @@ class BatchOutput:
                 kept.flush()
                 os.fsync(kept.fileno())
                 os.replace(new, file)
-                self._stream, kept = kept, self._stream  # the old file stays locked until the new one is there
+                self._stream, kept = (
+                    kept,
+                    self._stream,
+                )  # the old file stays locked until the new one is there
         finally:
             kept.close()
             new.unlink(missing_ok=True)
