@@ -130,8 +130,6 @@ def test_continuous_integration_runs_what_a_developer_runs():
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert script.read_text().rstrip().endswith("make ci")
-    recipe = re.search(r"^ci: verify ##.*\n\t(.*)$", MAKEFILE, re.MULTILINE)[1]
-    make = "$(MAKE) --no-print-directory"
-    assert recipe == f"{make} test || {make} test-again"
+    assert re.search(r"^ci: verify test ##", MAKEFILE, re.MULTILINE), "and no second try"
     verify = re.search(r"^verify: ([a-z -]+) ##", MAKEFILE, re.MULTILINE)[1].split()
     assert set(verify) == set(re.findall(r"^(verify-[a-z]+):", MAKEFILE, re.MULTILINE))
