@@ -44,6 +44,7 @@ _RUNNING: set[asyncio.Task[None]] = set()
 class SlowedWorker:
     """An `Executor` whose steps are computed at once and come back in their turn, each `step_s` after the last."""
 
+    address = "simulated"
     session_name = ""
 
     def __init__(self, runner: SimulatedRunner, step_s: float) -> None:

@@ -88,7 +88,6 @@ class EngineLoop:
         self._pipeline_depth = PipelineDepth(config.scheduler.steps_in_flight)
         self._connection = WorkerConnection(
             executor,
-            address=config.engine.worker_address,
             on_event=self._wake.set,
             on_given_up=self._forget_worker,
             on_unreachable=self._note_unreachable,
@@ -303,7 +302,7 @@ class EngineLoop:
                 await self._turn()
             return None
         except WorkerLost as loss:
-            why = f"the worker at {self._config.engine.worker_address} was lost: {loss}"
+            why = f"the worker at {self._executor.address} was lost: {loss}"
             return WorkerLost(why, is_crash=loss.is_crash, is_orderly=loss.is_orderly)
         except ProtocolViolation as violation:
             return WorkerLost(f"the worker broke the protocol: {violation}", is_crash=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.enginecore.workers.base import Connected, WorkerLost
+from services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
 from services.enginecore.workers.connection import Recovery, WorkerConnection
 from tests.helpers.stack import NaiveRunner, make_config
 
@@ -15,13 +15,19 @@ FACTS = NaiveRunner(make_config()).facts
 
 
 class ScriptedExecutor:
-    """Answers each dial with the next welcome."""
+    """Answers each dial with the next welcome or error; a welcome of boot id `x@y` is at address `y`."""
 
-    def __init__(self, *welcomes: Connected) -> None:
-        self._welcomes = list(welcomes)
+    address = ""
+
+    def __init__(self, *answers: Connected | Exception) -> None:
+        self._answers = list(answers)
 
     async def connect(self, on_event: object, *, resume: bool) -> Connected:
-        return self._welcomes.pop(0)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        _, _, self.address = answer.facts.boot_id.partition("@")
+        return answer
 
 
 def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
@@ -30,13 +36,12 @@ def welcome(boot_id: str = "a", *, is_resumed: bool = False) -> Connected:
     )
 
 
-def recover(loss: WorkerLost, *welcomes: Connected, num_losses: int = 1) -> Recovery:
+def recover(loss: WorkerLost, *welcomes: Connected | Exception, num_losses: int = 1) -> Recovery:
     """Return the recovery after the last of several losses in a row."""
 
     async def run() -> Recovery:
         connection = WorkerConnection(
             ScriptedExecutor(welcome(), *welcomes),  # type: ignore[arg-type]
-            address="nowhere",
             on_event=lambda: None,
             on_given_up=lambda: None,
             on_unreachable=lambda why: None,
@@ -68,3 +73,13 @@ def test_a_network_that_flaps_is_no_crash() -> None:
     recovery = recover(WorkerLost("cut"), *resumed, welcome(), num_losses=4)
     assert not recovery.connected.is_resumed
     assert not recovery.is_crash
+
+
+@pytest.mark.parametrize("has_died", [True, False])
+def test_another_worker_of_a_pool_says_what_was_found_of_the_one_before(has_died) -> None:
+    gone = WorkerGone("it does not listen", has_died=has_died)
+    assert recover(WorkerLost("cut"), gone, welcome("b@other")).is_crash == has_died
+
+
+def test_another_worker_after_silence_accuses_no_request() -> None:
+    assert not recover(WorkerLost("cut"), welcome("b@other")).is_crash

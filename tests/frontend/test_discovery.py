@@ -11,17 +11,10 @@ import pytest
 
 from services.frontend.engines import discovery as discovery_module
 from services.frontend.engines.client import EngineClient
-from services.frontend.engines.discovery import (
-    MAX_DIALED,
-    EngineDiscovery,
-    ServiceName,
-    read_addresses,
-    resolve,
-)
+from services.frontend.engines.discovery import MAX_DIALED, EngineDiscovery
 from services.frontend.engines.router import Router
 from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.fake_engine import FakeEngine, eventually
-from triptych.errors import ConfigError
 from triptych.types.submit import EngineWelcome
 
 
@@ -150,20 +143,3 @@ async def test_a_fleet_is_dialed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     await eventually(lambda: len(started) == MAX_DIALED + 3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def test_addresses_are_read() -> None:
-    assert read_addresses(" a:1, [::1]:2 ,dns:x.y:3,a:1,") == (["a:1", "[::1]:2"], [ServiceName("x.y", 3)])
-
-
-@pytest.mark.parametrize(
-    "text", ["", " , ", "host", "dns:host", "host:0", "host:65536", "dns::5", "host:http"]
-)
-def test_what_is_no_address_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"frontend\.engine_addresses"):
-        read_addresses(text)
-
-
-async def test_names_are_looked_up_by_the_system() -> None:
-    assert await resolve("localhost", 5) in (["127.0.0.1:5"], ["[::1]:5"])
-    assert await resolve("127.0.0.2", 5) == ["127.0.0.2:5"]

@@ -131,6 +131,8 @@ async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) ->
 class ScriptedExecutor:
     """Answers every step with one token and loses the stream at once, both before the loop looks."""
 
+    address = "scripted"
+
     def __init__(self, facts) -> None:
         self.facts = facts
         self.num_connects = 0

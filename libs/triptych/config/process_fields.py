@@ -182,7 +182,12 @@ class EngineCoreConfig:
     port: int = value(50052, "gRPC port; 0: any free one, written to --ready-file.", ENGINE, ge=0, le=65535)
     metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
     engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
-    worker_address: str = value("127.0.0.1:50053", "The worker group's leader, host:port.", ENGINE)
+    worker_address: str = value(
+        "127.0.0.1:50053",
+        "The worker, or its group's leader, host:port. Several, comma-separated, or dns:name:port for all addresses of "
+        "a name, are a pool: the engine takes any worker that no other engine holds, and another one when that dies.",
+        ENGINE,
+    )
     resume_ttl_s: float = value(
         10.0,
         "Seconds for which a broken stream, to the worker or from a frontend, can be resumed with nothing lost. Of the "

@@ -185,6 +185,14 @@ def is_connection_refused(error: BaseException | None) -> bool:
     return "connection refused" in (error.details() or "").lower()
 
 
+def has_reason(error: BaseException | None) -> bool:
+    """Return whether a call failed because the server refused it with an error of ours: it was reached."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return False
+    status = _rich_status(error)
+    return status is not None and len(status.details) > 0
+
+
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
     """Return the typed error that a status means; UNKNOWN and the like become plain TriptychError."""
     code = error.code()

@@ -25,6 +25,18 @@ class WorkerLost(Exception):
         self.is_orderly = is_orderly
 
 
+class WorkerGone(WorkerLost):
+    """The end of a session that could have been resumed: its worker is gone, and another one of the pool is next."""
+
+    def __init__(self, why: str, *, has_died: bool) -> None:
+        """
+        Args:
+            has_died: Its process has ended. False: it serves another engine.
+        """
+        super().__init__(why)
+        self.has_died = has_died
+
+
 @dataclass(frozen=True, slots=True)
 class Connected:
     """A worker's welcome."""
@@ -49,8 +61,14 @@ class Executor(Protocol):
 
         Raises:
             StaleEpoch: Another engine has taken this one's place for good.
+            WorkerGone: The session cannot be resumed, and another worker may be free. Dial without it.
             TriptychError: The worker refuses or cannot be reached; says why. Try again later.
         """
+        ...
+
+    @property
+    def address(self) -> str:
+        """Address of the worker that is or was dialed last."""
         ...
 
     async def send(self, plan: StepPlan) -> None:

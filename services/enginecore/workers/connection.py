@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.enginecore.workers.base import Connected, Executor, WorkerLost
+from services.enginecore.workers.base import Connected, Executor, WorkerGone, WorkerLost
 from triptych import failpoints
-from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep
+from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep, WorkerHeld
 from triptych.rpc.session.dialer import Dialer
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ class WorkerConnection:
         self,
         executor: Executor,
         *,
-        address: str,
         on_event: Callable[[], None],
         on_given_up: Callable[[], None],
         on_unreachable: Callable[[str], None],
@@ -46,7 +45,6 @@ class WorkerConnection:
             on_unreachable: Called with the reason after each attempt that failed.
         """
         self._executor = executor
-        self._address = address
         self._on_event = on_event
         self._on_given_up = on_given_up
         self._on_unreachable = on_unreachable
@@ -58,8 +56,10 @@ class WorkerConnection:
         )
         self.is_worker_asleep = False
         """The last attempt to dial found the worker asleep."""
-        self._last_why = ""
-        """Why the last attempt to dial failed. Empty: it did not."""
+        self._whys: dict[str, str] = {}
+        """Address -> why the last attempt to dial it failed, for those that have failed since the last welcome."""
+        self._is_found_dead = False
+        """The worker of the session before has gone, and its process with it."""
         self._boot_id = ""
         self._heard_at = 0.0
         """When the last result came, or the stream began, on the monotonic clock."""
@@ -83,15 +83,18 @@ class WorkerConnection:
         Raises:
             StaleEpoch: Another engine has taken this one's place for good.
         """
-        boot_id = self._boot_id
+        boot_id, address = self._boot_id, self._executor.address
+        self._is_found_dead = False
         self._dialer.note_broken(str(loss), is_over=loss.is_crash)
         connected = await self._dial()
         if connected.is_resumed:
             log.info("stream resumed")
             return Recovery(connected, is_crash=False)
         # A session that is gone, or that nothing comes through, says nothing of the requests: networks do that, too.
-        has_died = connected.facts.boot_id != boot_id and not loss.is_orderly
-        return Recovery(connected, is_crash=loss.is_crash or has_died)
+        # Of a worker that another one has replaced, the boot id of the other says nothing either.
+        is_other = connected.facts.boot_id != boot_id
+        has_died = self._is_found_dead if self._executor.address != address else is_other
+        return Recovery(connected, is_crash=loss.is_crash or (has_died and not loss.is_orderly))
 
     def end_session(self) -> None:
         """Note that the worker has ended the session."""
@@ -119,7 +122,7 @@ class WorkerConnection:
 
     async def _dial(self) -> Connected:
         connected = await self._dialer.dial()
-        self.is_worker_asleep, self._last_why = False, ""
+        self.is_worker_asleep, self._whys = False, {}
         self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
         return connected
 
@@ -136,8 +139,12 @@ class WorkerConnection:
             raise error  # a bug
         why = str(error)[:_MAX_WHY]
         self.is_worker_asleep = isinstance(error, WorkerAsleep)
-        if why != self._last_why:
-            level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
-            log.log(level, "worker %s: %s", self._address, why)
-            self._last_why = why
+        address = self._executor.address
+        if why != self._whys.get(address):
+            level = logging.INFO if isinstance(error, EngineUnavailable | WorkerHeld) else logging.WARNING
+            log.log(level, "worker %s: %s", address or "pool", why)
+            self._whys[address] = why
+        if isinstance(error, WorkerGone):
+            self._is_found_dead = error.has_died
+            self._dialer.give_up(why)
         self._on_unreachable(why)

@@ -11,10 +11,20 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.enginecore.workers.base import Connected, WorkerLost
+from services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
+from services.enginecore.workers.worker_addresses import WorkerAddresses
 from triptych import failpoints
-from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation, TriptychError
+from triptych.errors import (
+    EngineFailure,
+    EngineUnavailable,
+    ProtocolViolation,
+    StaleEpoch,
+    TriptychError,
+    WorkerAsleep,
+    WorkerHeld,
+)
 from triptych.internal.v1 import session_pb2, step_pb2, worker_pb2, worker_pb2_grpc
+from triptych.rpc.addresses import Resolve, resolve
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_channel
 from triptych.rpc.session.handshake import (
     WORKER_PROTOCOL,
@@ -25,7 +35,7 @@ from triptych.rpc.session.handshake import (
     session_hello,
 )
 from triptych.rpc.session.replay_buffer import ReplayBuffer, is_repeated
-from triptych.rpc.status import from_rpc_error
+from triptych.rpc.status import from_rpc_error, has_reason, is_connection_refused
 from triptych.rpc.tls import ClientTls
 from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepPlan, StepResult
@@ -38,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for so long is gone, whatever keepalive thinks
 _GOODBYE_TIMEOUT_S = 0.5
+_LISTED_POLL_S = 0.2  # between two look-ups of a pool whose worker does not answer
 
 
 class GrpcExecutor:
@@ -55,14 +66,20 @@ class GrpcExecutor:
         shared_config: Mapping[str, str],
         max_steps_in_flight: int,
         tls: ClientTls | None = None,
+        resolve: Resolve = resolve,
     ) -> None:
         """
         Args:
+            address: As `engine.worker_address`.
             boot_id: Drawn at the engine's start.
             max_steps_in_flight: What the engine wants; the worker may grant less.
             tls: None: the worker is dialed in plain text.
+            resolve: Looks a name up.
+
+        Raises:
+            ConfigError: The address is none.
         """
-        self._address = address
+        self._addresses = WorkerAddresses(address, resolve=resolve)
         self._tls = tls
         self._hello = worker_pb2.Hello(
             engine_id=engine_id,
@@ -87,12 +104,23 @@ class GrpcExecutor:
         await self._hang_up()
         if not resume:
             self._begin_session("")
+            await self._addresses.choose()
         self._channel = self._open_channel()
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Execute()
         self._hello.session.CopyFrom(
             session_hello(WORKER_PROTOCOL, self._session_name, self._steps.num_confirmed)
         )
-        welcome = await self._greet(self._call)
+        try:
+            async with asyncio.timeout(self._addresses.answer_s):
+                welcome = await self._greet_listed(self._call, resume=resume)
+        except TimeoutError:
+            if not resume:
+                self._addresses.pass_over()
+            raise EngineUnavailable(f"no welcome within {self._addresses.answer_s:g} s") from None
+        except TriptychError as error:
+            self._note_refusal(error, resume=resume)
+            raise
+        self._addresses.keep()
         terms = SessionTerms.from_proto(welcome.session, WORKER_PROTOCOL)
         if terms.is_resumed:
             check_resumed(terms, self._session_name, self._steps)
@@ -134,10 +162,16 @@ class GrpcExecutor:
         return progress
 
     @property
+    def address(self) -> str:
+        return self._addresses.current
+
+    @property
     def session_name(self) -> str:
         return self._session_name
 
     async def call(self, method: str, *, timeout_s: float, **fields: object) -> Any:
+        if not self.address:
+            raise EngineUnavailable(f"{method}: no worker of the pool has been dialed yet")
         request = getattr(worker_pb2, f"{method}Request")(**fields)
         async with self._open_channel() as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -147,7 +181,7 @@ class GrpcExecutor:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise from_rpc_error(error) from None
         raise EngineUnavailable(
-            f"worker {self._address} did not answer {method} within {timeout_s:g} s; it may still carry it out"
+            f"worker {self.address} did not answer {method} within {timeout_s:g} s; it may still carry it out"
         )
 
     async def close(self) -> None:
@@ -162,7 +196,7 @@ class GrpcExecutor:
 
     def _open_channel(self) -> grpc.aio.Channel:
         return open_channel(
-            self._address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=credentials_of(self._tls)
+            self.address, limit_bytes=INTERNAL_MESSAGE_BYTES, credentials=credentials_of(self._tls)
         )
 
     def _begin_session(self, name: str) -> None:
@@ -172,14 +206,50 @@ class GrpcExecutor:
         self._arrived.clear()
         self._kv_progress = None
 
+    async def _greet_listed(self, call: grpc.aio.StreamStreamCall, *, resume: bool) -> worker_pb2.Welcome:
+        """Return the welcome, unless the pool loses the worker of the session first: nobody may answer there any more.
+
+        Raises:
+            WorkerGone: The address does not belong to the pool any more.
+        """
+        greeting = asyncio.ensure_future(self._greet(call))
+        try:
+            while not greeting.done():
+                await asyncio.wait([greeting], timeout=_LISTED_POLL_S)
+                if resume and not greeting.done() and not await self._addresses.is_listed(self.address):
+                    self._addresses.pass_over()
+                    raise WorkerGone(f"{self.address} has left the pool of workers", has_died=True)
+            return await greeting
+        finally:
+            greeting.cancel()
+
+    def _note_refusal(self, error: TriptychError, *, resume: bool) -> None:
+        """Note that a dial has failed.
+
+        Raises:
+            WorkerGone: The worker of a pool does not have the session that was to be resumed.
+        """
+        if not self._addresses.is_pool or isinstance(error, WorkerAsleep):  # it sleeps for this engine
+            return
+        if not resume:
+            self._addresses.pass_over()
+            if isinstance(
+                error, StaleEpoch
+            ):  # one of the pool serves another engine now, which the others need not
+                raise WorkerHeld(error.message) from error
+        elif is_connection_refused(error.__cause__) or has_reason(error.__cause__):
+            self._addresses.pass_over()
+            is_held = isinstance(error, WorkerHeld | StaleEpoch)
+            raise WorkerGone(f"{self.address}: {error.message}", has_died=not is_held) from error
+
     async def _greet(self, call: grpc.aio.StreamStreamCall) -> worker_pb2.Welcome:
         try:
             welcome = await greet(call, worker_pb2.ExecuteRequest(hello=self._hello))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error) from error
         if not 1 <= welcome.max_steps_in_flight <= self._hello.max_steps_in_flight:
             raise ProtocolViolation(
-                f"max_steps_in_flight: worker {self._address} grants {welcome.max_steps_in_flight}, "
+                f"max_steps_in_flight: worker {self.address} grants {welcome.max_steps_in_flight}, "
                 f"1..{self._hello.max_steps_in_flight} was asked for"
             )
         return welcome

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.router import Router
-from triptych.errors import ConfigError
+from triptych.rpc.addresses import Resolve, read_addresses, resolve
 
 log = logging.getLogger(__name__)
 
@@ -23,57 +22,6 @@ _LOOK_UP_S = 10.0  # that one look-up may take
 _FIRST_DIAL_S = 2.0  # after which an engine that does not answer makes room for the next
 _JITTER_S = 0.1
 _POLL_S = 0.02
-_DNS = "dns:"
-
-Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
-"""Host and port to addresses, host:port each; none where the name does not exist."""
-
-
-class ServiceName(NamedTuple):
-    """A name with one address record for each engine, as that of a headless Service."""
-
-    host: str
-    port: int
-
-
-def read_addresses(text: str) -> tuple[list[str], list[ServiceName]]:
-    """Return the addresses and the names in `frontend.engine_addresses`.
-
-    Raises:
-        ConfigError: An entry is neither host:port nor dns:name:port, or there is none.
-    """
-    addresses, names = [], []
-    for entry in dict.fromkeys(part.strip() for part in text.split(",") if part.strip()):
-        host, _, port = entry.removeprefix(_DNS).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(
-                f"frontend.engine_addresses: {entry!r} is neither host:port nor dns:name:port, with a port of 1..65535"
-            )
-        if entry.startswith(_DNS):
-            names.append(ServiceName(host, int(port)))
-        else:
-            addresses.append(entry)
-    if not addresses and not names:
-        raise ConfigError("frontend.engine_addresses: names no engine; give host:port, comma-separated")
-    return addresses, names
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a name; those of IPv4, if it has any, since one engine may have both.
-
-    Raises:
-        OSError: Nobody could be asked.
-    """
-    try:
-        entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
-            return []
-        raise
-    hosts = [sockaddr[0] for family, _, _, _, sockaddr in entries if family == socket.AF_INET]
-    return [f"{host}:{port}" for host in hosts] or [
-        f"[{sockaddr[0]}]:{port}" for family, _, _, _, sockaddr in entries if family == socket.AF_INET6
-    ]
 
 
 class EngineDiscovery:
@@ -103,7 +51,7 @@ class EngineDiscovery:
         Raises:
             ConfigError: As `read_addresses` says.
         """
-        self._listed, self._names = read_addresses(text)
+        self._listed, self._names = read_addresses(text, option="frontend.engine_addresses")
         self._router = router
         self._create = create
         self._work = work
