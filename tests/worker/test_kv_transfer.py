@@ -16,6 +16,7 @@ from services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
 from services.worker.kv_transfer.socket_server import BlockServer
+from services.worker.service.step_orders import StepOrders
 from tests.helpers.kv_proxy import KvProxy, cut, flip_bit, kv_proxy, silence
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
@@ -50,7 +51,9 @@ class Side:
     def __init__(self, store: Memory, layout: bytes = LAYOUT) -> None:
         self.store = store
         self.progress = KvProgress()
-        self.session = KvTransferSession(store, SocketPulls(layout), self._note)
+        self.orders = StepOrders()
+        self.orders.note_computed(0)
+        self.session = KvTransferSession(store, SocketPulls(layout), self._note, self.orders)
         self.server = BlockServer(lambda: (layout, self.session.exports))
         self.port = self.server.bind("127.0.0.1", 0)
         self.news = asyncio.Event()
@@ -67,7 +70,8 @@ class Side:
         return self._last_step
 
     def compute(self, step_id: int, errors: dict[RowKey, RowError] | None = None) -> None:
-        self.session.end_step(StepResult(step_id, empty_u32(), row_errors=errors or {}))
+        self.session.note_errors(StepResult(step_id, empty_u32(), row_errors=errors or {}))
+        self.orders.note_computed(step_id)
 
     def offer(self, first: int, end: int) -> None:
         """Compute blocks `first` to `end` of the prompt, which have these ids."""
@@ -216,25 +220,83 @@ async def test_a_stopped_pull_writes_nothing_more() -> None:
 class Held:
     """A transport that brings nothing by itself."""
 
+    def __init__(self) -> None:
+        self.sinks: list[PullSink] = []
+
     def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
-        self.sink = sink
+        self.sinks.append(sink)
         return lambda: None
+
+
+class Decoding:
+    """A session that receives steps, and pulls over a transport that brings nothing by itself."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.store, self.transport, self.orders = Memory(), Held(), StepOrders()
+        self.session = KvTransferSession(self.store, self.transport, lambda progress: None, self.orders)
+        if is_open:
+            self.orders.note_computed(0)
+
+    def receive(self, step_id: int, *, stopped: tuple[int, ...] = (), pull: KvPull | None = None) -> None:
+        orders = KvOrders(pulls=() if pull is None else (pull,), stopped=stopped)
+        self.session.begin_step(StepPlan(step_id, 0, kv_orders=orders))
+
+
+def pull_into(block: int, pull_id: int = 1) -> KvPull:
+    return KvPull(pull_id, "x:1", LEASE, 0, (block,), (name_of(0),))
+
+
+async def test_a_pull_begins_after_the_step_before_it() -> None:
+    it = Decoding()
+    it.receive(1)
+    it.receive(2)
+    it.receive(3, pull=pull_into(5))
+    assert not it.transport.sinks, "steps 1 and 2 may use the block"
+    it.orders.note_computed(1)
+    assert not it.transport.sinks
+    it.orders.note_computed(2)
+    assert len(it.transport.sinks) == 1
+
+
+async def test_a_pull_of_an_idle_worker_begins_at_once() -> None:
+    it = Decoding()
+    it.receive(1)
+    it.orders.note_computed(1)
+    it.receive(2, pull=pull_into(5))
+    assert len(it.transport.sinks) == 1
+
+
+async def test_a_pull_waits_until_the_session_before_computes_nothing() -> None:
+    it = Decoding(is_open=False)
+    it.receive(1, pull=pull_into(5))
+    assert not it.transport.sinks, "a step of the session before may use the block"
+    it.orders.note_computed(0)
+    assert len(it.transport.sinks) == 1
+
+
+async def test_a_pull_that_is_stopped_before_it_begins_never_begins() -> None:
+    it = Decoding()
+    it.receive(1)
+    it.receive(2, pull=pull_into(5))
+    it.receive(3, stopped=(1,), pull=pull_into(5, pull_id=2))
+    for step_id in (1, 2):
+        it.orders.note_computed(step_id)
+    assert [sink.pull.pull_id for sink in it.transport.sinks] == [2]
 
 
 @pytest.mark.parametrize("ending", ["stop", "close"])
 async def test_bytes_that_come_late_are_not_written(ending: str) -> None:
-    store, transport = Memory(), Held()
-    session = KvTransferSession(store, transport, lambda progress: None)
-    pull = KvPull(1, "x:1", LEASE, 0, (5,), (name_of(0),))
-    session.begin_step(StepPlan(1, 0, kv_orders=KvOrders(pulls=(pull,))))
-    transport.sink.write(0, 0, memoryview(b"abc"))
+    it = Decoding()
+    it.receive(1, pull=pull_into(5))
+    (sink,) = it.transport.sinks
+    sink.write(0, 0, memoryview(b"abc"))
     if ending == "stop":
-        session.begin_step(StepPlan(2, 0, kv_orders=KvOrders(stopped=(1,))))
+        it.receive(2, stopped=(1,))
     else:
-        session.close()
+        it.session.close()
     with pytest.raises(PullStopped):
-        transport.sink.write(0, 0, memoryview(b"xyz"))
-    assert store.blocks[5][:3] == b"abc"
+        sink.write(0, 0, memoryview(b"xyz"))
+    assert it.store.blocks[5][:3] == b"abc"
 
 
 async def test_a_withdrawn_lease_ends_its_pull() -> None:

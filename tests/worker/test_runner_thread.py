@@ -228,6 +228,31 @@ async def test_a_new_session_hears_nothing_of_the_old_ones_steps() -> None:
         assert it.outcomes == []
 
 
+async def test_a_session_is_open_once_the_device_is_done_with_the_one_before() -> None:
+    async with stand() as it:
+        it.submit(1, 2)
+        first, second = await it.launched(2)
+        opened: list[bool] = []
+        again: list[StepResult | Exception] = []
+        it.session = it.thread.open_session(again.append, lambda: opened.append(bool(again)))
+        it.submit(1)
+        await it.launched(3)
+        first.end()
+        assert await it.thread.ask(lambda runner: runner.num_resets) == 2
+        assert not opened, "the second step may still write to blocks"
+        second.end()
+        it.session = it.thread.open_session(again.append, lambda: opened.append(True))
+        it.runner.launched[2].end()
+        await it.until(lambda: opened == [True])
+
+
+async def test_a_session_of_an_idle_device_is_open_at_once() -> None:
+    async with stand() as it:
+        opened: list[bool] = []
+        it.thread.open_session(it.outcomes.append, lambda: opened.append(True))
+        await it.until(lambda: opened == [True])
+
+
 async def test_no_time_counts_as_idle_while_a_step_is_in_flight() -> None:
     async with stand() as it:
         it.submit(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.worker.group.leader import GroupLeader
 from services.worker.group.messages import LeaderMessage
-from services.worker.runner.base import PhaseChange, Runner
+from services.worker.runner.base import PhaseChange, Runner, do_nothing
 from services.worker.service.runner_thread import Deliver, RunnerThread
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan
@@ -28,9 +28,9 @@ class LeaderThread(RunnerThread):
         super().__init__(load, on_phase=on_phase, on_ready=on_ready, is_one_of_several=True)
         self._leader = leader
 
-    def open_session(self, deliver: Deliver) -> int:
+    def open_session(self, deliver: Deliver, on_open: Callable[[], None] = do_nothing) -> int:
         self._leader.relay(LeaderMessage(session_begins={}))
-        return super().open_session(deliver)
+        return super().open_session(deliver, on_open)
 
     def submit(self, session: int, plan: StepPlan, message: Step) -> None:
         self._leader.relay(LeaderMessage(step=message))

@@ -14,6 +14,7 @@ from services.worker.kv_transfer.frames import PROTOCOL
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
 from services.worker.kv_transfer.socket_server import BlockServer
+from services.worker.service.step_orders import StepOrders
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import WorkerFacts
@@ -54,9 +55,13 @@ class KvTransferService:
             worker.kv_transfer_address or f"{host}:{port}", self._layout.hex(), facts.kv.block_bytes
         )
 
-    def open_session(self, on_progress: Callable[[KvProgress], None]) -> KvTransferSession:
+    def open_session(
+        self, on_progress: Callable[[KvProgress], None], step_orders: StepOrders
+    ) -> KvTransferSession:
         """Begin the transfers of a session. Those of the one before must have been closed."""
-        self._session = KvTransferSession(self._store(), SocketPulls(self._layout), on_progress)
+        self._session = KvTransferSession(
+            self._store(), SocketPulls(self._layout), on_progress, step_orders
+        )
         return self._session
 
     def close(self) -> None:

@@ -1,4 +1,10 @@
-"""The transfers of one engine's session, as its steps order them. Lives on the worker's event loop."""
+"""The transfers of one engine's session, as its steps order them. Lives on the worker's event loop.
+
+    order of step N     carried out
+    stop, release       when the step is received: it may write to the blocks
+    pull                when the result of step N-1 is there: until then earlier steps use the blocks
+    export              when the result of step N is there: then the blocks are computed
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from services.worker.kv_transfer.base import BlockStore, PullStopped, PullTransport
 from services.worker.kv_transfer.exports import ExportTable
-from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull, PullProgress
+from services.worker.service.step_orders import StepOrders
+from triptych.types.kv_transfer import KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
 from triptych.types.step import StepPlan, StepResult
 
@@ -20,48 +28,51 @@ _REPORT_S = 0.005
 class KvTransferSession:
     """Carries out the orders of a session's steps, and reports how far transfers have come.
 
-    Orders take effect on the event loop when a step is received, before it can be computed. When `close` returns no
-    block is written or read any more.
+    When `close` returns no block is written or read any more.
     """
 
     def __init__(
-        self, store: BlockStore, transport: PullTransport, on_progress: Callable[[KvProgress], None]
+        self,
+        store: BlockStore,
+        transport: PullTransport,
+        on_progress: Callable[[KvProgress], None],
+        step_orders: StepOrders,
     ) -> None:
-        """`on_progress`: called on the event loop."""
+        """
+        Args:
+            on_progress: Called on the event loop.
+            step_orders: Orders of the same session, which wait for its steps.
+        """
         self._store = store
         self._transport = transport
+        self._step_orders = step_orders
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self.exports = ExportTable(store, self._note_change)
         self._pulls: dict[int, _Pull] = {}
         self._row_to_lease: dict[RowKey, bytes] = {}
-        self._step_to_exports: dict[int, tuple[KvExport, ...]] = {}
-        """Steps that are not computed yet -> what they offer."""
         self._is_report_due = False
         self._is_closed = False
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Carry out the orders of a step that was received."""
+        """Take the orders of a step that was received and cannot be computed yet."""
         orders = plan.kv_orders
         if orders is None:
             return
         self._end_transfers(orders)
-        for pull in orders.pulls:
-            self._pulls[pull.pull_id] = begun = _Pull(pull, self._store, self._note_change)
-            begun.interrupt = self._transport.begin(begun, self._store.block_bytes)
-        if orders.exports:
-            self._step_to_exports[plan.step_id] = orders.exports
-            for export in orders.exports:
-                self._row_to_lease[export.row] = export.lease
+        for order in orders.pulls:
+            self._pulls[order.pull_id] = pull = _Pull(order, self._store, self._note_change)
+            self._step_orders.after(plan.step_id - 1, order.pull_id, partial(self._begin_pull, pull))
+        for export in orders.exports:
+            self._row_to_lease[export.row] = export.lease
+            self._step_orders.after(plan.step_id, export.lease, partial(self.exports.publish, export))
 
-    def end_step(self, result: StepResult) -> None:
-        """Offer the blocks that a step has computed. Leases of rows with invalid KV fail."""
+    def note_errors(self, result: StepResult) -> None:
+        """Let the leases of rows with invalid KV fail, before the blocks of the step are offered."""
         for row, error in result.row_errors.items():
             lease = self._row_to_lease.get(row)
             if lease is not None and not error.kv_is_valid:
                 self.exports.spoil(lease, f"the KV of its prompt is not valid: {error.message}")
-        for export in self._step_to_exports.pop(result.step_id, ()):
-            self.exports.publish(export)
 
     def report(self) -> None:
         """Report how far all transfers have come."""
@@ -81,20 +92,21 @@ class KvTransferSession:
             pull.stop()
         self._pulls.clear()
 
+    def _begin_pull(self, pull: _Pull) -> None:
+        pull.interrupt = self._transport.begin(pull, self._store.block_bytes)
+
     def _end_transfers(self, orders: KvOrders) -> None:
         for pull_id in orders.stopped:
+            self._step_orders.cancel(pull_id)
             if (pull := self._pulls.pop(pull_id, None)) is not None:
                 pull.stop()
         for lease in orders.released:
+            self._step_orders.cancel(lease)
             self.exports.withdraw(lease)
         if orders.released:
             released = set(orders.released)
             self._row_to_lease = {
                 row: lease for row, lease in self._row_to_lease.items() if lease not in released
-            }
-            self._step_to_exports = {
-                step_id: tuple(export for export in exports if export.lease not in released)
-                for step_id, exports in self._step_to_exports.items()
             }
 
     def _note_change(self, *, is_end: bool = False) -> None:

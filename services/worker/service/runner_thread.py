@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.worker.runner.base import PendingStep, PhaseChange, Runner
+from services.worker.runner.base import PendingStep, PhaseChange, Runner, do_nothing
 from services.worker.service.watchdog import StepClock
 from triptych.errors import EngineFailure, ProtocolViolation, RankUnavailable, TriptychError
 from triptych.types.facts import SleepLevel
@@ -50,6 +50,7 @@ class _Opened:
 
     session: int
     deliver: Deliver
+    on_open: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,17 @@ class RunnerThread:
     def start(self) -> None:
         self._thread.start()
 
-    def open_session(self, deliver: Deliver) -> int:
-        """Begin a session; whatever another one left undone is dropped. Returns its number."""
+    def open_session(self, deliver: Deliver, on_open: Callable[[], None] = do_nothing) -> int:
+        """Begin a session; whatever another one left undone is dropped.
+
+        Args:
+            on_open: Called on the event loop once no step of an earlier session is computed any more.
+
+        Returns:
+            The session's number.
+        """
         self._current += 1
-        self._inbox.put(_Opened(self._current, deliver))
+        self._inbox.put(_Opened(self._current, deliver, on_open))
         return self._current
 
     def submit(self, session: int, plan: StepPlan, message: Step) -> None:
@@ -166,7 +174,7 @@ class RunnerThread:
                     steps.finish()
                     return
                 case _Opened():
-                    steps.open(item.deliver)
+                    steps.open(item.deliver, item.on_open)
                 case _Planned() if item.session == self._current or self._is_one_of_several:
                     steps.launch(item.plan, idle_ns)
                 case _Asked():
@@ -235,30 +243,35 @@ class _StepsInFlight:
         self._is_fatal = is_fatal
         self._deliver: Deliver | None = None
         self._launched: deque[_Launched] = deque()
+        self._dropped: list[PendingStep] = []
+        """Steps that nobody hears of, and that the device may still compute."""
+        self._on_open: Callable[[], None] | None = None
+        """Called when they are done; None: the session has been told, or there is none."""
         self._outcomes: list[tuple[Deliver, StepResult | Exception]] = []
         """Results and failures that have not been delivered, and who gets them."""
 
     @property
     def are_any(self) -> bool:
-        return bool(self._launched)
+        return bool(self._launched) or self._on_open is not None
 
     @property
     def poll_s(self) -> float:
         """Seconds until the oldest step should be looked at again."""
-        return self._launched[0].pending.poll_s
+        return self._dropped[0].poll_s if self._on_open is not None else self._launched[0].pending.poll_s
 
-    def open(self, deliver: Deliver) -> None:
+    def open(self, deliver: Deliver, on_open: Callable[[], None]) -> None:
         """A session begins; of the steps of the one before that are in flight nobody hears."""
         self.drop()
         self._runner.reset()
-        self._deliver = deliver
+        self._deliver, self._on_open = deliver, on_open
+        self._note_open()
 
     def drop(self) -> None:
         """The session is over: nobody hears of its steps in flight."""
         self.deliver()
-        self._launched.clear()
+        self._drop_launched()
         self._clock.abandon()
-        self._deliver = None
+        self._deliver = self._on_open = None
 
     def launch(self, plan: StepPlan, idle_ns: int) -> None:
         """Begin a step and deliver what was done before; a failure is delivered behind the results before it."""
@@ -292,6 +305,7 @@ class _StepsInFlight:
 
     def collect_done(self) -> None:
         """Collect results, oldest first, up to a step that is not done."""
+        self._note_open()
         while self._launched and _is_done(self._launched[0].pending):
             self._collect_oldest()
 
@@ -319,7 +333,7 @@ class _StepsInFlight:
         Raises:
             Exception: the error itself, if it says that nothing can be computed any more.
         """
-        self._launched.clear()
+        self._drop_launched()
         self._watch_oldest()
         if self._deliver is not None:  # else a step before this one has failed
             log.error("step %d failed: %r", step_id, error, exc_info=error)
@@ -330,6 +344,19 @@ class _StepsInFlight:
             self._deliver = None
         if self._is_fatal(error):
             raise error
+
+    def _drop_launched(self) -> None:
+        self._dropped += [launched.pending for launched in self._launched]
+        self._launched.clear()
+
+    def _note_open(self) -> None:
+        """Tell a new session that it is open, once the device computes no step of an earlier one."""
+        if self._on_open is None:
+            return
+        self._dropped = [pending for pending in self._dropped if not _is_done(pending)]
+        if not self._dropped:
+            self._post(self._on_open)
+            self._on_open = None
 
     def _watch_oldest(self) -> None:
         """The step in hand is over; the one behind it has been computed on since."""

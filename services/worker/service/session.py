@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from services.worker.kv_transfer.service import KvTransferService
 from services.worker.service.runner_thread import RunnerThread
+from services.worker.service.step_orders import StepOrders
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
 from triptych.rpc.session.handshake import Agreement, SessionTerms
 from triptych.rpc.session.lease import SessionLease
@@ -115,11 +116,16 @@ class Session:
         self.last_step_received = 0
         self._decoder = StepDecoder()
         self._thread = thread
-        self.epoch = thread.open_session(self._on_outcome)
+        self._step_orders = StepOrders()
+        self.epoch = thread.open_session(self._on_outcome, lambda: self._step_orders.note_computed(0))
         """Counts this worker's sessions: of two engines that were granted one, the higher has the worker."""
         self.name = f"{facts.boot_id}/{self.epoch}"
         self._is_draining = False
-        self._transfers = None if kv_transfers is None else kv_transfers.open_session(self._on_kv_progress)
+        self._transfers = (
+            None
+            if kv_transfers is None
+            else kv_transfers.open_session(self._on_kv_progress, self._step_orders)
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -184,7 +190,7 @@ class Session:
         """End the session and its stream, with `error` if that is given. Steps that have not begun are dropped."""
         self.outbox.close(error)
         self.lease.end()
-        self._end_transfers()
+        self._end_orders()
         self._thread.close_session(self.epoch)
 
     def _on_outcome(self, outcome: StepResult | Exception) -> None:
@@ -194,11 +200,12 @@ class Session:
             outcome = EngineFailure(f"the runner answered step {outcome.step_id}, but step {due} is due")
         if isinstance(outcome, Exception):
             self._thread.close_session(self.epoch)
-            self._end_transfers()
+            self._end_orders()
             self.outbox.close(outcome)
             return
         if self._transfers is not None:
-            self._transfers.end_step(outcome)
+            self._transfers.note_errors(outcome)
+        self._step_orders.note_computed(outcome.step_id)
         self.outbox.put(outcome)
         self._end_if_drained()
 
@@ -206,7 +213,8 @@ class Session:
         if not self._is_draining:  # else it would take the place of the notice that says so
             self.outbox.notify(progress)
 
-    def _end_transfers(self) -> None:
+    def _end_orders(self) -> None:
+        self._step_orders.close()
         if self._transfers is not None:
             self._transfers.close()
 
