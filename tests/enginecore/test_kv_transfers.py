@@ -8,7 +8,7 @@ import pytest
 
 from services.enginecore.kv.remote import LEASE_S
 from services.enginecore.request import Request
-from tests.helpers.kv_transfers import Transfers, give_lease, give_source, lease_of, tell
+from tests.helpers.kv_transfers import Transfers, give_lease, give_source, lease_of
 from tests.helpers.scheduling import (
     BLOCK_SIZE,
     Clock,
@@ -18,17 +18,18 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
-from triptych.types.kv_transfer import KvProgress, PullProgress
 from triptych.types.sampling import SamplingParams
 
 PREFILL_SESSION = 9
 
 
-def make_transfers(num_blocks: int = 200, clock: Clock | None = None, **config: int) -> Transfers:
+def make_transfers(
+    num_blocks: int = 200, clock: Clock | None = None, *, at_once: bool = False, **config: int
+) -> Transfers:
     fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
     prefill = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
     decode = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
-    return Transfers(prefill, decode)
+    return Transfers(prefill, decode, at_once=at_once)
 
 
 def submit(
@@ -66,7 +67,7 @@ def check_all_given_back(transfers: Transfers) -> None:
         assert not engine.scheduler.has_work
 
 
-def test_a_pulled_prompt_is_not_computed_again() -> None:
+async def test_a_pulled_prompt_is_not_computed_again() -> None:
     transfers = make_transfers()
     request = submit(transfers, 1, 200)
     run(transfers)
@@ -76,7 +77,7 @@ def test_a_pulled_prompt_is_not_computed_again() -> None:
     check_all_given_back(transfers)
 
 
-def test_a_prompt_of_whole_blocks_computes_its_last_token_again() -> None:
+async def test_a_prompt_of_whole_blocks_computes_its_last_token_again() -> None:
     transfers = make_transfers()
     submit(transfers, 1, 4 * BLOCK_SIZE)
     run(transfers)
@@ -85,17 +86,17 @@ def test_a_prompt_of_whole_blocks_computes_its_last_token_again() -> None:
     check_all_given_back(transfers)
 
 
-def test_blocks_are_offered_while_later_chunks_are_computed() -> None:
+async def test_blocks_are_offered_while_later_chunks_are_computed() -> None:
     transfers = make_transfers()
     submit(transfers, 1, 256)
     transfers.turn()
     transfers.turn()
-    assert 0 < len(transfers.offered[lease_of(1)]) < 256 // BLOCK_SIZE
+    assert 0 < transfers.num_offered(1) < 256 // BLOCK_SIZE
     transfers.turn()
     assert transfers.carry_block(1)
 
 
-def test_others_pass_a_request_that_waits_for_its_blocks() -> None:
+async def test_others_pass_a_request_that_waits_for_its_blocks() -> None:
     transfers = make_transfers()
     submit(transfers, 1, 200)
     transfers.decode.add(make_request(2, make_prompt(40, seed=2), max_tokens=12))
@@ -104,31 +105,30 @@ def test_others_pass_a_request_that_waits_for_its_blocks() -> None:
     assert (0, 1) not in transfers.decode.outcomes
 
 
-def test_a_failed_pull_keeps_what_has_arrived_and_computes_the_rest() -> None:
+async def test_a_failed_pull_keeps_what_has_arrived_and_computes_the_rest() -> None:
     transfers = make_transfers()
     request = submit(transfers, 1, 200)
     while not transfers.pulls or not transfers.carry_block(1):
         transfers.turn()
-    transfers.pulls[1].failure = "cut"
+    transfers.fail_pull(1, "cut")
     transfers.report()
     run(transfers)
     assert transfers.result_of(1)[0] == expected(1, 200)
     assert request.num_cached_tokens == BLOCK_SIZE
 
 
-def test_a_spoiled_pull_keeps_nothing() -> None:
+async def test_a_spoiled_pull_keeps_nothing() -> None:
     transfers = make_transfers()
     request = submit(transfers, 1, 200)
     while not transfers.pulls or not transfers.carry_block(1):
         transfers.turn()
-    progress = PullProgress(1, 1, "NaN", is_spoiled=True)
-    tell(transfers.decode, KvProgress(pulls=(progress,)))
+    transfers.fail_pull(1, "NaN", is_spoiled=True)
     run(transfers)
     assert transfers.result_of(1)[0] == expected(1, 200)
     assert request.num_cached_tokens == 0
 
 
-def test_a_late_pull_is_given_up_once_the_rest_could_have_been_computed() -> None:
+async def test_a_late_pull_is_given_up_once_the_rest_could_have_been_computed() -> None:
     clock = Clock()
     transfers = make_transfers(clock=clock)
     submit(transfers, 1, 200, ready_in_s=3.0)
@@ -143,7 +143,7 @@ def test_a_late_pull_is_given_up_once_the_rest_could_have_been_computed() -> Non
     assert not transfers.pulls
 
 
-def test_a_measured_engine_waits_no_longer_than_computing_takes() -> None:
+async def test_a_measured_engine_waits_no_longer_than_computing_takes() -> None:
     clock = Clock()
     transfers = make_transfers(clock=clock)
     for number in range(2, 22):
@@ -159,7 +159,7 @@ def test_a_measured_engine_waits_no_longer_than_computing_takes() -> None:
     assert transfers.result_of(1)[0] == expected(1, 200)
 
 
-def test_a_lease_ends_when_nobody_pulls() -> None:
+async def test_a_lease_ends_when_nobody_pulls() -> None:
     clock = Clock()
     transfers = make_transfers(clock=clock)
     submit(transfers, 1, 200)
@@ -180,7 +180,7 @@ def test_a_lease_ends_when_nobody_pulls() -> None:
     transfers.finish_prefill()
 
 
-def test_each_pull_renews_the_lease() -> None:
+async def test_each_pull_renews_the_lease() -> None:
     clock = Clock()
     transfers = make_transfers(clock=clock)
     submit(transfers, 1, 200)
@@ -193,7 +193,7 @@ def test_each_pull_renews_the_lease() -> None:
     assert transfers.prefill.scheduler.snapshot().num_used_blocks == 200 // BLOCK_SIZE
 
 
-def test_a_lease_ends_with_an_aborted_prompt() -> None:
+async def test_a_lease_ends_with_an_aborted_prompt() -> None:
     transfers = make_transfers()
     submit(transfers, 1, 300)
     transfers.turn()
@@ -204,7 +204,7 @@ def test_a_lease_ends_with_an_aborted_prompt() -> None:
     assert transfers.prefill.scheduler.num_in_flight == 0
 
 
-def test_an_aborted_request_gives_back_what_it_pulls() -> None:
+async def test_an_aborted_request_gives_back_what_it_pulls() -> None:
     transfers = make_transfers()
     submit(transfers, 1, 200)
     while not transfers.pulls or not transfers.carry_block(1):
@@ -217,7 +217,7 @@ def test_an_aborted_request_gives_back_what_it_pulls() -> None:
     assert plan.kv_orders.stopped == (1,)
 
 
-def test_what_is_cached_already_is_not_pulled() -> None:
+async def test_what_is_cached_already_is_not_pulled() -> None:
     transfers = make_transfers()
     prompt = make_prompt(200, seed=1)
     transfers.decode.add(make_request(5, prompt, max_tokens=1))
@@ -229,7 +229,7 @@ def test_what_is_cached_already_is_not_pulled() -> None:
     assert transfers.result_of(1)[0] == expected(1, 200)
 
 
-def test_running_requests_take_the_blocks_of_a_pull() -> None:
+async def test_running_requests_take_the_blocks_of_a_pull() -> None:
     transfers = make_transfers(num_blocks=34)
     transfers.decode.add(make_request(2, make_prompt(200, seed=2), max_tokens=300))
     transfers.turn()
@@ -241,7 +241,7 @@ def test_running_requests_take_the_blocks_of_a_pull() -> None:
     assert transfers.result_of(1)[0] == expected(1, 300)
 
 
-def test_the_choices_of_one_prompt_pull_it_once() -> None:
+async def test_the_choices_of_one_prompt_pull_it_once() -> None:
     transfers = make_transfers()
     prompt = make_prompt(200, seed=1)
     transfers.prefill.add(give_lease(make_request(1, prompt, session=PREFILL_SESSION, max_tokens=1), 1))
@@ -258,10 +258,32 @@ def test_the_choices_of_one_prompt_pull_it_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_transfers_and_faults_change_no_token(seed: int) -> None:
+async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> None:
+    """Prompts are pulled beside short requests, whose blocks are given away while their last steps are in flight."""
+    random = Random(seed)
+    transfers = make_transfers(at_once=True, max_num_seqs=4)
+    outputs = dict[int, list[int]]()
+    while len(outputs) < 40 or transfers.decode.scheduler.has_work:
+        if len(outputs) < 40 and random.random() < 0.4:
+            number, length, max_tokens = len(outputs), random.randint(20, 120), random.randint(2, 20)
+            outputs[number] = expected(number, length, max_tokens)
+            if random.random() < 0.5:
+                submit(transfers, number, length, max_tokens=max_tokens)
+            else:
+                prompt = make_prompt(length, seed=number)
+                transfers.decode.add(make_request(number, prompt, max_tokens=max_tokens))
+        transfers.turn()
+        transfers.report()
+    for number, tokens in outputs.items():
+        assert transfers.result_of(number)[0] == tokens, number
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+async def test_random_transfers_and_faults_change_no_token(seed: int, at_once: bool) -> None:
     """Few blocks, many prompts, and transfers that fail, stop, are late or lose either worker."""
     random, clock = Random(seed), Clock()
-    transfers = make_transfers(num_blocks=random.choice((40, 60, 120)), clock=clock)
+    transfers = make_transfers(num_blocks=random.choice((40, 60, 120)), clock=clock, at_once=at_once)
     lengths: dict[int, int] = {}
     aborted = set[int]()
     for number in range(1, 25):
@@ -276,7 +298,7 @@ def test_random_transfers_and_faults_change_no_token(seed: int) -> None:
                 for _ in range(random.randint(0, 8)):
                     transfers.carry_block(pull_id)
                 if random.random() < 0.05:
-                    transfers.pulls[pull_id].failure = "cut"
+                    transfers.fail_pull(pull_id, "cut")
             if random.random() < 0.7:
                 transfers.report()
             match random.randint(0, 60):

@@ -1,24 +1,23 @@
-"""Two schedulers with naive workers, and the transfers between them, one block at a time as a test says."""
+"""Two schedulers with naive workers, and the transfers between them: by hand, a block at a time, or at once."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 
 from services.enginecore.request import Request
-from tests.helpers.scheduling import BLOCK_SIZE, Engine
-from triptych.types.kv_transfer import (
-    KvEndpoint,
-    KvExport,
-    KvProgress,
-    KvPull,
-    KvSource,
-    LeaseProgress,
-    PullProgress,
-)
-from triptych.types.step import StepPlan
+from services.worker.kv_transfer.base import PullSink
+from services.worker.kv_transfer.exports import ExportTable, LeaseGone
+from services.worker.kv_transfer.session import KvTransferSession
+from services.worker.service.step_orders import StepOrders
+from tests.helpers.scheduling import BLOCK_SIZE, Engine, NaiveWorker
+from triptych.types.kv_transfer import KvEndpoint, KvProgress, KvSource
+from triptych.types.step import StepPlan, StepResult
 
 ENDPOINT = KvEndpoint("prefill:1", "layout", 1)
+_NEVER_WRITTEN = -1  # as the naive worker's garbage, which no prefix has
 
 
 def lease_of(number: int) -> bytes:
@@ -35,94 +34,184 @@ def give_source(request: Request, number: int, ready_in_s: float = 0.0) -> Reque
     return request
 
 
+class NaiveBlocks:
+    """A `BlockStore`: the cells of a naive worker, which are one number per position."""
+
+    block_bytes = BLOCK_SIZE * 8
+
+    def __init__(self, worker: Callable[[], NaiveWorker]) -> None:
+        """`worker`: returns the one that computes now."""
+        self._worker = worker
+
+    def read(self, block: int, offset: int, buffer: memoryview) -> None:
+        cells = self._worker().cells
+        content = np.array([cells.get((block, at), _NEVER_WRITTEN) for at in range(BLOCK_SIZE)], np.int64)
+        buffer[:] = content.tobytes()[offset : offset + len(buffer)]
+
+    def write(self, block: int, offset: int, content: memoryview) -> None:
+        assert (offset, len(content)) == (0, self.block_bytes), "blocks are carried whole here"
+        for at, cell in enumerate(np.frombuffer(content, np.int64).tolist()):
+            self._worker().cells[block, at] = cell
+
+
 @dataclass
-class _Pull:
-    order: KvPull
+class Carried:
+    """A pull that the worker has begun and not been told to stop."""
+
+    sink: PullSink
     num_blocks: int = 0
-    failure: str = ""
+    was_known: bool = False
+    has_failed: bool = False
 
 
-@dataclass
+class CarriedPulls:
+    """A `PullTransport` within this process. Blocks come when a test carries them, or as soon as they are offered."""
+
+    def __init__(self, exports_of: Callable[[str], ExportTable | None], *, at_once: bool = False) -> None:
+        """
+        Args:
+            exports_of: Returns what the worker of an address offers; None: it is gone.
+            at_once: Whether all that is offered arrives the moment that a pull begins.
+        """
+        self._exports_of = exports_of
+        self._at_once = at_once
+        self.pulls: dict[int, Carried] = {}
+
+    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
+        pull_id = sink.pull.pull_id
+        assert pull_id not in self.pulls, "a pull begins twice"
+        self.pulls[pull_id] = Carried(sink)
+        if self._at_once:
+            self.carry_all()
+        return lambda: self.pulls.pop(pull_id, None)
+
+    def carry_all(self) -> None:
+        """Bring all blocks that are offered."""
+        for pull_id in list(self.pulls):
+            while self.carry(pull_id):
+                pass
+
+    def carry(self, pull_id: int) -> bool:
+        """Bring the next block of a pull, if it is offered."""
+        pull = self.pulls[pull_id]
+        order, place = pull.sink.pull, pull.num_blocks
+        if pull.has_failed or place == len(order.block_ids):
+            return False
+        exports = self._exports_of(order.address)
+        if exports is None:
+            self.fail(pull_id, "the worker is gone")
+            return False
+        index, buffer = order.first_index + place, bytearray(exports.block_bytes)
+        try:
+            block_hash = exports.wait_for(order.lease, index, 0.0, was_known=pull.was_known)
+            pull.was_known = pull.was_known or exports.is_known(order.lease)
+            if block_hash is None:
+                return False
+            assert block_hash == order.hashes[place], "both engines name a block alike"
+            exports.copy(order.lease, index, 0, memoryview(buffer))
+        except LeaseGone as gone:
+            self.fail(pull_id, str(gone), is_spoiled=gone.is_spoiled)
+            return False
+        pull.sink.write(place, 0, memoryview(buffer))
+        pull.num_blocks += 1
+        pull.sink.note_blocks(pull.num_blocks)
+        exports.note_sent(order.lease, index + 1)
+        return True
+
+    def fail(self, pull_id: int, why: str, *, is_spoiled: bool = False) -> None:
+        """Let a pull break, unless it is complete."""
+        pull = self.pulls[pull_id]
+        if not pull.has_failed and pull.num_blocks < len(pull.sink.pull.block_ids):
+            pull.has_failed = True
+            pull.sink.fail(why, is_spoiled=is_spoiled)
+
+
+class _Worker:
+    """What a worker's session does beside the steps, for an engine whose steps the naive worker computes."""
+
+    def __init__(self, engine: Engine, transport: CarriedPulls) -> None:
+        self.orders = StepOrders()
+        self.orders.note_computed(0)
+        self.session = KvTransferSession(
+            NaiveBlocks(lambda: engine.worker),
+            transport,
+            lambda progress: tell(engine, progress),
+            self.orders,
+        )
+        engine.on_result = self._on_result
+
+    def _on_result(self, result: StepResult) -> None:
+        self.session.note_errors(result)
+        self.orders.note_computed(result.step_id)
+
+    def close(self) -> None:
+        self.orders.close()
+        self.session.close()
+
+
 class Transfers:
-    """Carries out the orders of both engines, as their workers would."""
+    """Two engines, and workers that carry out their orders as real ones do. Needs a running event loop."""
 
-    prefill: Engine
-    decode: Engine
-    pulls: dict[int, _Pull] = field(default_factory=dict)
-    offered: dict[bytes, list[tuple[int, bytes]]] = field(default_factory=dict)
-    """Lease -> its blocks and their hashes."""
-    sent: dict[bytes, int] = field(default_factory=dict)
-    exports: deque[tuple[KvExport, ...]] = field(default_factory=deque)
-    """The exports of each step in flight of the engine that prefills."""
+    def __init__(self, prefill: Engine, decode: Engine, *, at_once: bool = False) -> None:
+        """`at_once`: whether blocks arrive as soon as both workers allow it; else a test carries them."""
+        self.prefill, self.decode = prefill, decode
+        self._at_once = at_once
+        self._transport = CarriedPulls(lambda address: self._prefill_worker.session.exports, at_once=at_once)
+        self._prefill_worker = _Worker(prefill, CarriedPulls(lambda address: None))
+        self._decode_worker = _Worker(decode, self._transport)
+
+    @property
+    def pulls(self) -> dict[int, Carried]:
+        """The pulls that have begun and have not been stopped."""
+        return self._transport.pulls
+
+    def num_offered(self, number: int) -> int:
+        """Return how many blocks of a lease are offered."""
+        exports, count = self._prefill_worker.session.exports, 0
+        while exports.wait_for(lease_of(number), count, 0.0, was_known=False) is not None:
+            count += 1
+        return count
 
     def plan_prefill(self) -> StepPlan | None:
-        plan = self.prefill.plan()
+        return self._plan(self.prefill, self._prefill_worker)
+
+    def plan_decode(self) -> StepPlan | None:
+        return self._plan(self.decode, self._decode_worker)
+
+    def _plan(self, engine: Engine, worker: _Worker) -> StepPlan | None:
+        plan = engine.plan()
         if plan is not None:
-            orders = plan.kv_orders
-            for lease in orders.released if orders else ():
-                self.offered.pop(lease, None)
-                self.sent.pop(lease, None)
-                self.exports = deque(
-                    tuple(export for export in exports if export.lease != lease) for exports in self.exports
-                )
-            self.exports.append(orders.exports if orders else ())
+            worker.session.begin_step(plan)
         return plan
 
     def finish_prefill(self, **slots: list[int]) -> None:
         self.prefill.finish_step(**slots)
-        for export in self.exports.popleft():
-            blocks = self.offered.setdefault(export.lease, [])
-            assert export.first_index == len(blocks), "blocks of a lease are exported in order"
-            blocks += zip(export.block_ids, export.hashes, strict=True)
-
-    def plan_decode(self) -> StepPlan | None:
-        plan = self.decode.plan()
-        if plan is not None and plan.kv_orders is not None:
-            for pull_id in plan.kv_orders.stopped:
-                self.pulls.pop(pull_id, None)
-            for pull in plan.kv_orders.pulls:
-                assert pull.pull_id not in self.pulls
-                self.pulls[pull.pull_id] = _Pull(pull)
-        return plan
+        if self._at_once:
+            self._transport.carry_all()
 
     def carry_block(self, pull_id: int) -> bool:
         """Bring the next block of a pull, if it is offered."""
-        pull = self.pulls[pull_id]
-        order, place = pull.order, pull.num_blocks
-        blocks = self.offered.get(order.lease, [])
-        index = order.first_index + place
-        if pull.failure or place == len(order.block_ids) or index >= len(blocks):
-            return False
-        source, block_hash = blocks[index]
-        assert block_hash == order.hashes[place], "both engines name a block alike"
-        for offset in range(BLOCK_SIZE):
-            cell = self.prefill.worker.cells[source, offset]
-            self.decode.worker.cells[order.block_ids[place], offset] = cell
-        pull.num_blocks += 1
-        self.sent[order.lease] = max(self.sent.get(order.lease, 0), index + 1)
-        return True
+        return self._transport.carry(pull_id)
+
+    def fail_pull(self, pull_id: int, why: str, *, is_spoiled: bool = False) -> None:
+        self._transport.fail(pull_id, why, is_spoiled=is_spoiled)
 
     def report(self) -> None:
         """Tell both engines how far all transfers have come."""
-        pulls = [PullProgress(name, pull.num_blocks, pull.failure) for name, pull in self.pulls.items()]
-        leases = [LeaseProgress(lease, self.sent.get(lease, 0)) for lease in self.offered]
-        for engine, progress in (
-            (self.decode, KvProgress(pulls=tuple(pulls))),
-            (self.prefill, KvProgress(leases=tuple(leases))),
-        ):
-            tell(engine, progress)
+        self._decode_worker.session.report()
+        self._prefill_worker.session.report()
 
     def lose_prefill_worker(self) -> None:
+        self._prefill_worker.close()
         self.prefill.lose_worker()
-        self.exports.clear()
-        self.offered.clear()
-        self.sent.clear()
-        for pull in self.pulls.values():
-            pull.failure = "lost"
+        self._prefill_worker = _Worker(self.prefill, CarriedPulls(lambda address: None))
+        for pull_id in self.pulls:
+            self.fail_pull(pull_id, "lost")
 
     def lose_decode_worker(self) -> None:
+        self._decode_worker.close()
         self.decode.lose_worker()
-        self.pulls.clear()
+        self._decode_worker = _Worker(self.decode, self._transport)
 
     def turn(self) -> bool:
         """Do all that can be done now but carry blocks; return whether anything was."""

@@ -8,7 +8,7 @@ prefix, or that was never written, is caught at once.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -359,6 +359,8 @@ class Engine:
         default_factory=lambda: defaultdict(list)
     )
     """Position and token of each entry reported."""
+    on_result: Callable[[StepResult], None] = lambda result: None
+    """Called with what the worker has computed, before the scheduler is."""
 
     def add(self, *requests: Request) -> None:
         """Add each by itself, and note what leaves a full queue for it."""
@@ -383,7 +385,9 @@ class Engine:
 
     def finish_step(self, failing_slots: Sequence[int] = (), **slots: Sequence[int]) -> StepOutput:
         """Carry out the oldest plan and take its result in; `slots` as in `NaiveWorker.execute`."""
-        output = self.scheduler.update(self.worker.execute(self.plans.popleft(), failing_slots, **slots))
+        result = self.worker.execute(self.plans.popleft(), failing_slots, **slots)
+        self.on_result(result)
+        output = self.scheduler.update(result)
         self.scheduler.check_integrity()
         for (session, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
             assert (session, number) not in self.outcomes, "a token after the end"

@@ -59,9 +59,7 @@ class KvTransferService:
         self, on_progress: Callable[[KvProgress], None], step_orders: StepOrders
     ) -> KvTransferSession:
         """Begin the transfers of a session. Those of the one before must have been closed."""
-        self._session = KvTransferSession(
-            self._store(), SocketPulls(self._layout), on_progress, step_orders
-        )
+        self._session = KvTransferSession(self._store(), SocketPulls(self._layout), on_progress, step_orders)
         return self._session
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """The transfers of one engine's session, as its steps order them. Lives on the worker's event loop.
 
-    order of step N     carried out
-    stop, release       when the step is received: it may write to the blocks
-    pull                when the result of step N-1 is there: until then earlier steps use the blocks
-    export              when the result of step N is there: then the blocks are computed
+order of step N     carried out
+stop, release       when the step is received: it may write to the blocks
+pull                when the result of step N-1 is there: until then earlier steps use the blocks
+export              when the result of step N is there: then the blocks are computed
 """
 
 from __future__ import annotations

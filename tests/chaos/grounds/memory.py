@@ -93,10 +93,13 @@ class InlineRunner:
         self._plans: deque[tuple[int, StepPlan]] = deque()
         self._news = asyncio.Event()
 
-    def open_session(self, deliver: Callable[[StepResult | Exception], None]) -> int:
+    def open_session(
+        self, deliver: Callable[[StepResult | Exception], None], on_open: Callable[[], None]
+    ) -> int:
         self._current += 1
         self._runner.worker = KeyedWorker()
         self._deliver = deliver
+        asyncio.get_running_loop().call_soon(on_open)
         return self._current
 
     def close_session(self, session: int) -> None:
