@@ -127,7 +127,7 @@ class CarriedPulls:
 
 
 class _Worker:
-    """What a worker's session does beside the steps, for an engine whose steps the naive worker computes."""
+    """Carries out a session's orders beside its steps, which the naive worker computes."""
 
     def __init__(self, engine: Engine, transport: CarriedPulls) -> None:
         self.orders = StepOrders()

@@ -81,8 +81,9 @@ class KvPull:
 class KvOrders:
     """The changes of transfers that a step orders.
 
-    Order of effects: `released` and `stopped`, before the step writes to any block; then `pulls`; and `exports`, once
-    the step is computed. So the step that ends a pull or a lease may give its blocks to other requests.
+    Order of effects: `released` and `stopped`, before the step writes to any block; `pulls`, once the steps before it
+    are computed; and `exports`, once the step itself is. So the step that ends a pull or a lease may give its blocks to
+    other requests, and a pull may get blocks that steps in flight still use.
     """
 
     exports: tuple[KvExport, ...] = ()
