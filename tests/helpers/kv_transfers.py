@@ -11,7 +11,7 @@ from services.enginecore.request import Request
 from services.worker.kv_transfer.base import PullSink
 from services.worker.kv_transfer.exports import ExportTable, LeaseGone
 from services.worker.kv_transfer.session import KvTransferSession
-from services.worker.service.step_orders import StepOrders
+from services.worker.step_orders import StepOrders
 from tests.helpers.scheduling import BLOCK_SIZE, Engine, NaiveWorker
 from triptych.types.kv_transfer import KvEndpoint, KvProgress, KvSource
 from triptych.types.step import StepPlan, StepResult

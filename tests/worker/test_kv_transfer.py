@@ -16,7 +16,7 @@ from services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
 from services.worker.kv_transfer.socket_server import BlockServer
-from services.worker.service.step_orders import StepOrders
+from services.worker.step_orders import StepOrders
 from tests.helpers.kv_proxy import KvProxy, cut, flip_bit, kv_proxy, silence
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey

@@ -14,7 +14,7 @@ from services.worker.kv_transfer.frames import PROTOCOL
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
 from services.worker.kv_transfer.socket_server import BlockServer
-from services.worker.service.step_orders import StepOrders
+from services.worker.step_orders import StepOrders
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import WorkerFacts

@@ -16,7 +16,7 @@ from functools import partial
 
 from services.worker.kv_transfer.base import BlockStore, PullStopped, PullTransport
 from services.worker.kv_transfer.exports import ExportTable
-from services.worker.service.step_orders import StepOrders
+from services.worker.step_orders import StepOrders
 from triptych.types.kv_transfer import KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
 from triptych.types.step import StepPlan, StepResult

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.worker.kv_transfer.service import KvTransferService
 from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.step_orders import StepOrders
+from services.worker.step_orders import StepOrders
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
 from triptych.rpc.session.handshake import Agreement, SessionTerms
 from triptych.rpc.session.lease import SessionLease
