@@ -289,13 +289,15 @@ def test_env_lists_rates_and_reasons(monkeypatch, capsys):
 
 def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):
     program = "import sys; from triptych.cli import main; main(['env']); print('torch' in sys.modules)"
-    environment = {**os.environ, "TRIPTYCH_LOG_LEVEL": "debug"}
+    environment = {**os.environ, "TRIPTYCH_LOG_LEVEL": "debug", "TRIPTYCH_API_KEY": "tk-secret"}
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines() if " " in line)
     assert lines["python"].startswith(".".join(map(str, sys.version_info[:2])))
     assert lines["TRIPTYCH_LOG_LEVEL"] == "debug"
+    assert lines["TRIPTYCH_API_KEY"] == "set"
+    assert "secret" not in ended.stdout
     assert "GiB" in lines["memory"]
     assert ended.stdout.splitlines()[-1] == "False"
 

@@ -17,6 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from triptych.config.loader import iter_options
+from triptych.config.option import ENV_PREFIX
+
 _PACKAGES = (
     "triptych", "torch", "grpcio", "protobuf", "numpy", "tokenizers", "safetensors", "gguf",
     "huggingface_hub", "fastapi", "uvicorn", "transformers",
@@ -29,6 +32,10 @@ _CPU_FLAGS = (
 )  # fmt: skip
 
 
+_VARIABLES = (
+    "TRIPTYCH_ADDRESS", "TRIPTYCH_ADMIN_ADDRESS", "TRIPTYCH_CONFIG", "TRIPTYCH_FAILPOINTS", "TRIPTYCH_HOME",
+)  # fmt: skip
+"""Variables besides the options of the config, whose values may be in a bug report."""
 _EXAMINE = "services.worker.context.machine"
 _EXAMINE_TIMEOUT_S = 120.0  # torch is imported, which a loaded machine takes long for
 
@@ -136,8 +143,10 @@ def _gpus() -> Iterator[tuple[str, str]]:
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    for name in sorted(name for name in os.environ if name.startswith("TRIPTYCH_")):
-        yield name, os.environ[name]
+    """Yield variables of the environment. Only those known to hold no secret come with their values."""
+    shown = {*_VARIABLES, *(option.env for option in iter_options())}
+    for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
+        yield name, os.environ[name] if name in shown else "set"
 
 
 def read_key_values(path: str) -> dict[str, str]:
