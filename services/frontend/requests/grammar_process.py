@@ -6,7 +6,7 @@ object, and is answered by one line:
     {"tokenizer": JSON, "vocab_size": n, "eos_token_ids": [...],
      "max_mask_items": n}                                            {} or {"error": why}    first, once
     {"json": schema, "whitespace": {...}}                            {"grammar": text} or {"error": why}
-    {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}
+    {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}, {"any": lark or GBNF}
     {"tags": [{"trigger", "begin", "schema", "end"}], "are_special": whether triggers are control tokens}
 """
 
@@ -62,6 +62,8 @@ def to_grammar(form: dict[str, Any]) -> str:
                 for tag in value
             ]
             return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=form["are_special"]))
+        case "any":
+            return to_grammar({"lark" if _has_start_rule(value) else "gbnf": value})
         case "lark":
             return LLMatcher.grammar_from_lark(value)
         case _:
@@ -69,6 +71,11 @@ def to_grammar(form: dict[str, Any]) -> str:
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(value))
             except Exception as error:  # the library's own kind, or recursion
                 raise ValueError(f"is not GBNF: {error}") from None
+
+
+def _has_start_rule(grammar: str) -> bool:
+    # Without line breaks in the space before it: the search would try each run of them from each of its lines.
+    return re.search(r"^[ \t]*(start\b[^:\n]*:(?!:)|%llguidance\b)", grammar, re.MULTILINE) is not None
 
 
 def answer(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
-from triptych.types.structured import MAX_MASK_ITEMS, GrammarSyntax, StructuredOutputs, compiled
+from triptych.types.structured import MAX_MASK_ITEMS, StructuredOutputs, compiled
 
 COMPILE_LIMIT_S = 5.0
 """The longest that a form may take to compile."""
@@ -175,12 +174,5 @@ def _to_message(form: StructuredOutputs, tokenizer: Tokenizer) -> dict[str, Any]
             whitespace["whitespace_pattern"] = form.whitespace_pattern
         return {"json": _ANY_OBJECT if form.json is None else form.json, "whitespace": whitespace}
     if form.grammar is not None:
-        return {_syntax_of(form.grammar, form.syntax).value: form.grammar}
+        return {form.syntax.value: form.grammar}
     return {"regex": form.regex} if form.regex is not None else {"choice": form.choice}
-
-
-def _syntax_of(grammar: str, syntax: GrammarSyntax) -> GrammarSyntax:
-    if syntax is not GrammarSyntax.ANY:
-        return syntax
-    is_lark = re.search(r"^\s*(start\b[^:\n]*:(?!:)|%llguidance\b)", grammar, re.MULTILINE) is not None
-    return GrammarSyntax.LARK if is_lark else GrammarSyntax.GBNF
