@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 PLAIN_FORMAT = "hermes"
@@ -30,27 +31,30 @@ def with_plain_tools(
     Neighbouring answers become one turn of the user, since many templates demand that roles alternate.
     """
     turns: list[dict[str, Any]] = []
+    answers: list[str] = []
+    """Neighbouring answers of tools that are not among the turns yet."""
     if tools:
+        systems = list(takewhile(lambda message: message.get("role") == "system", messages))
         described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        turns.append({"role": "system", "content": _PROMPT.format(tools=described)})
-    was_answer = False
+        texts = [*(message.get("content") or "" for message in systems), _PROMPT.format(tools=described)]
+        turns.append({"role": "system", "content": "\n\n".join(texts)})
+        messages = messages[len(systems) :]
     for message in messages:
         content, is_answer = message.get("content") or "", message.get("role") == "tool"
         if is_answer:
-            content = f"<tool_response>\n{content}\n</tool_response>"
-        if is_answer and was_answer:
-            turns[-1]["content"] += f"\n{content}"
-        elif message.get("role") == "system" and len(turns) == 1 and tools:
-            turns[0]["content"] = f"{content}\n\n{turns[0]['content']}"
-        elif is_answer:
-            turns.append({"role": "user", "content": content})
-        elif calls := message.get("tool_calls"):
+            answers.append(f"<tool_response>\n{content}\n</tool_response>")
+            continue
+        if answers:
+            turns.append({"role": "user", "content": "\n".join(answers)})
+            answers = []
+        if calls := message.get("tool_calls"):
             texts = [content] if content else []
             texts += [f"<tool_call>\n{_call(call)}\n</tool_call>" for call in calls]
             turns.append({"role": message["role"], "content": "\n".join(texts)})
         else:
             turns.append(dict(message))
-        was_answer = is_answer
+    if answers:
+        turns.append({"role": "user", "content": "\n".join(answers)})
     return list(turns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.frontend.requests.sampling import why_not_text
@@ -14,9 +14,18 @@ class Turns:
     """A conversation that grows piece by piece. Pieces of the assistant that follow one another are one turn."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        """The turns so far, as in a `RawChat`."""
+        self._messages: list[dict[str, Any]] = []
+        self._content = _Text()
+        """The content of the last turn."""
+        self._reasoning = _Text()
+        """The reasoning of the last turn."""
         self.violations: list[FieldViolation] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The turns so far, as in a `RawChat`."""
+        self._write_texts()
+        return self._messages
 
     def add(self, role: str, text: str, path: str) -> None:
         """Add a turn. System turns at the beginning become one: many templates take no other.
@@ -27,18 +36,18 @@ class Turns:
         if not self._check(text, path):
             return
         if role == "assistant":
-            turn = self._assistant
-            turn["content"] = _join(turn["content"], text, "\n")
-        elif role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] = _join(self.messages[0]["content"], text, "\n\n")
+            self._begin_assistant()
+            self._content.add(text, "\n")
+        elif role == "system" and len(self._messages) == 1 and self._messages[0]["role"] == "system":
+            self._content.add(text, "\n\n")
         else:
-            self.messages.append({"role": role, "content": text})
+            self._begin({"role": role}, text)
 
     def add_reasoning(self, text: str, path: str) -> None:
         """Add what the assistant thought."""
         if text and self._check(text, path):
-            turn = self._assistant
-            turn["reasoning_content"] = _join(turn.get("reasoning_content"), text, "\n")
+            self._begin_assistant()
+            self._reasoning.add(text, "\n")
 
     def add_call(self, call_id: str, name: str, arguments: str | Mapping[str, Any], path: str) -> None:
         """Add a call that the assistant made.
@@ -48,19 +57,31 @@ class Turns:
         """
         texts = [call_id, name, *([arguments] if isinstance(arguments, str) else [])]
         if all(self._check(text, path) for text in texts):
-            self._assistant.setdefault("tool_calls", []).append(to_call(call_id, name, arguments))
+            turn = self._begin_assistant()
+            turn.setdefault("tool_calls", []).append(to_call(call_id, name, arguments))
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """Add what a call has returned."""
         if self._check(call_id, path) and self._check(text, path):
-            self.messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
+            self._begin({"role": "tool", "tool_call_id": call_id}, text)
 
-    @property
-    def _assistant(self) -> dict[str, Any]:
-        """The turn of the assistant that goes on, or a new one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": None})
-        return self.messages[-1]
+    def _begin_assistant(self) -> dict[str, Any]:
+        """Return the turn of the assistant that goes on, or a new one."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._begin({"role": "assistant"})
+        return self._messages[-1]
+
+    def _begin(self, turn: dict[str, Any], *pieces: str) -> None:
+        self._write_texts()
+        self._content, self._reasoning = _Text(pieces), _Text()
+        self._messages.append(turn)
+
+    def _write_texts(self) -> None:
+        """Write the texts of the last turn into it."""
+        if self._messages:
+            self._messages[-1]["content"] = self._content.joined
+            if self._reasoning.joined:
+                self._messages[-1]["reasoning_content"] = self._reasoning.joined
 
     def _check(self, text: str, path: str) -> bool:
         why = why_not_text(text)
@@ -69,5 +90,23 @@ class Turns:
         return why is None
 
 
-def _join(before: str | None, text: str, separator: str) -> str:
-    return f"{before}{separator}{text}" if before else text
+class _Text:
+    """A text that grows piece by piece, each behind a separator unless nothing is before it.
+
+    It is joined once: hundreds of thousands of pieces would be copied for each that comes.
+    """
+
+    def __init__(self, pieces: Iterable[str] = ()) -> None:
+        self._pieces = list(pieces)
+
+    def add(self, text: str, separator: str) -> None:
+        if any(self._pieces[:1]):
+            self._pieces.append(separator)
+        else:
+            self._pieces.clear()
+        self._pieces.append(text)
+
+    @property
+    def joined(self) -> str | None:
+        """The text, or None without any piece."""
+        return "".join(self._pieces) if self._pieces else None
