@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.frontend.openai import request_body as reading
-from services.frontend.openai.request_body import loads_in_parts
+from services.frontend.requests.json_text import read_json_in_parts
 from tests.helpers.http_api import open_api
 
 values = st.recursive(
@@ -32,7 +32,7 @@ def outcome(load: Any, text: str) -> Any:
 @given(values, st.sampled_from([None, 1]))
 def test_any_value_is_read_as_json_reads_it(value: Any, indent: int | None) -> None:
     text = json.dumps(value, indent=indent)
-    assert loads_in_parts(text) == json.loads(text)
+    assert read_json_in_parts(text) == json.loads(text)
 
 
 @settings(deadline=None, max_examples=300)
@@ -43,14 +43,14 @@ def test_what_is_no_json_is_refused_at_the_same_place(value: Any, data: st.DataO
     broken = (
         text[:cut] + data.draw(st.sampled_from(["", "]", "}", ",", "x", '"', "[", "{"])) + text[cut + 1 :]
     )
-    assert outcome(loads_in_parts, broken) == outcome(json.loads, broken)
+    assert outcome(read_json_in_parts, broken) == outcome(json.loads, broken)
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", "[1,", '{"a":', "nope", "[1] 2", "{} x", "[[1], [2, {}], []]", "NaN"]
 )
 def test_odd_texts(text: str) -> None:
-    assert repr(outcome(loads_in_parts, text)) == repr(outcome(json.loads, text))
+    assert repr(outcome(read_json_in_parts, text)) == repr(outcome(json.loads, text))
 
 
 async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
         threads[len(text)] = threading.get_ident()
         return json.loads(text)
 
-    monkeypatch.setattr(reading, "loads_in_parts", spy)
+    monkeypatch.setattr(reading, "read_json_in_parts", spy)
     async with open_api() as servicer:
         for size in (100, 10_000):
             await servicer.post("/v1/completions", '{"prompt": "a"}'.ljust(size))

@@ -152,6 +152,43 @@ async def test_reasoning_may_be_opened_by_the_prompt_and_left_out() -> None:
     assert prompt.endswith("assistant:none-")
 
 
+@pytest.mark.parametrize("depth", [100, 2000])
+async def test_arguments_that_are_nested_deep_stay_text(depth: int) -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": "[" * depth + "]" * depth},
+    }
+    async with http_api("so") as (api, engine):
+        await chat(api, messages=[*USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        chat_prompt = prompt_of(engine)
+        item = {"type": "function_call", "call_id": "c1", **call["function"]}
+        await api.client.responses.create(model="tiny", input=[*USER, item])
+        prompt = prompt_of(engine)
+    assert json.dumps(call["function"]) in chat_prompt
+    assert json.dumps(call["function"]) in prompt
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_schema_that_is_nested_deep_is_refused(choice: str) -> None:
+    parameters: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        parameters = {"type": "object", "properties": {"a": parameters}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    async with http_api("so") as (api, _):
+        with pytest.raises(openai.BadRequestError, match="nested deeper than the limit 64"):
+            await chat(api, tools=[tool], tool_choice=choice)
+
+
+async def test_value_that_a_model_nests_deep_stays_text() -> None:
+    value = "[" * 3000
+    written = f"<tool_call>\n<function=add>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    async with http_api(written, tool_call_parser="qwen3_coder") as (api, _):
+        (choice,) = (await chat(api, tools=[ADD])).choices
+    (made,) = choice.message.tool_calls
+    assert json.loads(made.function.arguments) == {"a": value}
+
+
 async def test_formats_can_be_named_or_turned_off() -> None:
     call = "[add(a=1)]"
     async with http_api(call, tool_call_parser="pythonic", reasoning_parser="none") as (api, _):

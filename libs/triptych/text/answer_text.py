@@ -140,7 +140,7 @@ class AnswerText:
         raw = yield from self.take_value()
         try:
             value = json.loads(raw, strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MalformedCallError from None
         if not isinstance(value, str):
             raise MalformedCallError

@@ -168,7 +168,7 @@ def _value_of(text: str, schema: Mapping[str, Any]) -> Any:
         return {"True": True, "False": False, "None": None}[text]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

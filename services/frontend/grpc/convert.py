@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import Message
 
+from services.frontend.requests.json_text import read_json
 from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
 from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
@@ -266,8 +266,8 @@ def _json_object(text: str, path: str) -> tuple[dict[str, Any], list[FieldViolat
     if not text:
         return {}, []
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = read_json(text)
+    except ValueError as error:
         return {}, [FieldViolation(path, f"is not JSON: {error}")]
     if not isinstance(value, dict):
         return {}, [FieldViolation(path, "is not a JSON object")]

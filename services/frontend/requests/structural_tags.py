@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from services.frontend.requests.json_text import read_json
 
 _FORMS = (
     'send {"structures": [{"begin": …, "schema": …, "end": …}], "triggers": […]}, '
@@ -19,8 +20,8 @@ def read_structural_tags(text: str) -> list[dict[str, Any]]:
         ValueError: They are not understood, or not served; says why.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = read_json(text)
+    except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"is not an object: {_FORMS}")
@@ -38,20 +39,24 @@ def read_structural_tags(text: str) -> list[dict[str, Any]]:
         raise ValueError(f"has no triggers or no tags: {_FORMS}")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise ValueError("has a trigger that is no text, or empty")
-    return [_read_tag(section, triggers, number) for number, section in enumerate(sections)]
+    known = set(triggers)
+    lengths = sorted({len(trigger) for trigger in known}, reverse=True)
+    return [_read_tag(section, known, lengths, number) for number, section in enumerate(sections)]
 
 
-def _read_tag(section: Any, triggers: list[str], number: int) -> dict[str, Any]:
+def _read_tag(section: Any, triggers: set[str], lengths: list[int], number: int) -> dict[str, Any]:
     where = f"tag {number}"
     if not isinstance(section, dict):
         raise ValueError(f"{where} is not an object")
     begin, end, schema = section.get("begin"), section.get("end"), _schema_of(section, where)
     if not isinstance(begin, str) or not isinstance(end, str):
         raise ValueError(f"{where} needs the texts begin and end")
-    fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
-    if not fitting:
+    # Not trigger by trigger: there may be tens of thousands, and as many sections.
+    fitting = (begin[:length] for length in lengths if begin[:length] in triggers)
+    trigger = next(fitting, None)
+    if trigger is None:
         raise ValueError(f"{where} begins with {begin[:60]!r}, and so does none of the triggers")
-    return {"trigger": max(fitting, key=len), "begin": begin, "schema": schema, "end": end}
+    return {"trigger": trigger, "begin": begin, "schema": schema, "end": end}
 
 
 def _schema_of(section: Mapping[str, Any], where: str) -> dict[str, Any]:

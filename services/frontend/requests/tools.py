@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 import string
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.frontend.requests.json_text import read_json
 from triptych.errors import FieldViolation
 from triptych.text.answer_parser import AnswerParser, ReasoningFormat, ToolCallFormat
 
@@ -109,12 +109,12 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
 def to_call(call_id: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a call in a message as chat templates read it: with its arguments decoded.
 
-    Arguments that are no JSON, which a model may have written, stay text.
+    Arguments that are no JSON, or too deep, stay text: a model may have written them.
     """
     decoded: Any = arguments
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            decoded = json.loads(arguments)
+            decoded = read_json(arguments)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": decoded}}
 
 
