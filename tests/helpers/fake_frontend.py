@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from services.frontend.grpc.batch import BatchRun
+from services.frontend.grpc.vllm_servicer import pack
+from tests.helpers.byte_tokenizer import write_model_directory
 from triptych.client.loop_thread import LoopThread
+from triptych.compat import common_pb2, vllm_engine_pb2_grpc
 from triptych.errors import DeadlineExceeded, InvalidRequest, QueueFull, TriptychError
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
@@ -52,6 +58,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.on_call: Callable[[Any], None] = lambda context: None
         """Called with the context of each call that generates."""
         self.requests: list[generation_pb2.StreamGenerateRequest] = []
+        self.tokenizer = FakeTokenizer()
         self.num_batches = 0
         self.num_running = self.max_running = self.num_refused = self.num_cancelled = 0
         self.port = port
@@ -83,6 +90,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self._server = RpcServer(services=[SERVICE], limit_bytes=PUBLIC_MESSAGE_BYTES)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server.grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(self, self._server.grpc)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self.tokenizer, self._server.grpc)
         self.port = self._server.bind("127.0.0.1", self.port, option="port")
         await self._server.start()
         await self._server.set_ready(True)
@@ -184,6 +192,26 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         model = _model(names[page])
         next_page_token = names[page] if page + 1 < len(names) else ""
         return model_pb2.ListModelsResponse(models=[model], next_page_token=next_page_token)
+
+
+class FakeTokenizer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Sends the files of `byte_tokenizer`, in chunks of a few bytes."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            self.archive = pack(write_model_directory(Path(directory)))
+        self.digest = hashlib.sha256(self.archive).hexdigest()
+        self.num_calls = 0
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Any
+    ) -> AsyncGenerator[Any]:
+        self.num_calls += 1
+        for start in range(0, len(self.archive), 1000):
+            is_last = start + 1000 >= len(self.archive)
+            yield common_pb2.GetTokenizerChunk(
+                data=self.archive[start : start + 1000], sha256=self.digest if is_last else ""
+            )
 
 
 def _model(name: str) -> model_pb2.Model:

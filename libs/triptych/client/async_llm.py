@@ -17,7 +17,7 @@ from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.prompts import AnyPrompt, ParsedPrompt, parse_conversations, parse_prompt
 from triptych.client.request import RequestOptions
-from triptych.client.served_tokenizer import AsyncServedTokenizer
+from triptych.client.served_tokenizer import ServedTokenizer, fetch_tokenizer
 from triptych.config import TlsConfig
 from triptych.errors import InvalidRequest
 from triptych.types.outputs import RequestOutput
@@ -59,6 +59,7 @@ class AsyncLLM:
             ready_timeout_s=ready_timeout_s,
             overrides=overrides,
         )
+        self._tokenizer: ServedTokenizer | None = None
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -195,10 +196,12 @@ class AsyncLLM:
         """Return if the frontend takes requests now; raises EngineUnavailable, which says why it does not."""
         await (await self.start()).check_health()
 
-    async def get_tokenizer(self) -> AsyncServedTokenizer:
-        """Return the model's tokenizer as the server has it: `encode`, `decode`, `apply_chat_template`."""
+    async def get_tokenizer(self) -> ServedTokenizer:
+        """Return the model's tokenizer; see `LLM.get_tokenizer`. Its own calls are plain ones."""
         client = await self.start()
-        return AsyncServedTokenizer(client, await client.get_model(self._connection.model_name))
+        if self._tokenizer is None:
+            self._tokenizer = await fetch_tokenizer(client, self._connection.model_name)
+        return self._tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's own sampling parameters; see `LLM.get_default_sampling_params`."""

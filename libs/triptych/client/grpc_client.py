@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -26,8 +27,9 @@ from triptych.client.request import (
     build_tokenize_request,
 )
 from triptych.client.resumption import ResumableStream
+from triptych.compat import common_pb2, vllm_engine_pb2_grpc
 from triptych.config import TlsConfig
-from triptych.errors import EngineUnavailable, InvalidRequest
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelError
 from triptych.rpc.health import GENERATION_SERVICE
 from triptych.types.events import AdmittedEvent, Event
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
@@ -35,6 +37,8 @@ from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb
 _T = TypeVar("_T")
 _REDIAL_S = 0.1  # between two attempts to watch a server that is not there yet
 _UNARY_TIMEOUT_S = 60.0  # tokenizing the longest prompt takes well under a second
+_TOKENIZER_TIMEOUT_S = 300.0
+_MAX_TOKENIZER_BYTES = 1 << 28  # zipped; the largest that are known have 12 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +227,32 @@ class GenerationClient:
             if not response.next_page_token:
                 return models
             request.page_token = response.next_page_token
+
+    async def fetch_tokenizer(self) -> bytes:
+        """Return a zip archive of the files of the served model's tokenizer.
+
+        Raises:
+            ModelError: It is not what the server packed, or larger than any tokenizer.
+        """
+        return await self._ask(self._read_tokenizer)
+
+    async def _read_tokenizer(self) -> bytes:
+        stub = self._dialer.stub(vllm_engine_pb2_grpc.VllmEngineStub)
+        call: Any = stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=_TOKENIZER_TIMEOUT_S)
+        archive, digest = bytearray(), ""
+        try:
+            async for chunk in call:
+                archive += chunk.data
+                digest = chunk.sha256
+                if len(archive) > _MAX_TOKENIZER_BYTES:
+                    raise ModelError(
+                        f"the tokenizer of {self.address} has more than {_MAX_TOKENIZER_BYTES >> 20} MiB"
+                    )
+        finally:
+            call.cancel()
+        if hashlib.sha256(archive).hexdigest() != digest:
+            raise ModelError(f"the tokenizer of {self.address} came damaged: its digest differs")
+        return bytes(archive)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """End requests of any client of the frontend with what they have; returns those that were alive."""

@@ -17,7 +17,7 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.client.loop_thread import LoopThread
 from triptych.client.prompts import AnyPrompts, parse_conversations, parse_prompts
 from triptych.client.request import RequestOptions
-from triptych.client.served_tokenizer import AsyncServedTokenizer, ServedTokenizer
+from triptych.client.served_tokenizer import ServedTokenizer, fetch_tokenizer
 from triptych.config import TlsConfig
 from triptych.errors import InvalidRequest
 from triptych.types.outputs import RequestOutput
@@ -77,6 +77,7 @@ class LLM:
             ready_timeout_s=ready_timeout_s,
             overrides=overrides,
         )
+        self._tokenizer: ServedTokenizer | None = None
         self._loop = LoopThread("triptych-llm")
         self._finalizer = weakref.finalize(self, _close, self._loop, self._connection)
         try:
@@ -237,10 +238,11 @@ class LLM:
             )
 
     def get_tokenizer(self) -> ServedTokenizer:
-        """Return the model's tokenizer as the server has it: `encode`, `decode`, `apply_chat_template`."""
+        """Return the model's tokenizer, as transformers would make it of the server's files. They are fetched once."""
         client = self._client()
-        model = self._loop.run(client.get_model(self._connection.model_name))
-        return ServedTokenizer(AsyncServedTokenizer(client, model), self._loop)
+        if self._tokenizer is None:
+            self._tokenizer = self._loop.run(fetch_tokenizer(client, self._connection.model_name))
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's own sampling parameters, from its generation_config.json; all others have their default.

@@ -36,6 +36,8 @@ class Tokenizer:
         """Ids of the control tokens, which text for people leaves out."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         """Tokens known here; a model's logits may have more columns, for padding."""
+        self.num_base_tokens = backend.get_vocab_size(with_added_tokens=False)
+        """Tokens known here without those that were added to the vocabulary."""
         self.bos_token = _token_text(config.get("bos_token"))
         self.eos_token = _token_text(config.get("eos_token"))
         self.unk_token = _token_text(config.get("unk_token"))
@@ -126,6 +128,11 @@ class Tokenizer:
         """Return the text of a tokenizer.json."""
         text: str = self._backend.to_str()
         return text
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token as the vocabulary spells it."""
+        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocab
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""

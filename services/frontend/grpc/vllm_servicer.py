@@ -153,7 +153,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         if self._archive is None:
-            self._archive = await asyncio.to_thread(_pack, self._generator.text_model.directory)
+            self._archive = await asyncio.to_thread(pack, self._generator.text_model.directory)
         archive = self._archive
         for start in range(0, len(archive), _CHUNK_BYTES):
             is_last = start + _CHUNK_BYTES >= len(archive)
@@ -187,7 +187,7 @@ def _load(statuses: list[EngineStatus]) -> vllm_engine_pb2.SchedulerLoad:
     )
 
 
-def _pack(directory: Path) -> bytes:
+def pack(directory: Path) -> bytes:
     """Return a zip archive of what a tokenizer needs."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
