@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import json
 import re
+import shutil
+import subprocess
 from typing import Any
 
 import jsonschema
@@ -108,7 +110,7 @@ def test_a_container_has_time_to_drain(name):
     assert seconds(CONTAINERS[name]["stop_grace_period"]) > drain_s
 
 
-@pytest.mark.parametrize("name", [*TIER, "model"])
+@pytest.mark.parametrize("name", [*TIER, "model", "gateway"])
 def test_containers_may_do_next_to_nothing(name):
     container = CONTAINERS[name]
     assert container["read_only"] is True
@@ -122,7 +124,7 @@ def test_the_doors_and_nothing_else_are_published_on_loopback():
     published = {name: container["ports"] for name, container in CONTAINERS.items() if "ports" in container}
     doors = [ports("frontend")["grpc"], ports("frontend")["http"]]
     assert published == {
-        "frontend": [f"127.0.0.1:{port}:{port}" for port in doors],
+        "gateway": [f"127.0.0.1:{port}:{port}" for port in doors],
         "prometheus": ["127.0.0.1:9090:9090"],
     }
 
@@ -152,12 +154,47 @@ def test_each_tier_waits_for_the_one_behind_it():
 
 
 def test_tiers_find_each_other():
-    engine, port = CONTAINERS["frontend"]["environment"]["TRIPTYCH_FRONTEND_ENGINE_ADDRESSES"].split(":")
-    assert (engine, int(port)) == ("enginecore", ports("enginecore")["grpc"])
-    worker, port = CONTAINERS["enginecore"]["environment"]["TRIPTYCH_ENGINE_WORKER_ADDRESS"].split(":")
-    assert int(port) == ports("worker")["grpc"]
+    engines = CONTAINERS["frontend"]["environment"]["TRIPTYCH_FRONTEND_ENGINE_ADDRESSES"]
+    assert engines == f"dns:enginecore:{ports('enginecore')['grpc']}"
+    workers = CONTAINERS["enginecore"]["environment"]["TRIPTYCH_ENGINE_WORKER_ADDRESS"]
+    assert workers == f"dns:the-worker:{ports('worker')['grpc']}"
     for name in ("worker", "worker-gpu"):
-        assert CONTAINERS[name]["networks"]["tiers"]["aliases"] == [worker]
+        assert CONTAINERS[name]["networks"]["tiers"]["aliases"] == ["the-worker"]
+
+
+def test_nothing_keeps_a_tier_from_being_scaled():
+    for name in TIER:
+        assert not {"ports", "container_name", "hostname"} & CONTAINERS[name].keys()
+        assert "TRIPTYCH_ENGINE_ENGINE_ID" not in CONTAINERS[name]["environment"]
+
+
+GATEWAY = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+
+
+def test_the_gateway_finds_every_frontend_at_its_ports():
+    door = ports("frontend")
+    assert re.findall(r"bind :(\d+)", GATEWAY) == [str(door["http"]), str(door["grpc"])]
+    templates = re.findall(r"server-template frontend 32 (\S+)(.*)", GATEWAY)
+    assert templates == [
+        (f"frontend:{door['http']}", ""),
+        (f"frontend:{door['grpc']}", f" proto h2 port {door['http']} check-proto h1"),
+    ]
+    assert "frontend" in CONTAINERS
+    assert CONTAINERS["gateway"]["configs"] == [
+        {"source": "haproxy", "target": "/usr/local/etc/haproxy/haproxy.cfg"}
+    ]
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+def test_the_gateway_understands_its_file():
+    checked = subprocess.run(
+        ["haproxy", "-c", "-f", "deploy/haproxy/haproxy.cfg"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_cpu_is_the_default_and_the_gpu_a_profile():
@@ -188,14 +225,22 @@ def test_the_model_is_fetched_by_the_hub_into_the_volume_that_the_tiers_read():
     assert "outside" in model["networks"]
     for name, service in TIER.items():
         if service != "enginecore":
+            machine = ["machine:/var/cache/machine"] if service == "worker" else []
             kernels = ["kernels:/var/cache/triton"] if name == "worker-gpu" else []
-            assert CONTAINERS[name]["volumes"] == ["models:/var/cache/triptych:ro", *kernels]
+            assert CONTAINERS[name]["volumes"] == ["models:/var/cache/triptych:ro", *machine, *kernels]
             assert CONTAINERS[name]["environment"]["TRIPTYCH_MODEL_MODEL"] == model["command"][0]
 
 
 def test_prometheus_scrapes_the_metrics_port_of_every_tier():
     scrapes = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
-    targets = [target for job in scrapes for static in job["static_configs"] for target in static["targets"]]
+    targets = [
+        (name, lookup["port"])
+        for job in scrapes
+        for lookup in job["dns_sd_configs"]
+        for name in lookup["names"]
+        if lookup["type"] == "A"
+    ]
     names = ["frontend", "enginecore", CONTAINERS["worker"]["networks"]["tiers"]["aliases"][0]]
-    expected = [f"{name}:{ports(service)['metrics']}" for name, service in zip(names, SERVICES, strict=True)]
-    assert targets == expected
+    assert targets == [
+        (name, ports(service)["metrics"]) for name, service in zip(names, SERVICES, strict=True)
+    ]

@@ -108,7 +108,7 @@ def test_the_config_is_mounted_where_the_loader_looks(service):
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_variables_are_options_with_values_in_range(service):
-    assert_env_is_known(env(service).keys() - {"POD_INDEX"})
+    assert_env_is_known(env(service).keys())
     plain = {
         name: value for name, value in env(service).items() if name in OPTION_BY_ENV and value is not None
     }
@@ -167,7 +167,7 @@ def test_what_is_written_to_is_a_volume(service):
     assert {mount["name"] for mount in mounts.values()} == set(volumes)
     writable = {"/tmp"} if service == "enginecore" else {"/tmp", "/var/cache/triptych"}
     if service == "worker":
-        writable.add("/var/cache/triton")
+        writable |= {"/var/cache/triton", "/var/cache/machine"}
     assert {path for path, mount in mounts.items() if not mount.get("readOnly")} == writable
     for path in writable:
         assert "emptyDir" in volumes[mounts[path]["name"]]
@@ -186,24 +186,14 @@ def test_a_pod_has_time_to_drain(service):
     assert pod(service)["terminationGracePeriodSeconds"] > pre_stop + default(f"{LEAF[service]}.drain_s")
 
 
-def address_of(service: str, index: str) -> str:
-    """The stable name of one pod of a StatefulSet, with the gRPC port."""
+def every_address_of(service: str) -> str:
+    """Return what stands for all pods of a tier, ready or not, in a list of addresses."""
     headless = of_kind(service, "Service")
     assert headless["spec"]["clusterIP"] == "None"
     assert headless["spec"]["publishNotReadyAddresses"] is True
-    assert workload(service)["kind"] == "StatefulSet"
-    assert workload(service)["spec"]["serviceName"] == headless["metadata"]["name"]
-    return f"{workload(service)['metadata']['name']}-{index}.{headless['metadata']['name']}:{ports(service)['grpc']}"
+    return f"dns:{headless['metadata']['name']}:{ports(service)['grpc']}"
 
 
-def test_an_engine_drives_the_worker_of_its_own_number():
-    assert env("enginecore")["TRIPTYCH_ENGINE_WORKER_ADDRESS"] == address_of("worker", "$(POD_INDEX)")
-    names = list(env("enginecore"))  # a variable may use only those before it
-    assert names.index("POD_INDEX") < names.index("TRIPTYCH_ENGINE_WORKER_ADDRESS")
-    assert workload("enginecore")["spec"]["replicas"] == workload("worker")["spec"]["replicas"]
-
-
-def test_frontends_know_every_engine():
-    num_engines = workload("enginecore")["spec"]["replicas"]
-    addresses = env("frontend")["TRIPTYCH_FRONTEND_ENGINE_ADDRESSES"]
-    assert addresses.split(",") == [address_of("enginecore", str(index)) for index in range(num_engines)]
+def test_one_number_scales_each_tier():
+    assert env("enginecore")["TRIPTYCH_ENGINE_WORKER_ADDRESS"] == every_address_of("worker")
+    assert env("frontend")["TRIPTYCH_FRONTEND_ENGINE_ADDRESSES"] == every_address_of("enginecore")

@@ -66,7 +66,9 @@ def read_or_make(
             _write(path, {"version": _VERSION, "key": key, "found": content})
         except OSError as error:
             log.warning(
-                "%s cannot be written (%s), so every start finds out anew; set TRIPTYCH_HOME", path, error
+                "%s cannot be written (%s), so every start finds out anew; set TRIPTYCH_MACHINE_DIR",
+                path,
+                error,
             )
         return parse(content)
 

@@ -6,13 +6,24 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 from services.worker.context import host
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.library import isa, unused_isas
 from triptych_kernels.cpu.machine import MachineRates, load_rates, rates
 from triptych_kernels.cpu.self_check import check_isas
+
+
+def machine_directory() -> Path:
+    """Return the directory for what is found out about this machine: `$TRIPTYCH_MACHINE_DIR`, else in the cache.
+
+    It must be writable, which the cache with the models need not be.
+    """
+    named = os.environ.get("TRIPTYCH_MACHINE_DIR")
+    return Path(named) if named else cache_home() / "machine"
 
 
 def examine_machine(num_threads: int) -> MachineRates:
@@ -23,7 +34,7 @@ def examine_machine(num_threads: int) -> MachineRates:
     Args:
         num_threads: Number of threads that will compute; 0 means one per core.
     """
-    directory = cache_home() / "machine"
+    directory = machine_directory()
     check_isas(directory)
     return load_rates(num_threads or host.usable_cores(), directory)
 
@@ -84,7 +95,7 @@ def _main() -> None:
                 "arithmetic": describe_arithmetic(found),
                 "huge_pages": host.huge_pages(),
                 "memory_nodes": host.numa_nodes(),
-                "kept_in": str(cache_home() / "machine"),
+                "kept_in": str(machine_directory()),
             }
         )
     )
