@@ -89,7 +89,8 @@ async def follow_http(
     stream: Stream, session: aiohttp.ClientSession, urls: list[str], arguments: argparse.Namespace
 ) -> None:
     """Read an answer over HTTP. When the connection breaks, go on at the next URL."""
-    body = {"prompt": stream.prompt(), "stream": True, **stream.sampling(arguments)}
+    ids = {"stream_options": {"include_event_ids": True}}
+    body = {"prompt": stream.prompt(), "stream": True, **ids, **stream.sampling(arguments)}
     deadline = time.monotonic() + DEADLINE_S
     place = stream.number // 2
     while not stream.is_whole and time.monotonic() < deadline:

@@ -118,7 +118,8 @@ async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
 
 
 async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
-    body = {"model": "", "prompt": "Once upon", "stream": True, "seed": 7, **LENGTH}
+    ids = {"stream_options": {"include_event_ids": True}}
+    body = {"model": "", "prompt": "Once upon", "stream": True, "seed": 7, **ids, **LENGTH}
     async with ground(tmp_path) as stack, httpx.AsyncClient(timeout=DEADLINE_S) as http:
         urls = [f"http://127.0.0.1:{member.http_port}" for member in stack.of_kind("frontend")]
 

@@ -324,7 +324,7 @@ async def test_an_event_id_goes_on_over_http(
     path: str, body: dict[str, Any], num_events: int, is_get: bool
 ) -> None:
     body = {"max_tokens": 30, "seed": 5, "ignore_eos": True, "stream": True, **body}
-    body["stream_options"] = {"include_usage": True}
+    body["stream_options"] = {"include_usage": True, "include_event_ids": True}
     async with stand() as s, open_api(s.first.generator) as one, open_api(s.second.generator) as two:
         whole = Chunks()
         await stream(one, "POST", path, whole, json=body)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.helpers.http_api import HttpApi, open_api
 
@@ -55,25 +56,30 @@ async def test_one_connection_too_many_is_told_to_come_back() -> None:
             assert response.status_code == 200
 
 
-async def test_a_stream_that_says_nothing_sends_comments_that_clients_ignore() -> None:
+@pytest.mark.parametrize(("options", "ping"), [({}, b"\n"), ({"include_event_ids": True}, b": ping\n")])
+async def test_a_silent_stream_is_kept_open(options: dict[str, bool], ping: bytes) -> None:
     async with open_api(ping_interval_s=0.05) as api, asyncio.timeout(DEADLINE_S):
         api.generator.hold_after_words = 1
-        reader, writer = await api.connect("/v1/completions", {"prompt": "hi", "stream": True})
+        body = {"prompt": "hi", "stream": True, "stream_options": options}
+        reader, writer = await api.connect("/v1/completions", body)
         stream = await api.client.chat.completions.create(model="tiny/fake", messages=CHAT, stream=True)
+        await reader.readuntil(b"Once")  # chunks of HTTP have a line break of their own
+        await reader.readuntil(b"\n\n\r\n")
         for _ in range(3):
-            await reader.readuntil(b": ping\n\n")
+            assert await reader.readuntil(b"\r\n") == b"%x\r\n" % len(ping)
+            assert await reader.readuntil(b"\r\n") == ping + b"\r\n"
         api.generator.released.set()
         rest = (await reader.readuntil(b"[DONE]")).decode()
         writer.close()
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert "upon" in rest
+    assert "time" in rest
     assert text == "0 Once upon a time ü."
 
 
-async def test_comments_can_be_turned_off_and_end_with_the_stream() -> None:
+async def test_pings_can_be_turned_off_and_end_with_the_stream() -> None:
     async with open_api(ping_interval_s=0) as api, asyncio.timeout(DEADLINE_S):
         response = await api.http.post("/v1/completions", json={"prompt": "hi", "stream": True})
-        assert ": ping" not in response.text
+        assert "\n\n\n" not in response.text
     async with open_api(ping_interval_s=0.001) as api, asyncio.timeout(DEADLINE_S):
         api.generator.error_after_words = (2, RuntimeError("a bug"))
         with_error = await api.http.post("/v1/completions", json={"prompt": "hi", "stream": True})

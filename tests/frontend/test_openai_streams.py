@@ -317,6 +317,29 @@ async def test_every_chunk_tells_the_usage_so_far(api: HttpApi) -> None:
         assert last.prompt_tokens_details is not None
 
 
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_is_kept_and_has_ids_if_its_client_asks(api: HttpApi, path: str, asks: bool) -> None:
+    body = {"prompt": "a"} if path == "/v1/completions" else CHAT
+    response = await api.http.post(
+        path, json={**body, "stream": True, "stream_options": {"include_event_ids": asks}}
+    )
+    assert ("id:" in response.text) == asks
+    (raw,) = api.generator.requests
+    assert raw.resumes == (raw.answer is not None) == asks
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 33, "temperature": 1}])
+async def test_ids_of_a_stream_that_cannot_go_on_are_refused(api: HttpApi, fields: dict[str, Any]) -> None:
+    body = {**fields, "stream": True, "stream_options": {"include_event_ids": True}}
+    response = await api.http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "stream_options.include_event_ids"
+    assert "1 prompt and 32 choices" in error["message"]
+    assert api.generator.requests == []
+
+
 async def test_running_usage_alone_is_refused(api: HttpApi) -> None:
     with pytest.raises(openai.BadRequestError, match="needs include_usage") as caught:
         await api.client.completions.create(

@@ -56,7 +56,7 @@ class FakeGenerator(Generator):
         self.error_after_words: tuple[int, Exception] | None = None
         """After so many words of each choice."""
         self.hold_after_words: int | None = None
-        """Every request stops there until it is closed or `released`."""
+        """Every request stops there until it is closed or `released`. -1: before the first word."""
         self.holding = asyncio.Event()
         self.released = asyncio.Event()
         self.requests: list[RawRequest] = []
@@ -106,7 +106,9 @@ class FakeGenerator(Generator):
         sampling = fit_to_context(valid, len(prompt), MAX_MODEL_LEN)
         assert sampling.max_tokens is not None
         await asyncio.sleep(0)
-        yield AdmittedEvent(raw.request_id, MODEL, sampling.seed or 0, prompt)
+        token = "" if raw.answer is None else "c2VjcmV0"
+        yield AdmittedEvent(raw.request_id, MODEL, sampling.seed or 0, prompt, resume_token=token)
+        await self._hold_at(-1)
         if sampling.prompt_logprobs is not None:
             report = PromptReport(np.array(prompt, np.uint32), sampling.prompt_logprobs, lambda i: bytes([i]))
             for position in range(1, len(prompt)):
@@ -145,10 +147,13 @@ class FakeGenerator(Generator):
                 break
             if self.error_after_words is not None and number == self.error_after_words[0]:
                 raise self.error_after_words[1]
-            if number == self.hold_after_words:
-                self.holding.set()
-                await self.released.wait()
+            await self._hold_at(number)
         yield FinishedEvent(Usage(len(prompt), num_tokens, num_cached_tokens=1), StageTimings())
+
+    async def _hold_at(self, number: int) -> None:
+        if number == self.hold_after_words:
+            self.holding.set()
+            await self.released.wait()
 
     async def tokenize(
         self,

@@ -110,7 +110,7 @@ class FrontendConfig:
     keep_s: float = value(
         10.0,
         "Seconds for which a stream whose frontend is lost goes on at its engine, so that its client can read on at "
-        "another frontend (engine.max_kept_bytes). 0: not at all.",
+        "another frontend (engine.max_kept_bytes). Over HTTP only where the client asks for event ids. 0: not at all.",
         FRONTEND,
         ge=0,
         le=3600,
@@ -138,8 +138,8 @@ class FrontendConfig:
     )
     ping_interval_s: float = value(
         15.0,
-        "Seconds after which a stream over HTTP that has nothing to say sends a comment, so that proxies keep it open. "
-        "0: never.",
+        "Seconds after which a stream over HTTP that has nothing to say sends a line without data, so that proxies "
+        "keep it open. 0: never.",
         FRONTEND,
         ge=0,
     )

@@ -39,7 +39,7 @@ def create_app(
         keys: The API keys that requests must send. None: none is asked for.
         cors_origins: Origins whose pages may call from a browser; `*`: any.
         refuses_unknown: See `BodyReader`.
-        ping_interval_s: Time after which a stream that has nothing to say sends a comment. 0: never.
+        ping_interval_s: Time after which a stream that has nothing to say sends a line without data. 0: never.
     """
     app = FastAPIOffline(
         title="Triptych",

@@ -252,6 +252,7 @@ def _common(body: SamplingBody, label: str, deadline_s: float | None) -> RawRequ
             "prompt_logprobs": body.prompt_logprobs,
             "logprob_token_ids": body.logprob_token_ids,
         },
+        resumes=bool(body.stream_options and body.stream_options.include_event_ids),
         violations=(*base.violations, *_misuse_of_stream(body)),
     )
 

@@ -18,11 +18,12 @@ from services.frontend.openai.objects import AnswerFormat, ChatFormat, Completio
 from services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
 from services.frontend.openai.stream_ids import (
     LAST_EVENT_ID_HEADER,
+    MAX_CHOICES_WITH_IDS,
     parse_event_id,
     rest_of,
     write_answer,
 )
-from services.frontend.openai.streams import EventStream, StreamIds, chunks, merge
+from services.frontend.openai.streams import BLANK_LINE, COMMENT_LINE, EventStream, StreamIds, chunks, merge
 from services.frontend.requests.raw import RawRequest
 from services.frontend.resumption import ResumeToken, SeenChoice
 from triptych.errors import InvalidRequest, ModelNotFound, NotKept
@@ -143,7 +144,14 @@ async def _generate(
             f"{len(raws)} prompts with {num_choices} choices each are above the limit {limit}: so many choices can be "
             "running and waiting together; split the request",
         )
-    answer = write_answer(format, options, answer_id, created_unix_s) if len(raws) == 1 else None
+    has_ids = raws[0].resumes
+    if has_ids and (len(raws) > 1 or num_choices > MAX_CHOICES_WITH_IDS):
+        raise InvalidRequest(
+            "stream_options.include_event_ids",
+            f"{len(raws)} prompts with {num_choices} choices each are above the limits of 1 prompt and "
+            f"{MAX_CHOICES_WITH_IDS} choices: each id tells the position of every choice",
+        )
+    answer = write_answer(format, options, answer_id, created_unix_s) if has_ids else None
     streams = [
         generator.generate(replace(raw, client_names=(*raw.client_names, answer_id), answer=answer))
         for raw in raws
@@ -158,15 +166,16 @@ async def _generate(
         answer_id=answer_id,
         created_unix_s=created_unix_s,
         options=options,
-        ids=None if answer is None else StreamIds(num_choices),
+        ids=StreamIds(num_choices) if has_ids else None,
     )
-    return EventStream(pieces, in_flight=in_flight, request_id=request_id)
+    ping = COMMENT_LINE if has_ids else BLANK_LINE
+    return EventStream(pieces, in_flight=in_flight, request_id=request_id, ping=ping)
 
 
 def _go_on(request: Request, token: ResumeToken, seen: Mapping[int, SeenChoice] | None) -> Response:
     pieces = rest_of(generator_of(request), token, seen)
     in_flight = request.app.state.in_flight
-    return EventStream(pieces, in_flight=in_flight, request_id=request.state.request_id)
+    return EventStream(pieces, in_flight=in_flight, request_id=request.state.request_id, ping=COMMENT_LINE)
 
 
 def _model_object(name: str, model: ServedModel) -> dict[str, Any]:

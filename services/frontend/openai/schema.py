@@ -113,6 +113,9 @@ class StreamOptions(Part):
     """One more chunk before the end, with no choices and the token counts."""
     continuous_usage_stats: bool | None = None
     """The counts so far in every chunk. Only with `include_usage`."""
+    include_event_ids: bool | None = None
+    """Each event has an `id:`, by which the stream goes on if it breaks (Last-Event-ID). Of one prompt and at most 32
+    choices."""
     include_obfuscation: bool | None = not_served(False)
 
 

@@ -28,11 +28,9 @@ _POSITION = re.compile(r"(\d{1,10})(f?)")
 
 def write_answer(
     format: AnswerFormat, options: AnswerOptions, answer_id: str, created_unix_s: int
-) -> dict[str, Any] | None:
-    """Return what another frontend must know to send the rest of an answer; None if it is not to go on there."""
-    name = next((name for name, kind in _FORMATS.items() if type(format) is kind), None)
-    if name is None or not options.is_streamed or options.num_choices > MAX_CHOICES_WITH_IDS:
-        return None
+) -> dict[str, Any]:
+    """Return what another frontend must know to send the rest of a streamed answer."""
+    name = next(name for name, kind in _FORMATS.items() if type(format) is kind)
     return {"format": name, "options": asdict(options), "id": answer_id, "created": created_unix_s}
 
 

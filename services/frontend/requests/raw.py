@@ -95,6 +95,8 @@ class RawRequest:
     answer: Mapping[str, Any] | None = None
     """The part that its API has to know to go on with the answer at another frontend, as JSON has it. None: it is not
     kept for that."""
+    resumes: bool = False
+    """Whether the client goes on elsewhere with a stream that breaks, so that a frontend that stops may end it."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Field here -> its path in the client's words, where they differ: {"prompt": "messages",
     "logprobs": "top_logprobs"}."""
