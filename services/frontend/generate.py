@@ -10,7 +10,7 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
-from services.frontend.access.caller import current_caller
+from services.frontend.access.caller import current_caller, set_tenant
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
@@ -25,7 +25,7 @@ from services.frontend.requests.prepare import PreparedRequest, prepare
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.sampling import find_bad_token_id, why_not_text
 from services.frontend.resumption import ResumeToken, SeenChoice, create_keep
-from services.frontend.text_model import TextModel
+from services.frontend.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
 from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -153,6 +153,7 @@ class Generator:
             RequestRecord(self._metrics, raw.api, request_id) as record,
             self.alive.claim(outputs, raw) as raw,
         ):
+            set_tenant(raw.tenant)
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
@@ -268,17 +269,18 @@ class Generator:
         add_special_tokens: bool | None = None,
         paths: Mapping[str, str] = MappingProxyType({}),
     ) -> list[int]:
-        """Token ids of a text or a conversation.
+        """Token ids of a text or a conversation, which count against the caller's limit of tokens.
 
         Args:
             add_special_tokens: None: for a text, yes; a chat template has written its own.
             paths: As those of a `RawRequest`.
 
         Raises:
-            InvalidRequest, ModelNotFound, EngineUnavailable
+            InvalidRequest, ModelNotFound, EngineUnavailable, RateLimited
         """
-        text = self.text_model
-        self._router.find(model)
+        text, caller = self.text_model, current_caller()
+        max_model_len = self.find_model(model).max_model_len
+        self._rate_limits.admit_tokens(caller)
         path = paths.get("prompt", "prompt")
         if isinstance(prompt, RawChat):
             path_of = functools.partial(_look_up, paths)
@@ -287,7 +289,19 @@ class Generator:
             violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
         if violations:
             raise InvalidRequest(violations)
-        return (await text.encode(prompt, path, add_special_tokens=add_special_tokens)).tolist()
+        token_ids = await text.encode(
+            prompt,
+            path,
+            max_model_len=max_model_len,
+            fits_context=False,
+            add_special_tokens=add_special_tokens,
+        )
+        self._rate_limits.charge(caller, len(token_ids))
+        if len(token_ids) > (limit := max(CONTEXTS_TOKENIZED * max_model_len, ALWAYS_TOKENIZED)):
+            why = f"{len(token_ids)} tokens are above the limit {limit}; split the text"
+            raise InvalidRequest(path, why)
+        ids: list[int] = token_ids.tolist()
+        return ids
 
     async def detokenize(
         self,

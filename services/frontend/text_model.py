@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from services.frontend.fair_threads import FairThreads
 from services.frontend.requests.forced_calls import FORCED_FORMAT
 from services.frontend.requests.grammars import GrammarChecker
 from services.frontend.requests.parse import prompt_has_too_many_chars
@@ -15,7 +16,6 @@ from services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tool
 from services.frontend.requests.raw import RawChat
 from services.frontend.requests.sampling import check_defaults, why_not_text
 from services.frontend.requests.tools import TOOL_CHOICES, AnswerSplit, schemas_of
-from services.frontend.work_threads import WorkThreads
 from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.chat_template import ChatTemplate
@@ -27,7 +27,11 @@ from triptych.types.step import U32
 
 # 4 kB tokenize in about 1.3 ms: as long as a small model's step. What is longer goes to a thread.
 INLINE_SIZE = 4096
-_NUM_THREADS = 2
+_NUM_THREADS = 3  # of which one tenant has two: the tokenizer computes without the interpreter's lock
+CONTEXTS_TOKENIZED = 4
+"""A text that is cut, or that is only tokenized, may fill so many contexts."""
+ALWAYS_TOKENIZED = 1 << 16
+"""Characters that such a text may have however short the context is; they take 0.1 to 0.4 s."""
 _OPENING_TOKENS = 16  # at the end of a prompt, of which the opening of a reasoning takes fewer
 
 P = ParamSpec("P")
@@ -65,7 +69,7 @@ class TextModel:
         self.defaults = check_defaults(defaults)
         """Sampling fields that the checkpoint sets for requests that leave them out."""
         self.grammars = GrammarChecker(tokenizer)
-        self._threads = WorkThreads(_NUM_THREADS, inline_size=INLINE_SIZE, what="long prompts")
+        self._threads = FairThreads(_NUM_THREADS, inline_size=INLINE_SIZE, what="long prompts")
 
     @classmethod
     def from_directory(cls, directory: Path, **parsers: str) -> TextModel:
@@ -86,19 +90,22 @@ class TextModel:
         prompt: str | RawChat,
         path: str,
         *,
+        max_model_len: int,
+        fits_context: bool = True,
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
         keeps_beginning: bool = False,
-        max_model_len: int | None = None,
     ) -> U32:
         """Return the token ids of a text or of a rendered conversation.
 
         Args:
             path: of the prompt in the client's words.
+            max_model_len: Tokens of the model's context.
+            fits_context: Whether a text that must have more tokens than the context is refused before it is tokenized.
+                Otherwise, and where it is cut, it may be a few contexts long.
             add_special_tokens: None: for a text, yes; a template has written its own.
             max_tokens: Cut the text, so that there are at most so many tokens.
             keeps_beginning: What is cut off is its end, not its beginning.
-            max_model_len: A text that must have as many tokens is refused before it is tokenized. None: any length.
 
         Raises:
             InvalidRequest: on `path`: the template refuses the conversation, there is no template, or the text is too
@@ -110,9 +117,11 @@ class TextModel:
             adds_special = bool(add_special_tokens)
         else:
             text, adds_special = prompt, add_special_tokens is not False
+        num_contexts = 1 if fits_context and max_tokens is None else CONTEXTS_TOKENIZED
         max_chars = self.tokenizer.max_chars_per_token
-        if max_model_len is not None and max_chars is not None and len(text) > max_model_len * max_chars:
-            raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars)
+        is_short = num_contexts > 1 and len(text) <= ALWAYS_TOKENIZED
+        if max_chars is not None and not is_short and len(text) > num_contexts * max_model_len * max_chars:
+            raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars, num_contexts)
         return await self.run(len(text), self._encode, text, adds_special, max_tokens, keeps_beginning)
 
     async def find_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int]]:

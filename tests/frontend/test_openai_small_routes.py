@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.frontend import generate, text_model
 from services.frontend.access.keys import ApiKeys
 from services.frontend.app import _read_aliases
 from tests.helpers.byte_tokenizer import BOS, EOS, byte_backend, byte_tokenizer
@@ -122,6 +123,24 @@ async def test_clients_learn_what_they_need_to_tokenize_alike() -> None:
     assert info["chat_template"] == byte_tokenizer().chat_template
     assert tokens["token_strs"] == [byte_backend().id_to_token(token_id) for token_id in tokens["tokens"]]
     assert "token_strs" not in plain
+
+
+async def test_a_text_of_many_contexts_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_model, "ALWAYS_TOKENIZED", 100)
+    monkeypatch.setattr(generate, "ALWAYS_TOKENIZED", 100)
+    num_contexts, longest = text_model.CONTEXTS_TOKENIZED, byte_tokenizer().max_chars_per_token
+    async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as api:
+
+        async def tokenize(prompt: str) -> httpx.Response:
+            return await api.http.post("/tokenize", json={"prompt": prompt, "add_special_tokens": False})
+
+        limit = num_contexts * (await tokenize("z")).json()["max_model_len"]
+        assert (await tokenize("z" * limit)).json()["count"] == limit
+        too_many = await tokenize("z" * (limit + 1))
+        too_long = await tokenize("z" * (limit * longest + 1))
+    assert (too_many.status_code, too_long.status_code) == (400, 400)
+    assert f"{limit + 1} tokens are above the limit {limit}" in too_many.json()["error"]["message"]
+    assert f"more tokens than {num_contexts} times that" in too_long.json()["error"]["message"]
 
 
 async def test_a_conversation_is_tokenized_as_it_is_generated_from() -> None:

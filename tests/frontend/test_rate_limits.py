@@ -166,3 +166,24 @@ async def test_a_limit_is_raised_while_the_frontend_serves(doors):
     assert type(await error_of(doors.stub(FEW).StreamGenerate(request()))) is errors.RateLimited
     doors.file.write_text(entry_line("few", FEW, requests_per_minute=3) + "\n")
     await ask_grpc(doors, FEW)
+
+
+def test_tokens_are_admitted_without_counting_a_request():
+    limits = RateLimits(lambda: 0.0)
+    caller = Caller("k", None, requests_per_minute=1, tokens_per_minute=10)
+    for _ in range(5):
+        limits.admit_tokens(caller)
+    limits.charge(caller, 10)
+    with pytest.raises(errors.RateLimited, match="10 tokens within a minute"):
+        limits.admit_tokens(caller)
+
+
+async def test_tokens_that_are_only_counted_count(doors):
+    headers = {"authorization": f"Bearer {TOKENS}"}
+    answer = await doors.http.http.post("/tokenize", json={"prompt": "0123456"}, headers=headers)
+    assert answer.json()["count"] == 7
+    refused = await doors.http.http.post("/tokenize", json={"prompt": "Hi"}, headers=headers)
+    assert refused.status_code == 429
+    assert "7 tokens within a minute, the limit is 7" in refused.json()["error"]["message"]
+    with pytest.raises(openai.RateLimitError):
+        await ask_http(doors, TOKENS)

@@ -53,6 +53,7 @@ ANYONE = Caller()
 """The caller where no keys are asked for."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+_tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 def set_caller(caller: Caller) -> None:
@@ -63,3 +64,20 @@ def set_caller(caller: Caller) -> None:
 def current_caller() -> Caller:
     """Return the caller of the call that runs now."""
     return _caller.get()
+
+
+def set_tenant(tenant: str) -> None:
+    """Name the tenant that the call that runs now is for, when its request has been read. Empty: it has named none."""
+    _tenant.set(tenant)
+
+
+def current_payer() -> str:
+    """Return the name under which the work of the call that runs now is charged, before an engine knows of it.
+
+    It is the tenant of the request. Until that is known, or if it names none, it is the tenant of the key, and for a
+    key that speaks for all tenants the key itself.
+    """
+    caller = current_caller()
+    if caller.tenant is not None:
+        return caller.tenant
+    return _tenant.get() or f"key {caller.name}"

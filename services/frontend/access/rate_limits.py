@@ -41,6 +41,15 @@ class RateLimits:
         if caller.requests_per_minute:
             self._requests.setdefault(caller.name, _Window()).add(1, now_s)
 
+    def admit_tokens(self, caller: Caller) -> None:
+        """Check that the key may use tokens. What only counts tokens is not counted as a request.
+
+        Raises:
+            RateLimited: The key has used up its tokens.
+        """
+        if caller.tokens_per_minute:
+            self._check(self._tokens, caller.name, caller.tokens_per_minute, "tokens", self._clock())
+
     def charge(self, caller: Caller, num_tokens: int) -> None:
         """Count tokens of a request, when they are known: they may exceed the limit, and the next request waits."""
         if caller.tokens_per_minute and num_tokens:

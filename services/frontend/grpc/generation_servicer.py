@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from services.frontend.attached import AttachedEvent
+from services.frontend.fair_threads import FairThreads
 from services.frontend.generate import Generator
 from services.frontend.grpc.batch import BatchRun
 from services.frontend.grpc.convert import (
@@ -24,7 +25,6 @@ from services.frontend.grpc.stall_watch import StallWatch
 from services.frontend.identity import unique_request_id
 from services.frontend.requests.raw import MAX_ABORTS, RawRequest
 from services.frontend.resumption import ResumeToken, SeenChoice
-from services.frontend.work_threads import WorkThreads
 from triptych.errors import DeadlineExceeded, InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
@@ -47,7 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         self._generator = generator
         self._client_timeout_s = client_timeout_s
-        self._threads = WorkThreads(1, inline_size=_INLINE_BYTES, what="long conversations")
+        self._threads = FairThreads(1, inline_size=_INLINE_BYTES, what="long conversations")
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext

@@ -23,10 +23,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
+from services.frontend.fair_threads import FairThreads
 from services.frontend.openai.fields import is_kind
 from services.frontend.openai.in_flight import ClientGone
 from services.frontend.requests.json_text import read_json_in_parts
-from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class BodyReader:
         self._refuses_unknown = refuses_unknown
         self._warned: set[str] = set()
         # One thread: readers of JSON hold the interpreter's lock, so that a second one would only slow the loop.
-        self._threads = WorkThreads(1, inline_size=_INLINE_BYTES, what="long bodies")
+        self._threads = FairThreads(1, inline_size=_INLINE_BYTES, what="long bodies")
 
     async def read(self, request: Request, kind: type[B], convert: Callable[[B], T]) -> T:
         """Return what `convert` makes of the request's body.

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from services.frontend.fair_threads import FairThreads
 from services.frontend.requests.structural_tags import read_structural_tags
-from services.frontend.work_threads import WorkThreads
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
@@ -34,7 +34,7 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._limit_s = limit_s
         # One at a time: they go through one process, and a second one would take a core from the models.
-        self._threads = WorkThreads(1, inline_size=-1, what="structured outputs to be compiled")
+        self._threads = FairThreads(1, inline_size=-1, what="structured outputs to be compiled")
         self._known: OrderedDict[tuple[StructuredOutputs, ModelFacts], StructuredOutputs] = OrderedDict()
         """Form and model -> the compiled form; the latest used is last."""
         self._process: _Process | None = None

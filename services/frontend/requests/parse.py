@@ -131,14 +131,20 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
 
 
 def prompt_has_too_many_chars(
-    path: str, num_chars: int, max_model_len: int, max_chars_per_token: int
+    path: str, num_chars: int, max_model_len: int, max_chars_per_token: int, num_contexts: int
 ) -> ContextLengthExceeded:
-    """Return the refusal of a text that is too long, whatever its tokens are."""
+    """Return the refusal of a text that is too long, whatever its tokens are.
+
+    Args:
+        num_contexts: Contexts that it may fill.
+    """
+    more, remedy = "more tokens than that", "reduce the prompt, or set truncate_prompt_tokens"
+    if num_contexts > 1:
+        more, remedy = f"more tokens than {num_contexts} times that", "split the text"
     error = ContextLengthExceeded(
         path,
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
-        f"characters, which are more tokens than that: its longest token has {max_chars_per_token}; reduce the prompt, "
-        "or set truncate_prompt_tokens.",
+        f"characters, which are {more}: its longest token has {max_chars_per_token}; {remedy}.",
     )
     error.metadata = {"field": path, "limit": str(max_model_len), "num_chars": str(num_chars)}
     return error

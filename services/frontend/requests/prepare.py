@@ -67,7 +67,7 @@ async def prepare(
             add_special_tokens=raw.add_special_tokens,
             max_tokens=max_kept,
             keeps_beginning=raw.keeps_beginning,
-            max_model_len=max_model_len if max_kept is None else None,
+            max_model_len=max_model_len,
         )
     else:
         token_ids = valid.prompt
